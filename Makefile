@@ -1,0 +1,43 @@
+# Two commands do everything, set-up included: `make run` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+CONFIG ?= launch/configs/digits.yaml
+
+.PHONY: run gsm8k test test-all check bench setup clean
+
+# The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
+run: setup
+	$(BIN)/tidemill up $(CONFIG) --fresh
+
+# The same program on real questions.
+gsm8k: setup
+	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh
+
+test: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: setup
+	$(BIN)/python -m pytest -m "not gpu"
+
+# Style, formatting, types and import directions (the tests run these too).
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python -m bench
+
+setup: $(VENV)/.ready
+
+# torch first: whichever build your index offers satisfies what follows.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Rollout: the actor that turns tasks into samples, and the engines that generate for it."""

@@ -1,0 +1,61 @@
+"""What an actor does, in numbers: for its live row and its tests."""
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Self
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What an actor did since its start."""
+
+    samples_published: int = 0
+    tokens_generated: int = 0
+    """Of responses, published or not."""
+    tasks_done: int = 0
+    tasks_handed_back: int = 0
+    failures: int = 0
+    """Samples that could not be generated or scored."""
+    requests_aborted: int = 0
+    """Requests that an engine, or its death, ended before their time."""
+
+
+class Activity:
+    """Counters, and the share of wall time since the start in which nothing was generated or scored.
+
+    A context manager: something is being generated or scored while it is entered, any number of times at once.
+    """
+
+    def __init__(self) -> None:
+        self.counters = Counters()
+        self._began_s = time.monotonic()
+        self._busy = 0
+        self._idle_s = 0.0
+        self._idle_since_s = self._began_s
+
+    def __enter__(self) -> Self:
+        if not self._busy:
+            self._idle_s += time.monotonic() - self._idle_since_s
+        self._busy += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._busy -= 1
+        if not self._busy:
+            self._idle_since_s = time.monotonic()
+
+    @property
+    def busy(self) -> int:
+        """Requests and rewards that run now."""
+        return self._busy
+
+    @property
+    def waiting_share(self) -> float:
+        """0 = always busy, 1 = never."""
+        now = time.monotonic()
+        idle_s = self._idle_s + (0.0 if self._busy else now - self._idle_since_s)
+        return idle_s / max(now - self._began_s, 1e-9)
+
+    def load(self) -> dict[str, float]:
+        """For the live row."""
+        return {**{name: float(value) for name, value in asdict(self.counters).items()}, "waiting_share": self.waiting_share}

@@ -1,0 +1,212 @@
+"""The rollout loop.
+
+::
+
+    TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (settled when all n are stored)
+                       |                          |
+                       |                          +-- fails or hangs: a FAILED sample, and the task is reported
+                       +-- no engine: the task is handed back
+
+Consumes tasks of every kind, as many as keep ``max_samples_in_flight`` responses going.
+Produces samples, each as soon as it is scored, in no order.
+Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
+answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (for ever).
+Keeps nothing: whatever it holds when it dies is leased again by another actor, and samples made twice count once.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+from actors.activity import Activity
+from actors.config import ActorConfig
+from actors.engines import NoEngine
+from actors.generation import GenerationFailed, SingleTurn, failed, failed_sample
+from bus.codec import check_sample
+from bus.connection import Bus
+from bus.errors import BusError, WireError
+from bus.messages import Kind, Sample, Status, Task
+from bus.tasks import Lease
+from rewards.port import RewardRequest, Scorer
+
+logger = logging.getLogger(__name__)
+
+LEASE_WAIT_S = 1.0
+"""Longest wait of one request for a task; also how late a drain may be noticed."""
+HAND_BACK_DELAY_S = 1.0
+"""Pause before a task that found no engine is given out again."""
+GOODBYE_S = 2.0
+"""Time to hand a task back when this process is told to stop at once."""
+
+
+class Actor:
+    """Works on tasks until it is drained. ``run`` once."""
+
+    def __init__(self, bus: Bus, *, id: str, config: ActorConfig, generation: SingleTurn, score: Scorer, activity: Activity) -> None:
+        self.id = id
+        self._bus, self._config, self._generation, self._score, self._activity = bus, config, generation, score, activity
+        self._held = 0
+        self._changed = asyncio.Event()
+        self._draining = False
+        self._idle_since_s = time.monotonic()
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Lease and work; returns when ``draining`` is set and all that was held is stored or handed back."""
+        async with asyncio.TaskGroup() as work:
+            work.create_task(self._note_drain(draining))
+            for kind in Kind:
+                work.create_task(self._lease(kind, work), name=f"lease {kind}")
+
+    @property
+    def held(self) -> int:
+        """Samples of leased tasks that are not done."""
+        return self._held
+
+    def phase(self) -> tuple[str, str]:
+        """Give the phase for the live row, and what is waited for."""
+        waits_for = self._generation.waits_for() if self._held else ""
+        if self._held and not waits_for and self._bus.samples.stats.waiting_full:
+            waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
+        if not self._held and not self._draining:
+            waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
+        if self._draining:
+            return "draining", waits_for or f"{self._held} samples"
+        return ("working" if self._activity.busy else "waiting"), waits_for
+
+    async def _note_drain(self, draining: asyncio.Event) -> None:
+        await draining.wait()
+        logger.info("draining held=%d", self._held)
+        self._draining = True
+        self._generation.give_up_waiting()
+        self._wake()
+
+    async def _lease(self, kind: Kind, work: asyncio.TaskGroup) -> None:
+        while not self._draining:
+            if self._held >= self._config.max_samples_in_flight:
+                await self._changed.wait()
+                continue
+            lease = await self._next_lease(kind)
+            if lease is None:
+                continue
+            if self._draining:
+                await self._hand_back(lease, 0.0)
+            else:
+                self._hold(lease.task.group_size)
+                work.create_task(self._work(lease), name=f"task {lease.task.id}")
+
+    async def _next_lease(self, kind: Kind) -> Lease | None:
+        """Wait for a task for a second or so; None when there is none, or no bus."""
+        begin = time.monotonic()
+        try:
+            lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=kind)
+        except BusError as error:
+            logger.warning("no lease kind=%s error=%s", kind, error)
+            lease = None
+        if lease is None and time.monotonic() - begin < LEASE_WAIT_S / 2:  # no bus, or no queue yet: do not spin
+            await asyncio.sleep(LEASE_WAIT_S / 2)
+        return lease
+
+    async def _work(self, lease: Lease) -> None:
+        """Make and store all samples of a task, and say to the queue how it ended."""
+        task = lease.task
+        try:
+            async with lease.kept():
+                reasons = await self._group(lease)
+            if reasons:
+                await self._fail(lease, f"{len(reasons)} of {task.group_size} samples: {reasons[0]}")
+            else:
+                await lease.settle()
+                self._activity.counters.tasks_done += 1
+        except NoEngine as error:
+            logger.info("task handed back task=%d reason=%s", task.id, error)
+            await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
+        except asyncio.CancelledError:
+            await self._hand_back(lease, 0.0)
+            raise
+        except BusError as error:  # the lease runs out, and another actor takes it
+            logger.warning("task left to others task=%d error=%s", task.id, error)
+        except Exception as error:
+            logger.exception("task failed task=%d", task.id)
+            await self._fail(lease, repr(error))
+
+    async def _group(self, lease: Lease) -> list[str]:
+        """Make and store the samples of a task side by side; the reasons of those that failed."""
+        making: list[asyncio.Task[str]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(lease.task.group_size):
+                    making.append(group.create_task(self._sample(lease, index), name=f"sample {lease.task.id}.{index}"))
+                    making[-1].add_done_callback(lambda _: self._hold(-1))
+        except BaseExceptionGroup as errors:
+            raise next((error for error in errors.exceptions if not isinstance(error, NoEngine)), errors.exceptions[0]) from None
+        return [reason for done in making if (reason := done.result())]
+
+    async def _sample(self, lease: Lease, index: int) -> str:
+        """Make, score and store one sample; the reason if it is a FAILED one."""
+        task, counters = lease.task, self._activity.counters
+        try:
+            sample = await self._generation.sample(task, index, lease.attempt)
+            counters.tokens_generated += sample.response_length
+            sample = await self._scored(task, sample)
+            check_sample(sample)
+        except GenerationFailed as error:
+            sample = failed_sample(task, index, lease.attempt, str(error))
+        except WireError as error:
+            logger.exception("invalid sample task=%d index=%d", task.id, index)
+            sample = failed_sample(task, index, lease.attempt, f"invalid sample: {error}")
+        sample = replace(sample, actor=self.id, created_s=time.time())
+        await self._bus.samples.publish(sample)
+        counters.samples_published += 1
+        if sample.status is not Status.FAILED:
+            return ""
+        counters.failures += 1
+        return str(sample.metadata["error"])
+
+    async def _scored(self, task: Task, sample: Sample) -> Sample:
+        """Give the sample with its reward, or FAILED with the reason; its tokens stay either way."""
+        request = RewardRequest(
+            prompt=task.prompt,
+            response=sample.response,
+            label=task.label,
+            status=sample.status,
+            tokens=sample.tokens,
+            metadata=task.metadata,
+        )
+        begin = time.monotonic()
+        try:
+            with self._activity:
+                async with asyncio.timeout(self._config.reward_timeout_s):
+                    reward = await self._score(request)
+        except TimeoutError:
+            return failed(sample, f"reward {self._config.reward!r}: no result within {self._config.reward_timeout_s:g} s")
+        except Exception as error:
+            logger.warning("reward failed task=%d index=%d", task.id, sample.index, exc_info=True)
+            return failed(sample, f"reward {self._config.reward!r}: {error!r}")
+        return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
+
+    async def _fail(self, lease: Lease, reason: str) -> None:
+        logger.warning("task failed task=%d deliveries=%d reason=%s", lease.task.id, lease.deliveries, reason)
+        try:
+            if await lease.fail(reason, actor=self.id):
+                logger.error("task is dead task=%d reason=%s", lease.task.id, reason)
+        except BusError as error:
+            logger.warning("failure not reported task=%d error=%s", lease.task.id, error)
+
+    async def _hand_back(self, lease: Lease, delay_s: float) -> None:
+        """Let others have it; if the bus does not hear it, the lease runs out instead."""
+        self._activity.counters.tasks_handed_back += 1
+        with suppress(BusError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await lease.hand_back(delay_s)
+
+    def _hold(self, num_samples: int) -> None:
+        self._held += num_samples
+        if not self._held:
+            self._idle_since_s = time.monotonic()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

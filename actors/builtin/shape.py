@@ -1,0 +1,168 @@
+"""What a model directory says about its model: sizes, rotary embedding, names and shapes of its tensors. Loads no torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.errors import UnsupportedModel
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary position embedding; the decoder turns it into angles."""
+
+    kind: str = "default"
+    """default | linear | llama3."""
+    theta: float = 10000.0
+    factor: float = 1.0
+    """Positions (linear) or low frequencies (llama3) are slowed down by it."""
+    low_turns: float = 1.0
+    high_turns: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder of the Llama family."""
+
+    family: str
+    num_layers: int
+    hidden: int
+    intermediate: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+    """The output projection is the embedding."""
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    head_norm: bool
+    """Queries and keys are normalised per head (Qwen3)."""
+    rope: Rope
+    eos_ids: tuple[int, ...]
+    architecture: str
+
+    @classmethod
+    def read(cls, model_dir: Path) -> "ModelShape":
+        """From config.json (and generation_config.json, where it has end-of-sequence ids).
+
+        Raises UnsupportedModel naming the setting that no decoder here follows.
+        """
+        path = model_dir / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UnsupportedModel(str(path), f"want a Hugging Face configuration: {error}") from error
+        _check_supported(config, str(path))
+        return _from_config(config, eos_ids=_eos_ids(config, model_dir), where=str(path))
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
+        for layer in range(self.num_layers):
+            at = f"model.layers.{layer}."
+            shapes[at + "input_layernorm.weight"] = (self.hidden,)
+            for part, rows in (("q", queries), ("k", keys), ("v", keys)):
+                shapes[f"{at}self_attn.{part}_proj.weight"] = (rows, self.hidden)
+                if self.qkv_bias:
+                    shapes[f"{at}self_attn.{part}_proj.bias"] = (rows,)
+            if self.head_norm:
+                shapes[at + "self_attn.q_norm.weight"] = (self.head_dim,)
+                shapes[at + "self_attn.k_norm.weight"] = (self.head_dim,)
+            shapes[at + "self_attn.o_proj.weight"] = (self.hidden, queries)
+            if self.output_bias:
+                shapes[at + "self_attn.o_proj.bias"] = (self.hidden,)
+            shapes[at + "post_attention_layernorm.weight"] = (self.hidden,)
+            for part, rows, columns in (
+                ("gate", self.intermediate, self.hidden),
+                ("up", self.intermediate, self.hidden),
+                ("down", self.hidden, self.intermediate),
+            ):
+                shapes[f"{at}mlp.{part}_proj.weight"] = (rows, columns)
+                if self.mlp_bias:
+                    shapes[f"{at}mlp.{part}_proj.bias"] = (rows,)
+        shapes["model.norm.weight"] = (self.hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden)
+        return shapes
+
+
+def _check_supported(config: Mapping[str, Any], where: str) -> None:
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise UnsupportedModel(f"{where}: model_type", f"the built-in engine decodes {', '.join(FAMILIES)}; got {family!r}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UnsupportedModel(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
+    if config.get("use_sliding_window") or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
+        raise UnsupportedModel(f"{where}: use_sliding_window", "want full attention in every layer")
+    if config.get("quantization_config"):
+        raise UnsupportedModel(f"{where}: quantization_config", "want unquantised weights")
+
+
+def _from_config(config: Mapping[str, Any], *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
+    try:
+        family, heads, hidden = str(config["model_type"]), int(config["num_attention_heads"]), int(config["hidden_size"])
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        bias = bool(config.get("attention_bias", False))
+        return ModelShape(
+            family=family,
+            num_layers=int(config["num_hidden_layers"]),
+            hidden=hidden,
+            intermediate=int(config["intermediate_size"]),
+            num_heads=heads,
+            num_kv_heads=int(config.get("num_key_value_heads") or heads),
+            head_dim=head_dim,
+            vocab_size=int(config["vocab_size"]),
+            max_positions=int(config["max_position_embeddings"]),
+            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=family == "qwen2" or bias,
+            output_bias=family != "qwen2" and bias,
+            mlp_bias=family == "llama" and bool(config.get("mlp_bias", False)),
+            head_norm=family == "qwen3",
+            rope=_rope(config, where),
+            eos_ids=eos_ids,
+            architecture=(config.get("architectures") or [f"{family}ForCausalLM"])[0],
+        )
+    except KeyError as error:
+        raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
+
+
+def _rope(config: Mapping[str, Any], where: str) -> Rope:
+    scaling = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    theta = float(scaling.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(kind=kind, theta=theta, factor=float(scaling["factor"]))
+    if kind == "llama3":
+        return Rope(
+            kind=kind,
+            theta=theta,
+            factor=float(scaling["factor"]),
+            low_turns=float(scaling["low_freq_factor"]),
+            high_turns=float(scaling["high_freq_factor"]),
+            original_context=int(scaling["original_max_position_embeddings"]),
+        )
+    raise UnsupportedModel(f"{where}: rope_scaling", f"want default, linear or llama3, got {kind!r}")
+
+
+def _eos_ids(config: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
+    """Of both configuration files; the tokenizer's own comes on top (``Text``)."""
+    found: set[int] = set()
+    generation = model_dir / "generation_config.json"
+    sources = [config, json.loads(generation.read_text(encoding="utf-8"))] if generation.exists() else [config]
+    for source in sources:
+        ids = source.get("eos_token_id")
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return tuple(sorted(found))

@@ -1,0 +1,50 @@
+"""Text and token ids of one model directory: its tokenizer.json, through the tokenizers library alone. Knows no model."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+class Text:
+    """A tokenizer; thread-safe."""
+
+    def __init__(self, tokenizer: Any, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_ids = eos_ids
+
+    @classmethod
+    def read(cls, model_dir: Path) -> "Text | None":
+        """None when there is no tokenizer.json: such an engine takes and gives token ids only."""
+        from tokenizers import Tokenizer
+
+        path = model_dir / "tokenizer.json"
+        if not path.exists():
+            return None
+        tokenizer = Tokenizer.from_file(str(path))
+        config_path = model_dir / "tokenizer_config.json"
+        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.exists() else {}
+        eos = config.get("eos_token")
+        eos = eos.get("content") if isinstance(eos, dict) else eos
+        eos_id = tokenizer.token_to_id(eos) if eos else None
+        return cls(tokenizer, () if eos_id is None else (eos_id,))
+
+    def encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
+
+
+class StopStrings:
+    """Looks for stop strings at the end of a growing response, decoding only as many tokens as one of them can span."""
+
+    def __init__(self, text: Text, stops: tuple[str, ...]) -> None:
+        self._text, self._stops = text, stops
+        # A token that shows has at least one byte; four more cover a character cut at the window's edge.
+        self._window = max(len(stop.encode()) for stop in stops) + 4
+
+    def find(self, ids: Sequence[int]) -> str | None:
+        """The stop string that the newest token completed."""
+        tail = self._text.decode(ids[-self._window :])
+        return next((stop for stop in self._stops if stop in tail), None)

@@ -1,0 +1,62 @@
+"""Settings of actors and engines."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The inference engine."""
+
+    kind: str = "builtin"
+    """Adapter by name (see launch/wiring.py): builtin."""
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 = any free one."""
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    dtype: str = "float32"
+    """float32 | bfloat16."""
+    max_running: int = 64
+    """Sequences decoded together."""
+    max_context: int = 0
+    """Tokens of prompt + response; 0 = what the model allows (max_position_embeddings)."""
+    max_waiting: int = 4096
+    """Requests queued before HTTP 503."""
+    threads: int = 1
+    """Torch threads of the decoding process."""
+    share_prefix: bool = True
+    """Requests that wait together with the same prompt share one prefill."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_running", "max_waiting", "threads"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype: want float32 or bfloat16, got {self.dtype!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig:
+    """The rollout loop."""
+
+    max_samples_in_flight: int = 64
+    """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
+    engines: tuple[str, ...] = ()
+    """Engine URLs; empty = those found on the bus."""
+    reward: str = "digits"
+    """Reward by name (rewards/registry.py) or import path ``package.module:function``."""
+    reward_options: dict[str, Any] = field(default_factory=dict)
+    """Passed to the reward."""
+    reward_timeout_s: float = 30.0
+    generate_timeout_s: float = 300.0
+    """Bound on one response, waiting for the engine included."""
+    retries: int = 3
+    """Attempts at one response on any engine before its task is reported as failed."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")

@@ -1,0 +1,75 @@
+"""The error tree of actors and engines. HTTP codes and aiohttp's errors are translated into these at the edge."""
+
+
+class EngineError(Exception):
+    """Something went wrong between an actor and an engine, or inside an engine."""
+
+
+class EngineUnavailable(EngineError):
+    """The engine cannot be reached, does not serve, is full, or did not answer within the deadline. Another one may be asked."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(engine, reason)
+        self.engine, self.reason = engine, reason
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}: unavailable: {self.reason}"
+
+
+class VersionUnavailable(EngineUnavailable):
+    """The engine did not come to serve the demanded minimum version in time."""
+
+
+class EngineFailed(EngineError):
+    """The engine accepted the request and could not complete it (its own fault, HTTP 500), or answered what cannot be understood."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(engine, reason)
+        self.engine, self.reason = engine, reason
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}: failed: {self.reason}"
+
+
+class BadRequest(EngineError, ValueError):
+    """The request can never be served as it is; says where, what was wanted, what came."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class StaleEpoch(EngineError):
+    """A command of a learner that has been replaced: the engine has seen a higher epoch."""
+
+    def __init__(self, what: str, mine: int, seen: int) -> None:
+        super().__init__(what, mine, seen)
+        self.what, self.mine, self.seen = what, mine, seen
+
+    def __str__(self) -> str:
+        return f"{self.what}: epoch {self.mine} is stale, epoch {self.seen} was seen: another learner has taken over this run"
+
+
+class UpdateRefused(EngineError):
+    """A weight update that is incomplete, out of order or does not fit the model; the served weights are untouched."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"weight update refused: {self.reason}"
+
+
+class UnsupportedModel(EngineError, ValueError):
+    """The built-in engine has no decoder for this model directory; says which setting it cannot follow."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(where, reason)
+        self.where, self.reason = where, reason
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"

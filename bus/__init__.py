@@ -1,0 +1,1 @@
+"""Messages, streams and rows: all that crosses from one Tidemill process to another. Imports no torch."""

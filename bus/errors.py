@@ -1,0 +1,119 @@
+"""The error tree of the bus. Foreign errors (NATS, msgpack, sockets) are translated into these at the edge."""
+
+
+class BusError(Exception):
+    """Something went wrong between this process and the bus."""
+
+
+class BusUnavailable(BusError):
+    """The server cannot be reached, or did not answer within the deadline."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        super().__init__(where, reason)
+        self.where, self.reason = where, reason
+
+    def __str__(self) -> str:
+        return f"{self.where}: bus unavailable: {self.reason}"
+
+
+class ServerFailed(BusError):
+    """The embedded nats-server ended or did not come up; carries its last lines."""
+
+    def __init__(self, reason: str, log_tail: str = "") -> None:
+        super().__init__(reason, log_tail)
+        self.reason, self.log_tail = reason, log_tail
+
+    def __str__(self) -> str:
+        return f"nats-server: {self.reason}" + (f"\n{self.log_tail}" if self.log_tail else "")
+
+
+class ConfigMismatch(BusError):
+    """A stream, consumer or bucket exists, or was created, with another configuration than asked for."""
+
+    def __init__(self, name: str, field: str, want: object, got: object) -> None:
+        super().__init__(name, field, want, got)
+        self.name, self.field, self.want, self.got = name, field, want, got
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.field}: want {self.want!r}, the server has {self.got!r}"
+
+
+class WireError(BusError, ValueError):
+    """A message that cannot be decoded or breaks an invariant: says which field, what was wanted, what came."""
+
+    def __init__(self, field: str, want: str, got: object) -> None:
+        super().__init__(field, want, got)
+        self.field, self.want, self.got = field, want, got
+
+    def __str__(self) -> str:
+        return f"{self.field}: want {self.want}, got {self.got!r}"
+
+
+class UnknownSchema(WireError):
+    """The message was written by a program with another schema number."""
+
+
+class Fenced(BusError):
+    """A newer learner has taken over (a higher epoch was seen): this one must end."""
+
+    def __init__(self, where: str, mine: int, seen: int) -> None:
+        super().__init__(where, mine, seen)
+        self.where, self.mine, self.seen = where, mine, seen
+
+    def __str__(self) -> str:
+        return f"{self.where}: epoch {self.mine} is fenced off by epoch {self.seen}: another learner has taken over this run"
+
+
+class RowConflict(BusError):
+    """A compare-and-set on a key found another revision than expected."""
+
+    def __init__(self, key: str, expected: int) -> None:
+        super().__init__(key, expected)
+        self.key, self.expected = key, expected
+
+    def __str__(self) -> str:
+        return f"{self.key}: changed by someone else since revision {self.expected}"
+
+
+class NotFound(BusError):
+    """A message or row that does not exist (any more)."""
+
+    def __init__(self, where: str, what: object) -> None:
+        super().__init__(where, what)
+        self.where, self.what = where, what
+
+    def __str__(self) -> str:
+        return f"{self.where}: no {self.what}"
+
+
+class Refused(BusError):
+    """The server answered with an error; ``code`` is JetStream's error code."""
+
+    def __init__(self, where: str, code: int, reason: str) -> None:
+        super().__init__(where, code, reason)
+        self.where, self.code, self.reason = where, code, reason
+
+    def __str__(self) -> str:
+        return f"{self.where}: refused by the server: {self.reason} ({self.code})"
+
+
+class StreamReplaced(BusError):
+    """The stream is another one than the cursor was made for: it was deleted and created again, or restored."""
+
+    def __init__(self, stream: str, want: str, got: str) -> None:
+        super().__init__(stream, want, got)
+        self.stream, self.want, self.got = stream, want, got
+
+    def __str__(self) -> str:
+        return f"{self.stream}: the cursor is for the stream created at {self.want}, this one was created at {self.got}"
+
+
+class StreamTrimmed(BusError):
+    """Messages that the reader still needs are gone."""
+
+    def __init__(self, stream: str, needed: int, first: int) -> None:
+        super().__init__(stream, needed, first)
+        self.stream, self.needed, self.first = stream, needed, first
+
+    def __str__(self) -> str:
+        return f"{self.stream}: message {self.needed} is needed, but the stream begins at {self.first}: it was trimmed too far"

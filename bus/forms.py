@@ -1,0 +1,147 @@
+"""How one field looks on the wire: a form packs a value, and unpacks it again or refuses it. Knows no message."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+_INT_LIMIT = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """``pack`` and ``unpack`` raise TypeError or ValueError for what does not fit; ``want`` says what fits."""
+
+    want: str
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not -_INT_LIMIT <= value < _INT_LIMIT:
+        raise TypeError
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, (float, int)):
+        raise TypeError
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _map(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or not all(type(key) is str for key in value):
+        raise TypeError
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise TypeError
+    return [_map(message) for message in value]
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+INT = Form("an integer of 64 bits", _int, _int)
+FLOAT = Form("a number", _float, _float)
+TEXT = Form("text", _text, _text)
+MAP = Form("a map with text keys", _map, _map)
+PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt)
+ANY = Form("anything msgpack can hold", _same, _same)
+
+
+def optional(form: Form) -> Form:
+    """nil or the form."""
+
+    def either(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda value: None if value is None else convert(value)
+
+    return Form(f"nil or {form.want}", either(form.pack), either(form.unpack))
+
+
+def many(form: Form) -> Form:
+    """A list of the form; a tuple on this side."""
+
+    def unpack(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise TypeError
+        return tuple([form.unpack(item) for item in value])
+
+    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack)
+
+
+def keyed(key: Form, form: Form) -> Form:
+    """A map from one form to another."""
+
+    def convert(value: Any, key_of: Callable[[Any], Any], value_of: Callable[[Any], Any]) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise TypeError
+        return {key_of(name): value_of(item) for name, item in value.items()}
+
+    return Form(
+        f"a map from {key.want} to {form.want}",
+        lambda value: convert(value, key.pack, form.pack),
+        lambda value: convert(value, key.unpack, form.unpack),
+    )
+
+
+def either(first: Form, second: Form, *, is_first: Callable[[Any], bool]) -> Form:
+    """One of two forms, told apart by ``is_first`` on both sides."""
+    return Form(
+        f"{first.want} or {second.want}",
+        lambda value: first.pack(value) if is_first(value) else second.pack(value),
+        lambda value: first.unpack(value) if is_first(value) else second.unpack(value),
+    )
+
+
+def choice(enum: type[StrEnum]) -> Form:
+    """One value of an enumeration, as text."""
+    members = {str(member.value): member for member in enum}
+
+    def unpack(value: Any) -> StrEnum:
+        if type(value) is not str or value not in members:
+            raise ValueError
+        return members[value]
+
+    def pack(value: Any) -> str:
+        if not isinstance(value, enum):
+            raise TypeError
+        return str(value.value)
+
+    return Form(f"one of {', '.join(members)}", pack, unpack)
+
+
+def array(dtype: str) -> Form:
+    """A one-dimensional array as raw little-endian bytes (``dtype`` as numpy spells it: ``<i4``); unpacked as a read-only view."""
+    wire = np.dtype(dtype)
+    native = wire.newbyteorder("=")
+    swap = sys.byteorder != "little" and wire.itemsize > 1
+
+    def pack(value: Any) -> bytes:
+        if not isinstance(value, np.ndarray) or value.dtype != native or value.ndim != 1:
+            raise TypeError
+        return value.astype(wire).tobytes() if swap else value.tobytes()
+
+    def unpack(value: Any) -> Any:
+        if type(value) is not bytes:
+            raise TypeError
+        found = np.frombuffer(value, dtype=wire)
+        return found.astype(native) if swap else found
+
+    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack)

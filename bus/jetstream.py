@@ -1,0 +1,163 @@
+"""The verbs of JetStream's API we use: maps in and out, foreign errors translated, reads repeated over a server restart."""
+
+import asyncio
+import base64
+import json
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from bus.config import BusConfig
+from bus.errors import BusUnavailable, NotFound, Refused
+from bus.link import Link
+from bus.outbox import Outbox
+
+_ANSWER_S = 2.0
+PATIENCE_S = 15.0
+"""A server that was killed is back within a second or so; one that is gone for longer is an error for whoever asks."""
+_RETRY_S = 0.1
+_NOT_FOUND = frozenset({10014, 10037, 10059})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A stored message."""
+
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+    stored_s: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """What a stream holds."""
+
+    created: str
+    """Creation time as the server tells it: the identity of the stream."""
+    first_seq: int
+    last_seq: int
+    messages: int
+    bytes: int
+
+
+class JetStream:
+    """JetStream as one run sees it."""
+
+    def __init__(self, link: Link, run: str, config: BusConfig) -> None:
+        self.link, self.run, self.config = link, run, config
+        self.outbox = Outbox(link)
+
+    async def call(self, verb: str, request: dict[str, Any] | None = None, *, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Ask ``$JS.API.<verb>``, again while the server is away. Only for what may be asked twice.
+
+        Raises NotFound, Refused, and BusUnavailable after ``patience_s``.
+        """
+        payload = json.dumps(request).encode() if request else b""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                await self.link.wait_up(deadline - time.monotonic(), verb)
+                answer = await self.link.request(f"$JS.API.{verb}", payload, _ANSWER_S)
+                return _fields(verb, answer.data)
+            except BusUnavailable:
+                if self.link.closed or time.monotonic() + _RETRY_S >= deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    async def state(self, stream: str) -> StreamState:
+        """Raises NotFound."""
+        fields = await self.call(f"STREAM.INFO.{stream}")
+        state = fields["state"]
+        return StreamState(
+            created=fields["created"],
+            first_seq=state["first_seq"],
+            last_seq=state["last_seq"],
+            messages=state["messages"],
+            bytes=state["bytes"],
+        )
+
+    async def subjects(self, stream: str, filter: str) -> dict[str, int]:
+        """How many messages each subject holds, of those that match."""
+        found: dict[str, int] = {}
+        while True:
+            fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(found)})
+            page = fields["state"].get("subjects") or {}
+            found.update(page)
+            if not page or len(found) >= fields.get("total", 0):
+                return found
+
+    async def message(self, stream: str, seq: int) -> Message:
+        """By sequence, from the leader. Raises NotFound."""
+        return await self._get(stream, {"seq": seq})
+
+    async def last(self, stream: str, subject: str) -> Message:
+        """The newest on a subject, from the leader. Raises NotFound."""
+        return await self._get(stream, {"last_by_subj": subject})
+
+    async def next(self, stream: str, seq: int, subject: str = ">") -> Message:
+        """The first on a subject at ``seq`` or behind it, from the leader. Raises NotFound."""
+        return await self._get(stream, {"seq": seq, "next_by_subj": subject})
+
+    async def purge(self, stream: str, below: int, *, subject: str = "") -> None:
+        """Remove messages with sequences < ``below`` (and of this subject).
+
+        Nothing happens for ``below`` < 2: before 2.15, ``purge(seq=1)`` of a file stream wiped everything.
+        """
+        if below < 2:
+            return
+        await self.call(f"STREAM.PURGE.{stream}", {"seq": below, **({"filter": subject} if subject else {})})
+
+    async def purge_subject(self, stream: str, subject: str) -> None:
+        """Remove every message of a subject."""
+        await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
+
+    async def _get(self, stream: str, request: dict[str, Any]) -> Message:
+        fields = (await self.call(f"STREAM.MSG.GET.{stream}", request))["message"]
+        return Message(
+            seq=fields["seq"],
+            subject=fields["subject"],
+            headers=parse_headers(base64.b64decode(fields.get("hdrs", ""))),
+            data=base64.b64decode(fields.get("data", "")),
+            stored_s=unix_time(fields["time"]),
+        )
+
+
+def parse_headers(raw: bytes) -> dict[str, str]:
+    """Header lines behind the ``NATS/1.0`` line."""
+    headers: dict[str, str] = {}
+    for line in raw.split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        if colon:
+            headers[name.decode(errors="replace")] = value.strip().decode(errors="replace")
+    return headers
+
+
+def unix_time(stamp: str) -> float:
+    """Unix time of the server's time stamp (RFC 3339 with up to nanoseconds)."""
+    head, _, fraction = stamp.removesuffix("Z").partition(".")
+    zone = "+00:00" if stamp.endswith("Z") else ""
+    if not zone and ("+" in fraction or "-" in fraction):
+        sign = "+" if "+" in fraction else "-"
+        fraction, _, offset = fraction.partition(sign)
+        zone = sign + offset
+    seconds = datetime.fromisoformat(head + zone).timestamp()
+    return seconds + float(f"0.{fraction}" if fraction else 0)
+
+
+def _fields(verb: str, data: bytes) -> dict[str, Any]:
+    if not data:
+        raise BusUnavailable(verb, "nobody answers: JetStream is not enabled, or the server is starting")
+    fields: dict[str, Any] = json.loads(data)
+    if "error" in fields:
+        error = fields["error"]
+        code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))
+        if code in _NOT_FOUND:
+            raise NotFound(verb, reason.removesuffix(" not found"))
+        if error.get("code") == 503 or code in (10008, 10074):
+            raise BusUnavailable(verb, reason)
+        raise Refused(verb, code, reason)
+    return fields

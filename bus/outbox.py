@@ -1,0 +1,138 @@
+"""Messages on their way into streams: each waits for the server's word that it is stored."""
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nats.aio.msg import Msg
+
+from bus.errors import BusUnavailable, Refused
+from bus.link import FOREIGN, Link
+
+_log = logging.getLogger(__name__)
+
+STREAM_FULL = 10077
+WRONG_LAST_SEQUENCE = (10071, 10164)
+_ANSWER_S = 5.0
+"""How long to wait for the server's word before sending again."""
+_FULL_WAIT_S = (0.02, 0.2)
+_RETRY_WAIT_S = (0.05, 0.3)
+
+
+class Stored(NamedTuple):
+    seq: int
+    duplicate: bool
+    """The server knew the message id; ``seq`` is where it had stored it."""
+
+
+class Outbox:
+    """One per connection; any number of messages in flight.
+
+    Not the client library's ``publish_async``, which leaves a refused message pending for ever, and not its ``publish``,
+    which keeps waiting for an answer after the connection that should bring it has broken.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}
+        self._inbox = ""
+        self._count = 0
+        self._opening = asyncio.Lock()
+        link.on_lost(self._lost)
+
+    async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
+        """Send once. Raises Refused; BusUnavailable, which does not mean that it was not stored."""
+        if not self._inbox:
+            await self._open()
+        if not self._link.connected:  # the client library would keep it and send it some day
+            raise BusUnavailable(subject, "not connected")
+        self._count += 1
+        token = f"{self._inbox}{self._count}"
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Msg | None] = loop.create_future()
+        self._waiting[token] = future
+        timer = loop.call_later(_ANSWER_S, self._settle, token, None)
+        try:
+            await self._link.nc.publish(subject, payload, reply=token, headers=headers)
+            answer = await future
+        except FOREIGN as error:
+            raise self._link.unavailable(subject, error) from None
+        finally:
+            timer.cancel()
+            self._waiting.pop(token, None)
+        return _read(subject, answer)
+
+    async def store(self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None) -> Stored:
+        """Send until it is stored, for ever, under the same message id. Cancellable.
+
+        ``on_retry(reason, full)`` is told before each wait. Raises Refused for what no retry can cure, BusUnavailable when closed.
+        """
+        assert "Nats-Msg-Id" in headers, "a message that is sent again needs an id"
+        tries = 0
+        while True:
+            try:
+                return await self.attempt(subject, payload, headers)
+            except Refused as error:
+                if error.code in _INCURABLE:
+                    raise
+                full, reason = error.code == STREAM_FULL, str(error)
+            except BusUnavailable as error:
+                if self._link.closed:
+                    raise
+                full, reason = False, str(error)
+            tries += 1
+            if on_retry is not None:
+                on_retry(reason, full)
+            if tries % 100 == 1:
+                _log.log(logging.INFO if full else logging.WARNING, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason)
+            await self._pause(full)
+
+    async def _pause(self, full: bool) -> None:
+        await asyncio.sleep(random.uniform(*(_FULL_WAIT_S if full else _RETRY_WAIT_S)))
+        while not self._link.connected and not self._link.closed:
+            try:
+                await self._link.wait_up(1.0)
+            except BusUnavailable:
+                continue
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._inbox:
+                return
+            inbox = f"{self._link.nc.new_inbox()}."
+            try:
+                await self._link.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            except FOREIGN as error:
+                raise self._link.unavailable("outbox", error) from None
+            self._inbox = inbox
+
+    async def _answered(self, message: Msg) -> None:
+        self._settle(message.subject, message)
+
+    def _settle(self, token: str, answer: Msg | None) -> None:
+        future = self._waiting.get(token)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+    def _lost(self) -> None:
+        for token in list(self._waiting):
+            self._settle(token, None)
+
+
+_INCURABLE = frozenset({10054, 10164, 10071, 10063, 10060})
+"""Message larger than the stream allows; wrong last sequence; wrong expected id or stream."""
+
+
+def _read(subject: str, answer: Msg | None) -> Stored:
+    if answer is None:
+        raise BusUnavailable(subject, "no answer: stored or not is unknown")
+    if not answer.data:
+        raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
+    fields = json.loads(answer.data)
+    if "error" in fields:
+        error = fields["error"]
+        raise Refused(subject, int(error.get("err_code", 0)), str(error.get("description", "")))
+    return Stored(int(fields["seq"]), bool(fields.get("duplicate", False)))

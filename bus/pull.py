@@ -1,0 +1,211 @@
+"""Messages of a stream in order, from a sequence on, without a gap, over lost connections and server restarts.
+
+A pull consumer without acknowledgements: the place is kept here (and in the reader's checkpoint), never by the server. Whatever
+looks wrong - a consumer sequence missing, heartbeats missing, the connection lost - ends in opening a new consumer at the next
+sequence.
+"""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bus.errors import BusUnavailable, NotFound
+from bus.jetstream import JetStream, StreamState
+from bus.link import FOREIGN, Waiter
+
+_log = logging.getLogger(__name__)
+
+_CREDIT = 64
+"""Messages asked for at once; half of it is asked for again when half has come."""
+_CREDIT_BYTES = 32_000_000
+_HEARTBEAT_S = 0.5
+_MISSED_S = 2.5 * _HEARTBEAT_S
+_EXPIRES_S = 30.0
+_INACTIVE_S = 60.0
+"""The server forgets a consumer that nobody has pulled from for so long."""
+_NS = 1_000_000_000
+
+
+class Delivered(NamedTuple):
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+    pending: int
+    """Messages behind this one."""
+    stored_s: float
+
+
+class OrderedPull:
+    """``next`` gives the messages behind ``start`` - 1. ``on_open`` sees the stream before the first and after every re-opening."""
+
+    def __init__(
+        self,
+        jet: JetStream,
+        stream: str,
+        start: int,
+        *,
+        filters: Sequence[str] = (),
+        headers_only: bool = False,
+        on_open: Callable[[StreamState, int], None] | None = None,
+    ) -> None:
+        self.position = start
+        """Sequence from which the next message is taken."""
+        self.reopened = 0
+        self._jet, self._stream, self._filters, self._headers_only = jet, stream, list(filters), headers_only
+        self._on_open = on_open
+        self._arrived: deque[Msg] = deque()
+        self._waiter = Waiter()
+        self._sub: Subscription | None = None
+        self._consumer = ""
+        self._consumer_seq = 0
+        self._asked = 0
+        self._heard_s = 0.0
+        self._lost = False
+        self._forget = jet.link.on_lost(self._on_lost)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def next(self, timeout_s: float | None = None) -> Delivered | None:
+        """The next message; None after ``timeout_s`` without one. Waits for the bus as long as it takes, says so in the log.
+
+        Raises what ``on_open`` raises, NotFound when the stream is gone, BusUnavailable when the connection was closed.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            while self._arrived and not self._lost:
+                delivered = self._take(self._arrived.popleft())
+                if self._asked <= _CREDIT // 2 and self._sub is not None:
+                    await self._ask()
+                if delivered is not None:
+                    return delivered
+            left = _MISSED_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if self._sub is None or self._lost:
+                await self._reopen(left)
+            elif time.monotonic() - self._heard_s > _MISSED_S:
+                self._doubt("heartbeats missing")
+            else:
+                await self._waiter.wait(min(left, _MISSED_S))
+
+    async def close(self) -> None:
+        self._forget()
+        await self._drop()
+
+    def _take(self, message: Msg) -> Delivered | None:
+        headers = message.headers or {}
+        if not message.reply or not message.reply.startswith("$JS.ACK."):
+            self._status(headers)
+            return None
+        fields = message.reply.split(".")
+        first = 5 if len(fields) == 9 else 7  # with a domain there are two more
+        seq, consumer_seq, stamp, pending = map(int, fields[first : first + 4])
+        if consumer_seq != self._consumer_seq + 1 or seq < self.position:
+            self._doubt(f"consumer sequence {consumer_seq} behind {self._consumer_seq}")
+            return None
+        self._consumer_seq = consumer_seq
+        self._asked -= 1
+        self.position = seq + 1
+        return Delivered(seq, message.subject, headers, message.data, pending, stamp / _NS)
+
+    def _status(self, headers: dict[str, str]) -> None:
+        """100 = heartbeat. Anything else ends a request: 408 expired, 409 limit reached or consumer gone, 503 nobody there."""
+        status, what = headers.get("Status", ""), headers.get("Description", "")
+        if status == "100":
+            return
+        self._asked = max(0, self._asked - int(headers.get("Nats-Pending-Messages", self._asked)))
+        if status == "503" or (status == "409" and ("Deleted" in what or "Shutdown" in what or "Leadership" in what)):
+            self._doubt(f"status {status} {what}")
+
+    def _doubt(self, why: str) -> None:
+        _log.info("bus: reopening stream=%s at=%d reason=%s", self._stream, self.position, why)
+        self._lost = True
+
+    def _on_lost(self) -> None:
+        self._lost = True
+        self._waiter.wake()
+
+    async def _on_message(self, message: Msg) -> None:
+        self._heard_s = time.monotonic()
+        self._arrived.append(message)
+        self._waiter.wake()
+
+    async def _reopen(self, patience_s: float) -> None:
+        try:
+            await self._jet.link.wait_up(patience_s, self._stream)
+            await self._drop()
+            state = await self._jet.state(self._stream)
+            if self._on_open is not None:
+                self._on_open(state, self.position)
+            await self._open()
+        except BusUnavailable as error:
+            if self._jet.link.closed:
+                raise
+            _log.info("bus: waiting stream=%s reason=%s", self._stream, error)
+
+    async def _open(self) -> None:
+        """Subscribe, then create the consumer, then ask: nothing can arrive before it is heard."""
+        self._lost = False
+        inbox = self._jet.link.nc.new_inbox()
+        try:
+            self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+        except FOREIGN as error:
+            raise self._jet.link.unavailable(self._stream, error) from None
+        name = f"read-{inbox.rsplit('.', 1)[1]}"
+        config = {
+            "name": name,
+            "ack_policy": "none",
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self.position,
+            "replay_policy": "instant",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(_INACTIVE_S * _NS),
+            "headers_only": self._headers_only,
+            **({"filter_subjects": self._filters} if self._filters else {}),
+        }
+        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, patience_s=2.5)
+        self._consumer, self._consumer_seq, self._asked = name, 0, 0
+        self._heard_s = time.monotonic()
+        await self._ask()
+        self.reopened += 1
+
+    async def _ask(self) -> None:
+        assert self._sub is not None
+        request = {
+            "batch": _CREDIT - self._asked,
+            "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.link.max_payload),
+            "expires": int(_EXPIRES_S * _NS),
+            "idle_heartbeat": int(_HEARTBEAT_S * _NS),
+        }
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+        self._asked = _CREDIT
+        try:
+            await self._jet.link.send(subject, json.dumps(request).encode(), reply=self._sub.subject)
+        except BusUnavailable:
+            self._lost = True
+
+    async def _drop(self) -> None:
+        """Let go of the present consumer; the server forgets what we cannot tell it."""
+        sub, consumer = self._sub, self._consumer
+        self._sub, self._consumer = None, ""
+        self._arrived.clear()
+        if sub is None:
+            return
+        try:
+            await sub.unsubscribe()
+            if consumer and self._jet.link.connected:
+                await self._jet.link.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
+        except (*FOREIGN, BusUnavailable, NotFound) as error:
+            _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)

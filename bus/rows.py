@@ -1,0 +1,161 @@
+"""Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
+
+A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from bus import subjects
+from bus.errors import BusUnavailable, NotFound, Refused, RowConflict, WireError
+from bus.jetstream import PATIENCE_S, JetStream, Message
+from bus.link import FOREIGN, Waiter
+from bus.nonce import new_id
+from bus.outbox import WRONG_LAST_SEQUENCE, Stored
+
+_KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
+_RETRY_S = 0.1
+_AT_ONCE = 16
+
+Row = tuple[dict[str, Any], int]
+"""(value, revision)"""
+
+
+class Rows:
+    """One bucket. Every method bridges a server restart of some seconds, then raises BusUnavailable."""
+
+    def __init__(self, jet: JetStream, bucket: str) -> None:
+        if bucket not in subjects.BUCKETS:
+            raise ValueError(f"bucket: want one of {', '.join(subjects.BUCKETS)}, got {bucket!r}")
+        self._jet, self.bucket = jet, bucket
+        self._stream = subjects.bucket_stream(jet.run, bucket)
+
+    async def get(self, key: str) -> Row | None:
+        """(value, revision), None when there is no such row."""
+        message = await self._message(key)
+        return None if message is None else (self._value(key, message.data), message.seq)
+
+    async def all(self) -> dict[str, Row]:
+        """Every row: key -> (value, revision)."""
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(key: str) -> tuple[str, Row | None]:
+            async with limit:
+                return key, await self.get(key)
+
+        found = await asyncio.gather(*[one(key) for key in await self.keys()])
+        return {key: row for key, row in found if row is not None}
+
+    async def keys(self) -> list[str]:
+        prefix = subjects.row(self._jet.run, self.bucket, "")
+        found = await self._jet.subjects(self._stream, f"{prefix}>")
+        return sorted(subject.removeprefix(prefix) for subject in found)
+
+    async def put(self, key: str, value: dict[str, Any]) -> int:
+        """Write; the new revision."""
+        return await self._write(key, value, None)
+
+    async def create(self, key: str, value: dict[str, Any]) -> int:
+        """Write a row that must not exist. Raises RowConflict."""
+        return await self._write(key, value, 0)
+
+    async def update(self, key: str, value: dict[str, Any], revision: int) -> int:
+        """Write a row that must have this revision. Raises RowConflict."""
+        return await self._write(key, value, revision)
+
+    async def delete(self, key: str) -> None:
+        """Remove a row; nothing when there is none."""
+        await self._jet.purge_subject(self._stream, self._subject(key))
+
+    async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
+        """The row now and after each change (None = there is none), for ever; changes in quick succession may show as one.
+
+        Writes wake it (they pass as core messages), and it looks every ``every_s`` besides: a wake-up may be lost, a change may not.
+        """
+        subject, waiter = self._subject(key), Waiter()
+
+        async def wake(message: object) -> None:
+            waiter.wake()
+
+        try:
+            sub = await self._jet.link.nc.subscribe(subject, cb=wake)
+        except FOREIGN as error:
+            raise self._jet.link.unavailable(subject, error) from None
+        seen: int | None = -1
+        try:
+            while True:
+                try:
+                    row = await self.get(key)
+                except BusUnavailable:
+                    if self._jet.link.closed:
+                        raise
+                else:
+                    revision = None if row is None else row[1]
+                    if revision != seen:
+                        seen = revision
+                        yield row
+                await waiter.wait(every_s)
+        finally:
+            if not self._jet.link.closed:
+                await sub.unsubscribe()
+
+    async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
+        """Same message id at every try: a write whose answer was lost is recognised."""
+        subject, payload = self._subject(key), self._bytes(key, value)
+        headers = {subjects.MESSAGE_ID: new_id("row")}
+        if expected is not None:
+            headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                stored: Stored = await self._jet.outbox.attempt(subject, payload, headers)
+                return stored.seq
+            except Refused as error:
+                if error.code not in WRONG_LAST_SEQUENCE or expected is None:
+                    raise
+                return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
+            except BusUnavailable:
+                if self._jet.link.closed or time.monotonic() + _RETRY_S >= deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+                await self._jet.link.wait_up(deadline - time.monotonic(), subject)
+
+    async def _mine(self, key: str, message_id: str, expected: int) -> int:
+        """"Wrong last sequence" is said of our own write, too, when its first answer was lost: what stands there tells."""
+        message = await self._message(key)
+        if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
+            return message.seq
+        raise RowConflict(f"{self.bucket}.{key}", expected)
+
+    async def _message(self, key: str) -> Message | None:
+        try:
+            message = await self._jet.last(self._stream, self._subject(key))
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+            return None
+        return None if "KV-Operation" in message.headers else message  # deleted by a foreign tool
+
+    def _subject(self, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{self.bucket}: want a key of A-Z a-z 0-9 _ = - in parts joined by dots, got {key!r}")
+        return subjects.row(self._jet.run, self.bucket, key)
+
+    def _bytes(self, key: str, value: dict[str, Any]) -> bytes:
+        try:
+            return json.dumps(value, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            raise WireError(f"{self.bucket}.{key}", "what JSON can hold", str(error)) from None
+
+    def _value(self, key: str, data: bytes) -> dict[str, Any]:
+        try:
+            value = json.loads(data)
+        except ValueError as error:
+            raise WireError(f"{self.bucket}.{key}", "a JSON object", str(error)) from None
+        if not isinstance(value, dict):
+            raise WireError(f"{self.bucket}.{key}", "a JSON object", value)
+        return value

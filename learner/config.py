@@ -1,0 +1,147 @@
+"""Settings of the learner: data, staleness, algorithm, optimizer, parallelism, checkpoints."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where prompts come from."""
+
+    path: str = ""
+    """A .jsonl or .parquet file."""
+    prompt_key: str = "prompt"
+    label_key: str = "label"
+    metadata_key: str = ""
+    """Optional column with a map that travels with the sample."""
+    apply_chat_template: bool = False
+    """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
+    template: str = ""
+    """Text with ``{prompt}`` put around every text prompt; empty = as it is."""
+    max_prompt_tokens: int = 0
+    """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
+    shuffle: bool = True
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessConfig:
+    """How old data may be, and what happens to older data (admit, order, gate)."""
+
+    max_lag: int = 2
+    """Largest lag in steps; 0 = synchronous on-policy, 1 = one step off."""
+    gate: str = "mask"
+    """For tokens older than max_lag: mask | drop (the group, and issue its prompt again) | train (with a warning)."""
+    max_reissues: int = 3
+    """Times a dropped prompt is issued again."""
+    order_deadline_s: float = 30.0
+    """How long a step waits for a group in flight that would be too old for the next one."""
+    filter_zero_variance: bool = False
+    """Drop groups whose rewards are all equal and draw others (dynamic sampling)."""
+    max_refill: float = 4.0
+    """After max_refill x groups_per_step filtered groups a step runs short, said aloud."""
+
+    def __post_init__(self) -> None:
+        if self.max_lag < 0:
+            raise ValueError(f"max_lag: want >= 0, got {self.max_lag}")
+        if self.gate not in ("mask", "drop", "train"):
+            raise ValueError(f"gate: want mask, drop or train, got {self.gate!r}")
+        if self.order_deadline_s <= 0 or self.max_refill <= 0 or self.max_reissues < 0:
+            raise ValueError("order_deadline_s, max_refill: want > 0; max_reissues: want >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantages, loss and correction."""
+
+    advantage: str = "grpo"
+    """grpo | grpo_no_std | rloo."""
+    correction: str = "tis"
+    """tis (three-policy: PPO clip on pi_theta/pi_old times a truncated pi_old/mu) | bypass (two-policy: PPO clip on pi_theta/mu) | none."""
+    train_without_correction: bool = False
+    """Needed, besides correction: none, to train asynchronously with no correction at all."""
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    """PPO trust region: 1 - clip_low .. 1 + clip_high."""
+    tis_high: float = 2.0
+    tis_low: float = 0.0
+    """Importance weights are clamped to tis_low .. tis_high."""
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.advantage not in ("grpo", "grpo_no_std", "rloo"):
+            raise ValueError(f"advantage: want grpo, grpo_no_std or rloo, got {self.advantage!r}")
+        if self.correction not in ("tis", "bypass", "none"):
+            raise ValueError(f"correction: want tis, bypass or none, got {self.correction!r}")
+        for name in ("clip_low", "clip_high", "tis_high"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if not 0 <= self.tis_low < self.tis_high:
+            raise ValueError(f"tis_low: want 0 <= tis_low < tis_high, got {self.tis_low!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam."""
+
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    """Linear from 0."""
+    lr_decay: str = "constant"
+    """constant | linear | cosine, down to min_lr at the last step."""
+    min_lr: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.98
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0:
+            raise ValueError(f"lr: want > 0, got {self.lr!r}")
+        if self.lr_decay not in ("constant", "linear", "cosine"):
+            raise ValueError(f"lr_decay: want constant, linear or cosine, got {self.lr_decay!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerConfig:
+    """The learner: batch sizes, parallelism, precision, checkpoints."""
+
+    steps: int = 100
+    """Optimizer steps of the run."""
+    groups_per_step: int = 32
+    group_size: int = 8
+    """Samples of one task (n)."""
+    max_tokens_per_micro_batch: int = 8192
+    """Token budget of one packed row; micro-batches are filled to it."""
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    dtype: str = "float32"
+    """float32 | bfloat16."""
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    threads: int = 1
+    """Torch threads of a rank on CPU."""
+    seed: int = 0
+    checkpoint_every: int = 20
+    """Steps; 0 = only at the end."""
+    keep_checkpoints: int = 2
+    prefetch: bool = True
+    """Plan one batch ahead (never at max_lag 0)."""
+    weights_digest: bool = False
+    """Record a digest of the weights after every step (deterministic resume checks)."""
+    batch_timeout_s: float = 3600.0
+    """A step that gets no batch for so long ends the learner with an error."""
+    deterministic: bool = True
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step", "group_size", "max_tokens_per_micro_batch", "data_parallel", "tensor_parallel", "threads", "batch_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.keep_checkpoints < 2:
+            raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
+        if self.checkpoint_every < 0:
+            raise ValueError(f"checkpoint_every: want >= 0, got {self.checkpoint_every}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype: want float32 or bfloat16, got {self.dtype!r}")

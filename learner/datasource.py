@@ -1,0 +1,435 @@
+"""The mill pond: which tasks to hand out, which groups make the next step, and what has become of every sample.
+
+A pure state machine: no input or output, no clock (``now`` is passed in, monotonic seconds). What settles anything is a *record*
+(a Plan or a Settle): ``plan`` only proposes one, the caller writes it to the log, and ``apply`` makes it true. A restart reads
+the same records and samples and calls the same ``apply``, so live and replayed histories cannot differ.
+
+Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step of the version that made it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+from bus.errors import WireError
+from bus.messages import Cursor, Kind, Plan, PlanRecord, Sample, Settle, Status, Task
+from learner.admission import Admission, Wanted
+from learner.errors import ConfigRefused, ReplayMismatch
+from learner.groups import Group, Held, mismatch
+from learner.ledger import Books, Frontier, Tally
+from learner.plans import GENESIS, chain_of
+from learner.rules import DataRules
+from learner.selection import age, make_plan, make_settle, urgent, verdict
+
+SCHEMA = 1
+"""Of a snapshot."""
+
+REISSUED = frozenset({"stale", "lost"})
+"""Reasons that say nothing against the prompt: it is issued again."""
+
+EARLY_IDS = 64
+"""A sample may be read before the issue of its task is confirmed; ids farther ahead than this are nobody's."""
+
+
+class FateName(StrEnum):
+    """What became of a sample at its arrival."""
+
+    BUFFERED = "buffered"
+    DUPLICATE = "duplicate"
+    INVALID = "invalid"
+    DROPPED = "dropped"
+    EVAL = "eval"
+    SEEN = "seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    name: FateName
+    reason: str = ""
+    """Of an invalid or dropped one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Why there is no plan yet."""
+
+    text: str
+    """In words: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
+    missing: int
+    """Groups."""
+    wake_in_s: float | None = None
+    """Ask again after so long even if nothing happens."""
+
+
+class DataSource:
+    """See the module. Verbs raise ReplayMismatch when records and samples do not fit together."""
+
+    def __init__(self, rules: DataRules, *, epoch: int = 0, created: str = "", floor: int = 0) -> None:
+        """``created`` and ``floor``: the stream SAMPLES and where reading begins."""
+        self.rules, self.epoch = rules, epoch
+        self.step = 0
+        """Last planned step."""
+        self.chain = GENESIS
+        self.plan_seq = 0
+        """Sequence of the last applied record in the log PLAN."""
+        self.changes = 0
+        """Rises whenever ``plan`` or ``settlement`` may answer differently."""
+        self._created = created
+        self._admission, self._tally = Admission(rules), Tally()
+        self._samples, self._tasks = Frontier(floor), Frontier()
+        self._groups: dict[int, Group] = {}
+        self._early: dict[int, list[tuple[int, Sample]]] = {}
+        self._evals: dict[int, set[int]] = {}
+        self._eval_sizes: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        self._filtered = 0
+        self._waiting_since: float | None = None
+        self._delayed_since: float | None = None
+
+    # ---- admit
+
+    def wanted(self) -> Wanted | None:
+        """The next task to issue, None while the staleness budget or the rest of the run admits none."""
+        return self._admission.wanted(num_open=len(self._groups), step=self.step)
+
+    def issued(self, task: Task, now: float) -> None:
+        """A task stands in the stream TASKS (just issued, or found there at a restart); in order of ids."""
+        if not self._tasks.see(task.id):
+            return
+        if task.kind is Kind.EVAL:
+            self._eval_sizes[task.id] = task.group_size
+            self._settle_eval(task.id)
+            return
+        self._refuse_other_sampling(task)
+        self._tally.issued += 1
+        self._groups[task.id] = Group(task=task, touched_s=now)
+        self._admission.issued(task)
+        for seq, sample in self._early.pop(task.id, []):
+            self._place(seq, sample, now)
+
+    def _refuse_other_sampling(self, task: Task) -> None:
+        want = (self.rules.temperature, self.rules.top_p, self.rules.top_k)
+        got = (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k)
+        if want != got:
+            raise ConfigRefused("sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want)
+
+    # ---- take in
+
+    def add(self, seq: int, sample: Sample | WireError, now: float) -> Fate:
+        """A message of SAMPLES, in stream order."""
+        if not self._samples.see(seq):
+            return Fate(FateName.SEEN)
+        if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
+            return self._add_eval(seq, sample)
+        self._tally.published += 1
+        if isinstance(sample, WireError):
+            return self._invalid(seq, sample.field.split(".")[0].split("[")[0])
+        if sample.run != self.rules.run:
+            return self._invalid(seq, "run")
+        if sample.status is Status.PENDING:
+            return self._invalid(seq, "status")
+        if sample.status in (Status.FAILED, Status.ABORTED):
+            self._tally.dropped[sample.status.value] += 1
+            return self._settled(seq, Fate(FateName.DROPPED, sample.status.value))
+        if self._tasks.knows(sample.task):
+            return self._place(seq, sample, now)
+        if sample.task > self._tasks.seen_to + EARLY_IDS:
+            return self._invalid(seq, "task")
+        self._early.setdefault(sample.task, []).append((seq, sample))
+        return Fate(FateName.BUFFERED)
+
+    def _place(self, seq: int, sample: Sample, now: float) -> Fate:
+        group = self._groups.get(sample.task)
+        if group is None:
+            return self._duplicate(seq)
+        if wrong := mismatch(group.task, sample, self.rules.max_context):
+            return self._invalid(seq, wrong)
+        if sample.index in group.held:
+            return self._duplicate(seq)
+        group.held[sample.index] = Held.of(seq, sample)
+        group.touched_s = now
+        self.changes += group.full
+        return Fate(FateName.BUFFERED)
+
+    def _add_eval(self, seq: int, sample: Sample) -> Fate:
+        self._tally.eval += 1
+        if sample.task in self._eval_sizes or not self._tasks.knows(sample.task):
+            self._evals.setdefault(sample.task, set()).add(sample.index)
+            self._settle_eval(sample.task)
+        return self._settled(seq, Fate(FateName.EVAL))
+
+    def _settle_eval(self, id: int, *, dead: bool = False) -> None:
+        """An evaluation task is open until each of its samples has been seen; it takes no place and no part in any step."""
+        size = self._eval_sizes.get(id)
+        if size is not None and (dead or len(self._evals.get(id, ())) >= size):
+            self._evals.pop(id, None)
+            del self._eval_sizes[id]
+            self._tasks.settle(id)
+
+    def _invalid(self, seq: int, reason: str) -> Fate:
+        self._tally.invalid[reason] += 1
+        return self._settled(seq, Fate(FateName.INVALID, reason))
+
+    def _duplicate(self, seq: int) -> Fate:
+        self._tally.duplicate += 1
+        return self._settled(seq, Fate(FateName.DUPLICATE))
+
+    def _settled(self, seq: int, fate: Fate) -> Fate:
+        self._samples.settle(seq)
+        return fate
+
+    def dead(self, id: int) -> None:
+        """A task was declared dead: it is settled with the next records."""
+        self._condemn(id, "dead")
+
+    def lost(self, id: int) -> None:
+        """Nobody holds this task any more: settled with the next records, and its prompt issued again."""
+        self._condemn(id, "lost")
+
+    def _condemn(self, id: int, reason: str) -> None:
+        self._settle_eval(id, dead=True)
+        group = self._groups.get(id)
+        if group is not None and not group.condemned:
+            group.condemned = reason
+            self.changes += 1
+
+    # ---- versions
+
+    def version(self, version: int, step: int) -> None:
+        """The weights called ``version`` are those of ``step``."""
+        if self._steps.setdefault(version, step) != step:
+            raise ReplayMismatch(f"version {version}", f"weights of step {self._steps[version]}", f"step {step}")
+        self.changes += 1
+
+    def published(self, version: int, step: int) -> None:
+        """``version`` is the head: tasks trained up to its step give their places back, and new ones ask for it."""
+        self.version(version, step)
+        self._admission.published(version, step)
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """(version, step) of the newest published weights."""
+        return self._admission.head
+
+    def unknown_versions(self) -> set[int]:
+        """Versions that occur in buffered samples and have no step yet: those samples wait."""
+        return {version for group in self._groups.values() for version in group.versions if version not in self._steps}
+
+    def no_version(self, version: int) -> None:
+        """There is no such version: the samples that name it are invalid."""
+        for group in self._groups.values():
+            for held in [held for held in group.held.values() if any(named == version for named, _ in held.by_version)]:
+                del group.held[held.index]
+                self._invalid(held.seq, "version")
+
+    # ---- decide
+
+    def settlement(self) -> Settle | None:
+        """Tasks to be given up before anything is planned, one reason at a time."""
+        by_reason: dict[str, list[Group]] = {}
+        for group in self._groups.values():
+            reason = group.condemned or (verdict(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
+            if reason:
+                by_reason.setdefault(reason, []).append(group)
+        if not by_reason:
+            return None
+        reason, groups = min(by_reason.items())
+        return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
+
+    def plan(self, now: float) -> Plan | Settle | Waits:
+        """The next record to write (a Settle first, if there is one), or what the next step waits for."""
+        if settle := self.settlement():
+            return settle
+        ready = sorted((group for group in self._groups.values() if self._ready(group)), key=lambda group: age(group, self._steps))
+        wanted = 1 if self.refilled_enough else self.rules.groups_per_step
+        if len(ready) < wanted:
+            return self._waits(now, wanted - len(ready))
+        chosen = ready[: self.rules.groups_per_step]
+        in_flight = (group for group in self._groups.values() if not self._ready(group))
+        if old := urgent(in_flight, chosen, self._steps, self.rules, self.step + 1):
+            self._delayed_since = now if self._delayed_since is None else self._delayed_since
+            left = self._delayed_since + self.rules.order_deadline_s - now
+            if left > 0:
+                return self._waits_for_old(now, old, left)
+        return make_plan(chosen, self._steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
+
+    @property
+    def refilled_enough(self) -> bool:
+        """So many groups were filtered for this step that it may run short."""
+        return self._filtered >= self.rules.max_filtered
+
+    def _ready(self, group: Group) -> bool:
+        return group.full and not group.condemned and self._steps.keys() >= group.versions
+
+    def _waits(self, now: float, missing: int) -> Waits:
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        parts = [f"{missing} more group{'s' * (missing > 1)} for step {self.step + 1}, for {now - self._waiting_since:.0f} s"]
+        flying = [group.task.id for group in self._groups.values() if not group.full]
+        touched = [group.touched_s for group in self._groups.values() if not group.full]
+        parts.append(
+            f"{len(flying)} in flight, oldest task {min(flying)}, silent for {now - min(touched):.0f} s" if flying else "none in flight"
+        )
+        if self.head is None:
+            parts.append("no version is published yet")
+        if unknown := self.unknown_versions():
+            parts.append(f"steps of versions {sorted(unknown)} unknown")
+        return Waits(text="; ".join(parts), missing=missing)
+
+    def _waits_for_old(self, now: float, old: list[Group], left: float) -> Waits:
+        silent = now - min(group.touched_s for group in old)
+        text = (
+            f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent:.0f} s) that would be "
+            f"too old for step {self.step + 2}; step {self.step + 1} goes without in {left:.0f} s"
+        )
+        return Waits(text=text, missing=len(old), wake_in_s=left)
+
+    # ---- settle
+
+    def lacks(self, record: PlanRecord) -> list[int]:
+        """Sequences of a record that have not been read yet. Raises ReplayMismatch for those that were and cannot be used."""
+        if not isinstance(record, Plan | Settle):
+            return []
+        held = {held.seq for task in record.tasks if int(task) in self._groups for held in self._groups[int(task)].held.values()}
+        missing = [int(seq) for seq in record.seqs if int(seq) not in held]
+        if read := [seq for seq in missing if self._samples.knows(seq)]:
+            raise ReplayMismatch(_label(record), "its samples in the stream", f"sequences {read[:5]} cannot be used")
+        return missing
+
+    def apply(self, record: PlanRecord, seq: int) -> None:
+        """A record stands in the log PLAN at ``seq``: it is true now."""
+        if isinstance(record, Plan):
+            self._apply_plan(record)
+        elif isinstance(record, Settle):
+            self._apply_settle(record)
+        self.plan_seq = seq
+        self.changes += 1
+
+    def _apply_plan(self, plan: Plan) -> None:
+        if plan.step != self.step + 1:
+            raise ReplayMismatch("log PLAN", f"a plan of step {self.step + 1}", f"one of step {plan.step}")
+        if (chain := chain_of(self.chain, plan)) != plan.chain:
+            raise ReplayMismatch(_label(plan), f"chain {plan.chain}", chain)
+        for group in self._open(plan):
+            self._count_tokens(plan, group)
+        self._close(self._open(plan), plan.seqs.tolist(), "trained")
+        self._admission.planned(plan.step, len(plan.tasks))
+        self.step, self.chain, self._filtered = plan.step, plan.chain, 0
+        self._waiting_since = self._delayed_since = None
+
+    def _count_tokens(self, plan: Plan, group: Group) -> None:
+        too_old = plan.step - 1 - self.rules.max_lag
+        for step, count in group.tokens_by_step(plan.version_steps).items():
+            masked = plan.oldest_step is not None and step < plan.oldest_step
+            self._tally.tokens["masked" if masked else "trained"] += count
+            self._tally.tokens["too_old"] += count * (not masked and step < too_old)
+
+    def _apply_settle(self, settle: Settle) -> None:
+        groups = self._open(settle)
+        self._close(groups, settle.seqs.tolist(), settle.reason)
+        self._filtered += len(groups) * (settle.reason == "filtered")
+        if settle.reason in REISSUED:
+            still_open = [group.task for group in self._groups.values()]
+            for group in groups:
+                self._tally.given_up += not self._admission.owe(group.task, still_open)
+
+    def _open(self, record: Plan | Settle) -> list[Group]:
+        closed = [int(task) for task in record.tasks if int(task) not in self._groups]
+        if closed:
+            raise ReplayMismatch(_label(record), "its tasks open", f"tasks {closed[:5]} settled or unknown")
+        return [self._groups[int(task)] for task in record.tasks]
+
+    def _close(self, groups: list[Group], seqs: list[int], reason: str) -> None:
+        """Samples in ``seqs`` meet ``reason``; others of these groups came too late to be in the record."""
+        named = set(seqs)
+        for group in groups:
+            del self._groups[group.task.id]
+            self._tasks.settle(group.task.id)
+            self._tally.settled[reason] += 1
+            for held in group.rows:
+                if held.seq in named:
+                    self._tally.meets(reason)
+                    self._samples.settle(held.seq)
+                else:
+                    self._duplicate(held.seq)
+
+    # ---- look
+
+    def held(self) -> set[int]:
+        """Sequences of all buffered samples."""
+        early = {seq for waiting in self._early.values() for seq, _ in waiting}
+        return early | {held.seq for group in self._groups.values() for held in group.held.values()}
+
+    def overdue(self, now: float, after_s: float) -> list[int]:
+        """Incomplete training tasks for which nothing has come for longer than ``after_s``."""
+        return [id for id, group in self._groups.items() if not group.full and not group.condemned and now - group.touched_s > after_s]
+
+    def cursor(self) -> Cursor:
+        """Where a restart has to read on, if the state is this one."""
+        return Cursor(created=self._created, floor=self._samples.floor, settled=self._samples.settled)
+
+    @property
+    def task_floor(self) -> int:
+        """All tasks with ids up to this are settled."""
+        return self._tasks.floor
+
+    def books(self) -> Books:
+        return self._tally.books(buffered=len(self.held()), open_tasks=len(self._groups))
+
+    # ---- keep
+
+    def snapshot(self) -> bytes:
+        """The state as computed with the last applied record; what is open is not in it: it will be read again."""
+        cursor = self.cursor()
+        return msgpack.packb(
+            {
+                "schema": SCHEMA,
+                "identity": self.rules.identity,
+                "step": self.step,
+                "chain": self.chain,
+                "plan_seq": self.plan_seq,
+                "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
+                "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
+                "admission": self._admission.dump(),
+                "filtered": self._filtered,
+                "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
+                "tally": self._tally.dump(buffered=len(self.held()), open_tasks=len(self._groups)),
+            }
+        )
+
+    @classmethod
+    def restore(cls, rules: DataRules, data: bytes, *, epoch: int = 0) -> "DataSource":
+        """The state of a snapshot. Then tell it the tasks behind ``task_floor``, the dead ones, versions and head, the samples
+        from ``cursor()``, and ``apply`` the records behind ``plan_seq``.
+
+        Raises ConfigRefused when the run's identity is another, ReplayMismatch for another schema.
+        """
+        state = read_state(data)
+        for name, value in rules.identity.items():
+            if state["identity"].get(name) != value:
+                want = f"{state['identity'].get(name)!r}, as in the checkpoint (another one needs another run)"
+                raise ConfigRefused(name, want, value)
+        source = cls(rules, epoch=epoch, created=state["samples"]["created"])
+        source.step, source.chain, source.plan_seq = state["step"], state["chain"], state["plan_seq"]
+        source._samples = Frontier(state["samples"]["floor"], state["samples"]["settled"])
+        source._tasks = Frontier(state["tasks"]["floor"], state["tasks"]["settled"])
+        source._admission.load(state["admission"])
+        source._filtered = state["filtered"]
+        source._evals = {id: set(seen) for id, seen in state["evals"]}
+        source._tally = Tally.load(state["tally"])
+        return source
+
+
+def read_state(data: bytes) -> dict[str, Any]:
+    """The map of a snapshot. Raises ReplayMismatch for another schema."""
+    state: dict[str, Any] = msgpack.unpackb(data)
+    if state.get("schema") != SCHEMA:
+        raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))
+    return state
+
+
+def _label(record: Plan | Settle) -> str:
+    return (
+        f"recorded plan {record.step}" if isinstance(record, Plan) else f"recorded settlement ({record.reason}) before step {record.step}"
+    )

@@ -1,0 +1,127 @@
+"""The error tree of the learner."""
+
+
+class LearnerError(Exception):
+    """Something went wrong in the learner."""
+
+
+class ConfigRefused(LearnerError, ValueError):
+    """Settings that cannot work together, or not with what an earlier start of this run has recorded."""
+
+    def __init__(self, field: str, want: str, got: object) -> None:
+        super().__init__(field, want, got)
+        self.field, self.want, self.got = field, want, got
+
+    def __str__(self) -> str:
+        return f"{self.field}: want {self.want}, got {self.got!r}"
+
+
+class PromptError(LearnerError, ValueError):
+    """A prompt file, or a row of it, that cannot be used."""
+
+    def __init__(self, where: str, want: str, got: object) -> None:
+        super().__init__(where, want, got)
+        self.where, self.want, self.got = where, want, got
+
+    def __str__(self) -> str:
+        return f"{self.where}: want {self.want}, got {self.got}"
+
+
+class SampleTooLong(LearnerError, ValueError):
+    """A sample has more tokens than the model's context."""
+
+    def __init__(self, where: str, tokens: int, max_tokens: int) -> None:
+        super().__init__(where, tokens, max_tokens)
+        self.where, self.tokens, self.max_tokens = where, tokens, max_tokens
+
+    def __str__(self) -> str:
+        return f"{self.where}: want <= {self.max_tokens} tokens, got {self.tokens}"
+
+
+class ReplayMismatch(LearnerError):
+    """What the streams hold does not continue the checkpoint: training on would not repeat what was recorded."""
+
+    def __init__(self, where: str, want: object, got: object) -> None:
+        super().__init__(where, want, got)
+        self.where, self.want, self.got = where, want, got
+
+    def __str__(self) -> str:
+        return f"{self.where}: want {self.want}, got {self.got}"
+
+
+class CheckpointCorrupt(LearnerError):
+    """A file of a checkpoint is missing, has another size or another digest than its manifest says."""
+
+    def __init__(self, directory: str, file: str, want: object, got: object) -> None:
+        super().__init__(directory, file, want, got)
+        self.directory, self.file, self.want, self.got = directory, file, want, got
+
+    def __str__(self) -> str:
+        return f"{self.directory}/{self.file}: want {self.want}, got {self.got}"
+
+
+class NoCheckpoint(LearnerError):
+    """The run says that it has a checkpoint, and none of those on disk can be used."""
+
+    def __init__(self, directory: str, reason: str) -> None:
+        super().__init__(directory, reason)
+        self.directory, self.reason = directory, reason
+
+    def __str__(self) -> str:
+        return f"{self.directory}: no usable checkpoint: {self.reason}"
+
+
+class NoProgress(LearnerError):
+    """A bounded wait has ended without what it was for."""
+
+    def __init__(self, where: str, waited_s: float, waits_for: str) -> None:
+        super().__init__(where, waited_s, waits_for)
+        self.where, self.waited_s, self.waits_for = where, waited_s, waits_for
+
+    def __str__(self) -> str:
+        return f"{self.where}: no progress in {self.waited_s:.0f} s; waits for: {self.waits_for}"
+
+
+class FeedError(LearnerError):
+    """The conversation of feeder and ranks broke its rules: an unknown message, a wrong frame, an unexpected step."""
+
+    def __init__(self, where: str, want: str, got: object) -> None:
+        super().__init__(where, want, got)
+        self.where, self.want, self.got = where, want, got
+
+    def __str__(self) -> str:
+        return f"{self.where}: want {self.want}, got {self.got!r}"
+
+
+class FeederLost(LearnerError):
+    """The feeder has said nothing for too long."""
+
+    def __init__(self, url: str, waited_s: float, asked_for: str, last_words: str) -> None:
+        super().__init__(url, waited_s, asked_for, last_words)
+        self.url, self.waited_s, self.asked_for, self.last_words = url, waited_s, asked_for, last_words
+
+    def __str__(self) -> str:
+        last = f"; its last words: {self.last_words}" if self.last_words else "; it never answered"
+        return f"feeder at {self.url}: silent for {self.waited_s:.1f} s, asked for {self.asked_for}{last}"
+
+
+class FeederFailed(LearnerError):
+    """The feeder ended with an error and said which."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)
+        self.url, self.reason = url, reason
+
+    def __str__(self) -> str:
+        return f"feeder at {self.url}: {self.reason}"
+
+
+class RankFailed(LearnerError):
+    """A rank said that it cannot go on."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank, self.reason = rank, reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.reason}"

@@ -1,0 +1,89 @@
+"""A task that is out and the samples that have come back for it: what the DataSource needs to know of them, and no more."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bus.messages import Sample, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A buffered sample: its place, its size and how many trainable tokens each version made."""
+
+    seq: int
+    index: int
+    num_tokens: int
+    """Prompt and response."""
+    score: float
+    by_version: tuple[tuple[int, int], ...]
+    """(version, trainable tokens) of each span, zeros included."""
+
+    @staticmethod
+    def of(seq: int, sample: Sample) -> "Held":
+        ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
+        trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
+        counts = trainable[ends[1:]] - trainable[ends[:-1]]
+        by_version = tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True))
+        return Held(seq=seq, index=sample.index, num_tokens=len(sample.tokens), score=sample.score, by_version=by_version)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """An open task and what has come back for it."""
+
+    task: Task
+    touched_s: float
+    """When it was issued, or a sample of it came (monotonic clock)."""
+    held: dict[int, Held] = field(default_factory=dict)
+    """By index."""
+    condemned: str = ""
+    """Reason to settle it, when it will never be complete."""
+
+    @property
+    def full(self) -> bool:
+        return len(self.held) == self.task.group_size
+
+    @property
+    def rows(self) -> list[Held]:
+        """By index."""
+        return [self.held[index] for index in sorted(self.held)]
+
+    @property
+    def seqs(self) -> list[int]:
+        return [held.seq for held in self.rows]
+
+    @property
+    def versions(self) -> set[int]:
+        return {version for held in self.held.values() for version, _ in held.by_version}
+
+    @property
+    def scores(self) -> set[float]:
+        return {held.score for held in self.held.values()}
+
+    def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
+        """Step of the weights -> trainable tokens made by them (> 0)."""
+        counts: dict[int, int] = {}
+        for held in self.held.values():
+            for version, count in held.by_version:
+                if count:
+                    counts[steps[version]] = counts.get(steps[version], 0) + count
+        return counts
+
+
+def mismatch(task: Task, sample: Sample, max_context: int) -> str:
+    """The field in which a sample does not fit its task; empty when it does."""
+    prompt = len(sample.tokens) - sample.response_length
+    sampling = (sample.sampling.temperature, sample.sampling.top_p, sample.sampling.top_k)
+    if sample.group_size != task.group_size:
+        return "group_size"
+    if not 0 <= sample.index < task.group_size:
+        return "index"
+    if sampling != (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k):
+        return "sampling"
+    if prompt != len(task.prompt_tokens) or not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):
+        return "prompt"
+    if max_context and len(sample.tokens) > max_context:
+        return "length"
+    return ""

@@ -1,0 +1,160 @@
+"""Attention and rotary positions of packed rows: many sequences of any length stand behind each other in one row.
+
+``PackedRow`` is worked out once per micro-batch and travels through Megatron as its ``packed_seq_params``. Sequences of similar length
+are scattered into a right-padded batch, so that a row costs one attention call per length bucket and not one per sequence. That is
+exact: padding stands behind every real query, and attention is causal.
+Shape letters: T = tokens of the row, P = padded places of all buckets, n = heads, d = head size.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass
+class PackedRow(PackedSeqParams):
+    """Where the sequences of a row are, and how they are laid out for attention.
+
+    ``qkv_format`` stays "sbhd": Megatron's own "thd" code for rotary positions loops over the sequences in Python, for q and k in every
+    layer. With one row the two layouts are the same tensor, and ``PackedRotary`` supplies the angle of every token.
+    """
+
+    position_ids_T: Tensor | None = None
+    buckets: tuple[tuple[int, int], ...] = ()
+    """(sequences, padded length) of each bucket."""
+    take_P: Tensor | None = None
+    """Token of the row that stands at each padded place (padding repeats its sequence's last token); None = the row is the batch."""
+    give_T: Tensor | None = None
+    """Padded place of each token."""
+
+
+def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:
+    """The layout of a row whose sequences begin at ``cu_seqlens`` ([S + 1], from 0 to T)."""
+    device = position_ids_T.device
+    starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
+    starts, lengths = starts[lengths > 0], lengths[lengths > 0]
+    buckets, take, give = _bucketed(starts, lengths)
+    in_order = len(take) == len(give) and bool((take == np.arange(len(take))).all())
+    longest = int(lengths.max())
+    return PackedRow(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        position_ids_T=position_ids_T,
+        buckets=buckets,
+        take_P=None if in_order else torch.from_numpy(take).to(device),
+        give_T=None if in_order else torch.from_numpy(give).to(device),
+    )
+
+
+def _bucketed(
+    starts: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> tuple[tuple[tuple[int, int], ...], NDArray[np.int64], NDArray[np.int64]]:
+    """Sequences of (2^k, 2^(k+1)] tokens share a bucket, padded to its longest: less than half of it is padding."""
+    powers = np.ceil(np.log2(lengths)).astype(np.int64)
+    buckets, take = [], []
+    give = np.empty(int(lengths.sum()), np.int64)
+    place = 0
+    for power in np.unique(powers):
+        members = np.flatnonzero(powers == power)
+        width = int(lengths[members].max())
+        offsets = np.arange(width)
+        index = starts[members, None] + np.minimum(offsets, lengths[members, None] - 1)
+        real = offsets < lengths[members, None]
+        places = place + np.arange(index.size).reshape(index.shape)
+        give[index[real]] = places[real]
+        take.append(index.reshape(-1))
+        buckets.append((len(members), width))
+        place += index.size
+    return tuple(buckets), np.concatenate(take), give
+
+
+class PackedRotary(RotaryEmbedding):
+    """Rotary angles by the position ids of a PackedRow; without one it is Megatron's module."""
+
+    def get_rotary_seq_len(self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any) -> Any:
+        """What Megatron hands back to ``forward``: for a packed row the row itself, and not its length."""
+        packed = args[-1] if args else None
+        if isinstance(packed, PackedRow):
+            return packed
+        return super().get_rotary_seq_len(inference_context, transformer, transformer_input, *args, **kwargs)
+
+    def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
+        """Angles [T, 1, 1, d] of a PackedRow, or of positions 0 .. max_seq_len - 1."""
+        if not isinstance(max_seq_len, PackedRow):
+            return super().forward(max_seq_len, offset, packed_seq, cp_group)
+        assert not self.rotary_interleaved and max_seq_len.position_ids_T is not None
+        positions_T = max_seq_len.position_ids_T
+        if self.inv_freq.device != positions_T.device:
+            self.inv_freq = self.inv_freq.to(positions_T.device)
+        angles = torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+class SDPACoreAttention(MegatronModule):
+    """Megatron's core attention slot filled with torch's scaled_dot_product_attention; causal, packed or not."""
+
+    def __init__(
+        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size != 1 or config.attention_dropout:
+            raise ValueError("SDPACoreAttention: want context_parallel_size 1 and attention_dropout 0")
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
+    ) -> Tensor:
+        """q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1."""
+        if not isinstance(packed_seq_params, PackedRow):
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        row = packed_seq_params
+        q, k, v = (_Pad.apply(x.squeeze(1), row.take_P, row.give_T) for x in (query, key, value))
+        out, place = [], 0
+        for count, width in row.buckets:
+            parts = (x[place : place + count * width].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            out.append(self._attend(*parts).transpose(1, 2).reshape(count * width, -1))
+            place += count * width
+        return _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)[:, None]
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """All [b, heads, s, d]."""
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
+
+
+class _Pad(torch.autograd.Function):
+    """Tokens of a row to padded places. What stands in padding reaches no real output, so its gradient is 0 and need not be added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:
+        ctx.give_T = give_T
+        return x if take_P is None else x.index_select(0, take_P)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad if ctx.give_T is None else grad.index_select(0, ctx.give_T), None, None
+
+
+class _Unpad(torch.autograd.Function):
+    """Padded places back to tokens; the gradient of padding is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, give_T: Tensor | None) -> Tensor:
+        ctx.give_T, ctx.num_places = give_T, len(x)
+        return x if give_T is None else x.index_select(0, give_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.give_T is None:
+            return grad, None
+        return grad.new_zeros(ctx.num_places, *grad.shape[1:]).index_copy_(0, ctx.give_T, grad), None

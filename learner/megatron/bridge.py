@@ -1,0 +1,139 @@
+"""Hugging Face models as Megatron-core models: configuration, weights in, weights out.
+
+``mbridge`` knows how the names and layouts correspond; its layer spec is Transformer Engine's, so these subclasses put Megatron's own
+layers with ``SDPACoreAttention`` in its place, and the two norms of a layer that Transformer Engine would fold into the linears.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from mbridge.core.llm_bridge import LLMBridge
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+from transformers import AutoConfig
+
+from learner.errors import ConfigRefused
+from learner.megatron.attention import PackedRotary, SDPACoreAttention
+
+
+class _LocalLayers:
+    """Mixed into mbridge's classes; comes first in the order of bases. Pipeline parallel size 1."""
+
+    _NORMS: ClassVar[Mapping[str, str]] = {
+        "input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
+    }
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype) -> None:
+        self._DIRECT_MAPPING = dict(type(self)._DIRECT_MAPPING)  # type: ignore[attr-defined]  # mbridge edits it: not the class's
+        super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
+        self.set_extra_args(  # type: ignore[attr-defined]
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            sequence_parallel=False,
+            masked_softmax_fusion=False,
+            batch_p2p_sync=False,
+            calculate_per_token_loss=True,
+            attention_dropout=0.0,
+        )
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        if self.hf_config.tie_word_embeddings:  # type: ignore[attr-defined]
+            self._DIRECT_MAPPING["output_layer.weight"] = "model.embed_tokens.weight"
+
+    def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+        for suffix, hf_name in self._NORMS.items():
+            if name.startswith("decoder.layers.") and name.endswith("." + suffix):
+                return [hf_name.format(name.split(".")[2])]
+        return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc,no-any-return]
+
+    def build(self) -> GPTModel:
+        """The model with uninitialised weights, on the CPU."""
+        config = self.config  # type: ignore[attr-defined]
+        spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+        spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,  # type: ignore[attr-defined]
+            **self._get_gptmodel_args(),
+        )
+        model.rotary_pos_emb.__class__ = PackedRotary  # same data, and it understands packed rows
+        return model
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        hf_config = self.hf_config  # type: ignore[attr-defined]
+        return {
+            "vocab_size": hf_config.vocab_size,
+            "max_sequence_length": hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "rotary_base": hf_config.rope_theta,
+            **_rope_scaling(getattr(hf_config, "rope_scaling", None)),
+        }
+
+    @torch.no_grad()
+    def export(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+        """Weights under their Hugging Face names, whole; collective over the tensor-parallel ranks.
+
+        Without tensor parallelism the tensors are views on the live weights: copy what must outlive the next step.
+        """
+        for name, parameter in model.named_parameters():
+            whole = parameter.detach()
+            if self.mpu.tp_size > 1 and getattr(parameter, "tensor_model_parallel", False):  # type: ignore[attr-defined]
+                parts = [torch.empty_like(whole) for _ in range(self.mpu.tp_size)]  # type: ignore[attr-defined]
+                dist.all_gather(parts, whole.contiguous(), group=self.mpu.tp_group)  # type: ignore[attr-defined]
+                whole = self._weight_merge_across_tp(name, parts, parameter)  # type: ignore[attr-defined]
+            names, tensors = self._weight_to_hf_format(name, whole)  # type: ignore[attr-defined]
+            yield from zip(names, tensors, strict=True)
+
+
+def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Megatron's arguments for a Hugging Face ``rope_scaling``; refuses what Megatron computes differently."""
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if scaling is None or kind == "default":
+        return {}
+    if kind == "linear":
+        return {"seq_len_interpolation_factor": scaling["factor"]}
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(scaling.get(name) == value for name, value in llama3.items()):
+        return {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+    raise ConfigRefused("model.rope_scaling", "none, linear, or llama3 with Llama's own constants", dict(scaling))
+
+
+class _Qwen3(_LocalLayers, Qwen3Bridge):
+    pass
+
+
+class _Qwen2(_LocalLayers, Qwen2Bridge):
+    pass
+
+
+class _Llama(_LocalLayers, LLaMABridge):
+    pass
+
+
+_BRIDGES: Mapping[str, type[_LocalLayers]] = {"qwen3": _Qwen3, "qwen2": _Qwen2, "llama": _Llama}
+"""By ``model_type`` of the Hugging Face config."""
+
+
+def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) -> Any:
+    """The bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load_weights([model], dir)``, ``export(model)``.
+
+    Raises ConfigRefused for a model type without a bridge, or sizes that tensor parallelism cannot split.
+    """
+    hf_config = AutoConfig.from_pretrained(model_dir)
+    if hf_config.model_type not in _BRIDGES:
+        raise ConfigRefused(f"{model_dir}/config.json: model_type", f"one of {sorted(_BRIDGES)}", hf_config.model_type)
+    for name in ("vocab_size", "num_key_value_heads", "intermediate_size"):
+        if getattr(hf_config, name) % tensor_parallel:
+            raise ConfigRefused(f"{model_dir}/config.json: {name}", f"a multiple of tensor_parallel={tensor_parallel}", getattr(hf_config, name))
+    bridge = _BRIDGES[hf_config.model_type](hf_config, dtype)
+    assert isinstance(bridge, LLMBridge)
+    return bridge

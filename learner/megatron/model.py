@@ -1,0 +1,102 @@
+"""The policy: a Megatron GPTModel built from a Hugging Face directory and wrapped for data parallelism."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+
+from learner.megatron.bridge import open_bridge
+from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.parallel import Parallel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The model in its three wrappings, and the bridge to its Hugging Face names."""
+
+    module: GPTModel
+    ddp: DistributedDataParallel
+    """What the schedule and the optimizer see."""
+    bridge: Any
+    parallel: Parallel
+
+    @property
+    def config(self) -> Any:
+        """Megatron's TransformerConfig."""
+        return self.bridge.config
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
+
+        Without tensor parallelism they are views on the live weights.
+        """
+        yield from self.bridge.export(self.module)
+
+    def digest(self) -> str:
+        """SHA-256 over the exported weights in the order of their names; equal for equal weights however they are split."""
+        total = hashlib.sha256()
+        for name, tensor in sorted(self.export(), key=lambda item: item[0]):
+            total.update(name.encode())
+            total.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+        return total.hexdigest()
+
+
+def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel) -> Policy:
+    """Build the model on this rank and load the directory's weights into it."""
+    kind = DTYPES[dtype]
+    with megatron_device():
+        bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
+        module = bridge.build()
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module.to(parallel.device)
+        with torch.no_grad():
+            bridge.load_weights([module], str(model_dir))
+        inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
+        ddp = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
+    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel)
+
+
+class WeightBackup:
+    """A second copy of the weights that can be put in their place for a while (the proximal policy, later the reference)."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._copies = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The copies by Megatron's names (for the checkpoint)."""
+        return self._copies
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the present weights."""
+        for name, parameter in self._policy.module.named_parameters():
+            self._copies[name].copy_(parameter)
+
+    @contextmanager
+    def switch(self) -> Iterator[None]:
+        """While entered, the model has the copied weights; afterwards its own again, bit for bit (they are swapped, not copied)."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, parameter in self._policy.module.named_parameters():
+            copy = self._copies[name]
+            self._copies[name] = parameter.data
+            parameter.data = copy

@@ -1,0 +1,68 @@
+"""The process groups of the learner's ranks. Knows torch.distributed and Megatron's parallel state; no model."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """Where this rank stands."""
+
+    rank: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    dp_group: dist.ProcessGroup
+    tp_group: dist.ProcessGroup
+    device: torch.device
+
+
+def choose_device(wanted: str) -> torch.device:
+    """``auto | cpu | cuda`` to the device of this process (LOCAL_RANK chooses among several GPUs)."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_s: float = 1800.0) -> Parallel:
+    """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
+
+    Raises ValueError when the world is no multiple of the tensor-parallel size.
+    """
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise ValueError("learner.device: want cuda or auto where CUDA is present (hide it with CUDA_VISIBLE_DEVICES= to train on the CPU)")
+    world = int(os.environ["WORLD_SIZE"])
+    if world % tensor_parallel_size:
+        raise ValueError(f"WORLD_SIZE: want a multiple of tensor_parallel={tensor_parallel_size}, got {world}")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel_size, distributed_timeout_minutes=max(1, int(timeout_s // 60))
+    )
+    if device.type == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    else:
+        tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    return Parallel(
+        rank=dist.get_rank(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        device=device,
+    )
+
+
+def leave() -> None:
+    """Let go of the groups; nothing waits for the other ranks."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

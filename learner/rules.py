@@ -1,0 +1,66 @@
+"""The rules the data follows: sizes, staleness, layout. Plain values, checked together; knows no configuration file."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+
+from learner.errors import ConfigRefused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRules:
+    """Everything the DataSource decides by. Meanings as in ``learner.config`` and ``bus.messages.Sampling``."""
+
+    run: str
+    steps: int
+    groups_per_step: int
+    max_lag: int = 0
+    gate: str = "mask"
+    max_reissues: int = 3
+    order_deadline_s: float = 30.0
+    filter_zero_variance: bool = False
+    max_refill: float = 4.0
+    push_every: int = 1
+    data_parallel: int = 1
+    max_tokens_per_micro_batch: int = 8192
+    max_context: int = 0
+    """Longer samples are invalid; 0 = any length."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 0
+    """Of the order of prompts and of the sampler seeds."""
+    prompts_digest: str = ""
+
+    def __post_init__(self) -> None:
+        if self.push_every - 1 > self.max_lag:
+            want = f"<= staleness.max_lag + 1 = {self.max_lag + 1} (older data would be all there is)"
+            raise ConfigRefused("weights.push_every", want, self.push_every)
+        if self.temperature <= 0:
+            raise ConfigRefused("sampling.temperature", "> 0 (greedy samples have no distribution to correct for)", self.temperature)
+        if self.top_p != 1.0 or self.top_k not in (-1, 0):
+            want = "top_p 1 and top_k -1 (the learner's log-probs are over the whole vocabulary)"
+            raise ConfigRefused("sampling", want, (self.top_p, self.top_k))
+
+    @property
+    def admitted(self) -> int:
+        """Most tasks handed out and not given back."""
+        return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def max_filtered(self) -> float:
+        """Groups filtered in one step after which it runs short."""
+        return self.max_refill * self.groups_per_step
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What may not change during a run: data made under other values could not be told apart."""
+        names = ("run", "seed", "prompts_digest", "temperature", "top_p", "top_k")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def digest(self) -> str:
+        """Short digest of all rules; recorded with every plan."""
+        return hashlib.sha256(msgpack.packb(sorted(asdict(self).items()))).hexdigest()[:16]

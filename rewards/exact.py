@@ -1,0 +1,14 @@
+"""Exact match with the label."""
+
+from rewards.port import RewardRequest
+
+
+def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = True) -> float:
+    """Give 1.0 when the response is the label (or one of the labels, if it is a list), else 0.0."""
+
+    def normal(text: object) -> str:
+        plain = str(text).strip() if strip else str(text)
+        return plain if case_sensitive else plain.casefold()
+
+    labels = request.label if isinstance(request.label, (list, tuple)) else [request.label]
+    return float(normal(request.response) in {normal(label) for label in labels})

@@ -1,0 +1,105 @@
+r"""Reward for questions with a short final answer (GSM8K, MATH): is the answer right, and is it given in the right form?
+
+Knows where answers stand (``#### 18``, ``\boxed{18}``, or the last number of the text) and when two of them are the same number.
+All of it takes time linear in the response: a policy that repeats one token for ever is nothing unusual.
+"""
+
+import re
+from fractions import Fraction
+
+from rewards.port import RewardRequest
+
+MARKER = "####"
+
+_NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?")
+_THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+_WRAPPER = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
+_BRACE = re.compile(r"(\\boxed\s{0,3})?\{|\}")
+_MAX_DIGITS = 1000
+"""A longer "number" is compared as text: Python refuses to convert more than 4300 digits, and nobody means it."""
+
+
+def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:
+    """Score a response against the label; ``score = correct_weight * correct + format_weight * format``.
+
+    ``correct`` is 0 or 1. ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows it, and nothing
+    follows the number. The label is the answer itself or a worked solution that ends in ``#### answer``.
+    """
+    correct = float(same_answer(find_answer(request.response), find_gold(request.label)))
+    form = format_share(request.response)
+    return {"score": correct_weight * correct + format_weight * form, "correct": correct, "format": form}
+
+
+def find_gold(label: object) -> str:
+    """Give the answer of a label: what follows its last ``####``, or all of it."""
+    return str(label).rpartition(MARKER)[2].strip()
+
+
+def find_answer(response: str) -> str | None:
+    r"""Give the line after the last ``####``, else what is in the last ``\boxed{}``, else the last number; None if there is none."""
+    _, marker, tail = response.rpartition(MARKER)
+    if marker and tail.strip():
+        return tail.strip().partition("\n")[0].strip()
+    boxed = _last_boxed(response)
+    if boxed is not None:
+        return boxed
+    numbers = _NUMBER.findall(response)
+    return numbers[-1] if numbers else None
+
+
+def same_answer(answer: str | None, gold: str) -> bool:
+    """Whether an answer (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, when gold is no number, the same text."""
+    if answer is None or not gold:
+        return False
+    want = to_number(gold)
+    if want is None:
+        return _plain(answer).casefold() == _plain(gold).casefold()
+    got = to_number(answer)
+    if got is None and (first := _NUMBER.search(answer)):
+        got = to_number(first.group())
+    return got == want
+
+
+def to_number(text: str) -> Fraction | None:
+    r"""Read ``1,234.50``, ``$5``, ``50%``, ``3/4``, ``\frac{3}{4}`` or ``-.5`` exactly; None for anything else. ``50%`` is 50."""
+    if len(text) > _MAX_DIGITS:
+        return None
+    plain = _THOUSANDS.sub("", _FRACTION.sub(r"\1/\2", _plain(text)))
+    if not _PLAIN_NUMBER.fullmatch(plain):
+        return None
+    numerator, _, denominator = plain.partition("/")
+    if denominator and int(denominator) == 0:
+        return None
+    return Fraction(numerator) / int(denominator or 1)
+
+
+def format_share(response: str) -> float:
+    """Give the share of the four marks of form that a response has (see ``math_answer``); 0 without any ``####``."""
+    _, marker, tail = response.rpartition(MARKER)
+    if not marker:
+        return 0.0
+    number = _NUMBER.match(tail.strip())
+    ends = number is not None and tail.strip()[number.end() :] in ("", "%", ".")
+    return (1 + (response.count(MARKER) == 1) + (number is not None) + ends) / 4
+
+
+def _plain(text: str) -> str:
+    """Take away what does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers."""
+    text = _WRAPPER.sub(r"\1", text).replace("\N{MINUS SIGN}", "-").replace("\\$", "").replace("\\%", "").replace("\\!", "")
+    return re.sub(r"[\s$%]", "", text).removesuffix(".")
+
+
+def _last_boxed(text: str) -> str | None:
+    r"""Give what stands in the last ``\boxed{...}`` whose braces close, nested braces included."""
+    opened: list[tuple[int, bool]] = []
+    last: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace.group() != "}":
+            opened.append((brace.end(), brace.group(1) is not None))
+        elif opened:
+            begin, boxed = opened.pop()
+            if boxed and (last is None or begin > last[0]):
+                last = (begin, brace.start())
+    return text[last[0] : last[1]] if last else None

@@ -1,0 +1,166 @@
+"""Rewards by name or import path, with their options bound. Knows how a reward is called; not what it computes."""
+
+import asyncio
+import contextlib
+import difflib
+import importlib
+import inspect
+import math
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, get_type_hints
+
+from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from rewards.port import Parts, Reward, RewardRequest, Scorer
+
+TABLE = {
+    "digits": "rewards.digits:digits",
+    "exact": "rewards.exact:exact",
+    "math_answer": "rewards.math_answer:math_answer",
+}
+"""Rewards of the house. They are fast, and run in the event loop."""
+
+IN_THREAD = "in_thread"
+"""Option of every plain (not async) reward: run it in a thread of its own. Default: yes for import paths, no for rewards of the house."""
+
+MAX_THREADS = 256
+"""Threads of one reward at once. A thread cannot be stopped: calls that hang for ever would else add up without bound."""
+
+
+def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
+    """Give the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
+
+    The scorer raises what the reward raises, and RewardFailed when the result is no finite number or map of finite numbers. It has
+    no time limit: its caller has.
+    Raises UnknownReward or BadRewardOption, naming the nearest name there is.
+    """
+    reward = _find(name)
+    bound = dict(options or {})
+    in_thread = bound.pop(IN_THREAD, name not in TABLE)
+    if not isinstance(in_thread, bool):
+        raise BadRewardOption(name, IN_THREAD, f"want true or false, got {in_thread!r}")
+    _check_options(name, reward, bound)
+    call = _Threaded(name, reward) if in_thread and not _is_async(reward) else reward
+
+    async def score(request: RewardRequest) -> float | dict[str, float]:
+        result: Any = call(request, **bound)
+        return _checked(name, await result if inspect.isawaitable(result) else result)
+
+    return score
+
+
+def _is_async(reward: Reward) -> bool:
+    return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
+
+
+def _find(name: str) -> Callable[..., Any]:
+    path = TABLE.get(name, name)
+    module_name, colon, attribute = path.partition(":")
+    if not colon:
+        raise UnknownReward(name, f"want one of {sorted(TABLE)}{_nearest(name, TABLE)}, or an import path package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UnknownReward(name, f"cannot import {module_name}: {error}") from error
+    reward = getattr(module, attribute, None)
+    if reward is None:
+        raise UnknownReward(name, f"{module_name} has no {attribute!r}{_nearest(attribute, vars(module))}")
+    if not callable(reward):
+        raise UnknownReward(name, f"want a callable, {attribute} is {type(reward).__name__}")
+    found: Callable[..., Any] = reward
+    return found
+
+
+def _check_options(name: str, reward: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Compare options with the signature: all known, none missing, and of the annotated type where that is a plain one."""
+    parameters = list(inspect.signature(reward).parameters.values())
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {p.name: p for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
+        raise UnknownReward(name, "want a function whose first parameter is the RewardRequest")
+    for option in options:
+        if option not in named and not takes_any:
+            raise BadRewardOption(name, option, f"no such option{_nearest(option, named)}; there are {sorted([*named, IN_THREAD])}")
+    for option, parameter in named.items():
+        if parameter.default is parameter.empty and option not in options:
+            raise BadRewardOption(name, option, "missing, and it has no default")
+    for option, kind in _plain_types(reward).items():
+        if option in options and not _fits(options[option], kind):
+            raise BadRewardOption(name, option, f"want {kind.__name__}, got {options[option]!r}")
+
+
+def _plain_types(reward: Callable[..., Any]) -> dict[str, type]:
+    target = reward if inspect.isroutine(reward) else getattr(reward, "__call__", reward)  # noqa: B004
+    try:
+        hints = get_type_hints(target)
+    except (NameError, TypeError):  # annotations that cannot be evaluated say nothing
+        return {}
+    return {option: kind for option, kind in hints.items() if kind in (bool, int, float, str)}
+
+
+def _fits(value: object, kind: type) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _nearest(word: str, words: Mapping[str, Any]) -> str:
+    found = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
+    return f" (nearest: {found[0]!r})" if found else ""
+
+
+def _checked(name: str, result: Any) -> float | dict[str, float]:
+    if isinstance(result, Mapping):
+        if not result:
+            raise RewardFailed(name, "gave an empty map")
+        return {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
+    return _number(name, result)
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise RewardFailed(name, f"want a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise RewardFailed(name, f"want a finite number, got {number!r}")
+    return number
+
+
+class _Threaded:
+    """Run a plain reward in a daemon thread per call: one that hangs blocks neither the loop, nor other calls, nor the exit."""
+
+    def __init__(self, name: str, reward: Reward) -> None:
+        self._name, self._reward = name, reward
+        self._running = 0
+
+    async def __call__(self, request: RewardRequest, **options: Any) -> Parts:
+        if self._running >= MAX_THREADS:
+            raise RewardFailed(self._name, f"{self._running} calls are running or hang; no more are started")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Parts] = loop.create_future()
+
+        def finish(result: Any, error: Exception | None) -> None:
+            self._running -= 1
+            if future.done():  # nobody waits any more
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        def work() -> None:
+            result: Any = None
+            error: Exception | None = None
+            try:
+                result = self._reward(request, **options)
+            except Exception as raised:
+                error = RewardFailed(self._name, repr(raised)) if isinstance(raised, StopIteration) else raised
+            except BaseException as raised:  # SystemExit and its like must not end the actor
+                error = RewardFailed(self._name, repr(raised))
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(finish, result, error)
+
+        threading.Thread(target=work, name=f"reward-{self._name}", daemon=True).start()
+        self._running += 1
+        return await future

@@ -1,0 +1,68 @@
+"""How every test runs: async tests without a plugin, no leaked task, no blocked loop, real parts required in CI."""
+
+import asyncio
+import importlib.util
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+pytest_plugins = ["tests.bus_fixtures"]
+
+BLOCKED_S = 1.0
+"""A step of the loop longer than this fails the test; generous, because two shared cores run several processes."""
+
+ASYNC_TEST_LIMIT_S = 120.0
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    args = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with asyncio.Runner(debug=True) as runner:
+        runner.run(_guarded(pyfuncitem.obj, args))
+    return True
+
+
+async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[str, Any]) -> None:
+    """Run one async test; afterwards no task may be left running and no step may have blocked the loop."""
+    blocked: list[str] = []
+    asyncio.get_running_loop().slow_callback_duration = BLOCKED_S
+    handler = logging.Handler()
+    handler.emit = lambda record: blocked.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "took" in record.getMessage())
+    logging.getLogger("asyncio").addHandler(handler)
+    try:
+        async with asyncio.timeout(ASYNC_TEST_LIMIT_S):
+            await test(**args)
+        await asyncio.sleep(0)
+    finally:
+        logging.getLogger("asyncio").removeHandler(handler)
+    leaked = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not leaked, f"tasks left running: {leaked}"
+    assert not blocked, f"the event loop was blocked: {blocked}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    required = [name for name in config.getoption("--require").split(",") if name]
+    if os.environ.get("CI"):
+        required += ["nats", "megatron"]
+    modules = {"nats": "nats", "megatron": "megatron.core"}
+    for name in required:
+        if name not in modules:
+            raise pytest.UsageError(f"--require: want one of {sorted(modules)}, got {name!r}")
+        if importlib.util.find_spec(modules[name]) is None:
+            raise pytest.UsageError(f"--require={name}: {modules[name]} is not installed")
+
+
+def pytest_report_header() -> str:
+    return f"python {sys.version.split()[0]}, {os.cpu_count()} cores"

@@ -1,0 +1,106 @@
+"""Tiny random models in Hugging Face format, with a real tokenizer, written where a test wants them.
+
+Knows transformers (to write and to compare), nothing of Tidemill.
+"""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+FAMILIES = ("qwen3", "qwen2", "llama")
+EOS = "<|im_end|>"
+PAD = "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CORPUS = (
+    "What is three plus four? The answer is seven.",
+    "Write the digits from zero to nine: 0 1 2 3 4 5 6 7 8 9.",
+    "A tide that never stops, a pond behind the mill, and a wheel that turns.",
+)
+NUM_MERGES = 40
+
+
+@functools.cache
+def tiny_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer: 3 special tokens, 256 bytes, ``NUM_MERGES`` merges; decodes every id."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=3 + len(alphabet) + NUM_MERGES,
+        special_tokens=[PAD, "<|im_start|>", EOS],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def write_tiny_tokenizer(directory: Path) -> Path:
+    """tokenizer.json and tokenizer_config.json with a chat template."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": 1024,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    return directory
+
+
+def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
+    """A transformers configuration: 2 layers, hidden 32, 4 heads over 2 key/value heads, the tokenizer's vocabulary, context 256."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    tokenizer = tiny_tokenizer()
+    settings: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "tie_word_embeddings": tied,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id(EOS),
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "initializer_range": 0.3,
+    }
+    if family == "qwen3":
+        settings["head_dim"] = 16
+    classes = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig}
+    return classes[family](**(settings | changes))
+
+
+def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Any:
+    """The transformers model itself, fp32, in eval mode; norms and biases are random too, so that none can be forgotten unseen."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(family, tied=tied, **changes), attn_implementation="sdpa")
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
+            elif "norm" in name:
+                torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+    return model.float().eval()
+
+
+def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Path:
+    """A model directory that transformers, SGLang and the built-in engine can load; returns it."""
+    write_tiny_tokenizer(directory)
+    tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory, safe_serialization=True)
+    return directory

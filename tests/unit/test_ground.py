@@ -1,0 +1,62 @@
+"""The ground the project stands on: style, types, arrows, one root for all packages, the map of the tree."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",), ("lint-imports",)],
+    ids=lambda command: "-".join(command[:2]),
+)
+def test_checks_pass(command: tuple[str, ...]) -> None:
+    program = Path(sys.executable).with_name(command[0])
+    result = subprocess.run([str(program), *command[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_all_packages_come_from_one_root() -> None:
+    code = "import importlib, pathlib; print('\\n'.join(importlib.import_module(n).__file__ for n in %r))" % (PACKAGES,)
+    output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    roots = {name: Path(line).parents[1] for name, line in zip(PACKAGES, output.split(), strict=True)}
+    assert set(roots.values()) == {ROOT}, f"a package comes from elsewhere: {roots}"
+
+
+def test_light_modules_load_nothing_heavy() -> None:
+    """Importing a config, a port, bus or launch loads neither torch, Megatron, SGLang nor a NATS client."""
+    light = [f"{package}.config" for package in ("bus", "weightstore", "actors", "learner", "launch")]
+    light += ["bus", "bus.messages", "launch", "launch.cli", "actors.port", "weightstore.port", "rewards.port"]
+    code = (
+        f"import importlib, sys\nfor n in {light!r}: importlib.import_module(n)\n"
+        "heavy = {'torch', 'megatron', 'sglang', 'nats', 'transformers', 'aiohttp'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_index_names_every_module_on_disk() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    listed = set(re.findall(r"`((?:%s)/[\w/]+\.py)`" % "|".join((*PACKAGES, "bench")), index))
+    on_disk = {
+        str(path.relative_to(ROOT))
+        for package in (*PACKAGES, "bench")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py")
+    }
+    assert listed == on_disk, f"missing in docs/index.md: {sorted(on_disk - listed)}; gone from disk: {sorted(listed - on_disk)}"
+
+
+def test_every_package_of_the_disk_is_installed() -> None:
+    declared = re.search(r"packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
+    assert declared
+    names = set(re.findall(r'"([\w.]+)"', declared.group(1)))
+    on_disk = {str(p.parent.relative_to(ROOT)).replace("/", ".") for name in PACKAGES for p in (ROOT / name).rglob("__init__.py")}
+    assert names == on_disk

@@ -1,0 +1,38 @@
+"""Settings of the weight pushes."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsConfig:
+    """When and how versions reach the engines."""
+
+    push_every: int = 1
+    """Steps between two versions."""
+    transport: str = "broadcast"
+    """How tensors travel: broadcast (process group)."""
+    backend: str = "auto"
+    """Process group backend: auto | gloo | nccl."""
+    bucket_bytes: int = 64_000_000
+    """Tensors are sent in buckets of about this size."""
+    phase_deadline_s: float = 30.0
+    """An engine that does not finish a phase (join, begin, bucket, end) in this time is evicted."""
+    min_engines: int = 0
+    """A push with fewer receivers fails (0 = a version may be published to nobody)."""
+    overlap: bool = True
+    """Push from a staging copy while the next step runs (never at max_lag 0)."""
+    snapshot_every: int = 0
+    """Also write a snapshot with every so many versions (0 = on demand and with checkpoints only)."""
+    host: str = "127.0.0.1"
+    """Address on which the learner serves process-group rendezvous and snapshots."""
+    keep_snapshots: int = 2
+    """Snapshots of versions kept on disk."""
+
+    def __post_init__(self) -> None:
+        for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.transport != "broadcast":
+            raise ValueError(f"transport: want broadcast, got {self.transport!r}")
+        if self.backend not in ("auto", "gloo", "nccl"):
+            raise ValueError(f"backend: want auto, gloo or nccl, got {self.backend!r}")
