@@ -1,7 +1,7 @@
 """What an actor does, in numbers: for its live row and its tests."""
 
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Self
 
 

@@ -23,6 +23,8 @@ LOOK_EVERY_S = 1.0
 """Time between two looks at the engines."""
 LOOK_EVERY_WAITING_S = 0.1
 """The same while somebody waits for one: at max_lag 0 every step waits for the new version."""
+ANSWER_S = 5.0
+"""Time an engine has to say what it is."""
 QUARANTINE_S = (0.5, 10.0)
 """Time without requests after the first failure in a row, doubled with each, and its bound."""
 
@@ -55,6 +57,11 @@ class Lookout(Protocol):
 
     async def look(self) -> list[Sighting]:
         """All engines there are, serving or not. Raises nothing but BusError."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds."""
+        ...
 
 
 class LiveLookout:
@@ -70,20 +77,26 @@ class LiveLookout:
             if row.address
         ]
 
+    async def close(self) -> None:
+        pass
+
 
 class UrlLookout:
     """Asks the engines at given URLs."""
 
     def __init__(self, urls: Sequence[str], engine: Callable[[str], Engine]) -> None:
-        self._urls, self._engine = urls, engine
+        self._engines = {url: engine(url) for url in urls}
 
     async def look(self) -> list[Sighting]:
-        return list(await asyncio.gather(*(self._ask(url) for url in self._urls)))
+        return list(await asyncio.gather(*(self._ask(url, engine) for url, engine in self._engines.items())))
 
-    async def _ask(self, url: str) -> Sighting:
-        engine = self._engine(url)
+    async def close(self) -> None:
+        for engine in self._engines.values():
+            await engine.close()
+
+    async def _ask(self, url: str, engine: Engine) -> Sighting:
         try:
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(ANSWER_S):
                 serving, info = await engine.healthy(), await engine.info()
         except (EngineError, TimeoutError) as error:
             return Sighting(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
@@ -139,6 +152,7 @@ class Engines:
                         await self._look_now.wait()
                 self._look_now.clear()
         finally:
+            await self._lookout.close()
             for place in self._places.values():
                 await place.engine.close()
 

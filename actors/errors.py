@@ -16,6 +16,10 @@ class EngineUnavailable(EngineError):
         return f"engine {self.engine}: unavailable: {self.reason}"
 
 
+class EngineGone(EngineUnavailable):
+    """The connection broke while the engine worked on the request: it died, or was ended. Refused connections are not this."""
+
+
 class VersionUnavailable(EngineUnavailable):
     """The engine did not come to serve the demanded minimum version in time."""
 

@@ -41,12 +41,13 @@ class Table:
         self.message, self.name = message, name
         self._forms = forms
         self._values = attrgetter(*forms) if len(forms) > 1 else lambda value: (attrgetter(*forms)(value),)
-        self._packers = [(field, form.pack) for field, form in forms.items()]
-        self._unpackers = [(field, form.unpack, _required(fields[field])) for field, form in forms.items()]
+        self._packers = [(field, form.exact, form.pack) for field, form in forms.items()]
+        self._unpackers = [(field, form.exact, form.unpack, _required(fields[field])) for field, form in forms.items()]
         self._keeps_unknown = "extra" in fields
 
     def encode(self, value: Any) -> bytes:
-        packed = {"schema": SCHEMA, "type": self.name, **self.pack(value)}
+        packed: dict[str, Any] = {"schema": SCHEMA, "type": self.name}
+        self._pack(value, packed)
         if self._keeps_unknown:
             for key, unknown in value.extra.items():
                 packed.setdefault(key, unknown)
@@ -63,24 +64,30 @@ class Table:
         return self.message(**found)
 
     def pack(self, value: Any) -> dict[str, Any]:
-        field = ""
+        """As a map, without ``schema`` and ``type``."""
         packed: dict[str, Any] = {}
+        self._pack(value, packed)
+        return packed
+
+    def _pack(self, value: Any, packed: dict[str, Any]) -> None:
+        field = ""
         try:
-            for (field, pack), item in zip(self._packers, self._values(value), strict=True):
-                packed[field] = pack(item)
+            for (field, exact, pack), item in zip(self._packers, self._values(value), strict=True):
+                packed[field] = item if type(item) is exact else pack(item)
         except _BAD as error:
             if isinstance(error, WireError):
                 raise WireError(f"{field}.{error.field}", error.want, error.got) from None
             raise WireError(field or self.name, self._forms[field].want if field else self.message.__name__, _seen(value, field)) from None
-        return packed
 
     def _take(self, fields: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
         field, value = "", None
         try:
-            for field, unpack, required in self._unpackers:
+            for field, exact, unpack, required in self._unpackers:
                 value = fields.pop(field, _MISSING)
-                if value is not _MISSING:
+                if type(value) is exact:
+                    found[field] = value
+                elif value is not _MISSING:
                     found[field] = unpack(value)
                 elif required:
                     raise WireError("", self._forms[field].want, "nothing")
@@ -145,13 +152,9 @@ def _span(pair: Any) -> Span:
     return Span(version=INT.unpack(pair[0]), num_tokens=INT.unpack(pair[1]))
 
 
-def _is_map(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
 _I4, _I8, _F4, _U1 = array("<i4"), array("<i8"), array("<f4"), array("u1")
 _SPAN = Form("a pair [version, num_tokens]", _pair, _span)
-_REWARD = either(keyed(TEXT, FLOAT), FLOAT, is_first=_is_map)
+_REWARD = either(FLOAT, keyed(TEXT, FLOAT))
 _NUMBERS = keyed(TEXT, FLOAT)
 _KIND, _STATUS = choice(Kind), choice(Status)
 

@@ -1,14 +1,30 @@
-"""Commands to running processes: fast and lossy; what must last is written to a row as well."""
+"""Commands to running processes: fast and lossy; what must last is written to a row as well.
 
+A command is a JSON object ``{"command": ..., "args": {...}}`` on the core subject ``tm.<run>.do.<role>.<id>``.
+"""
+
+import asyncio
+import json
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from nats.aio.msg import Msg
+
+from bus import subjects
+from bus.errors import WireError
+from bus.link import FOREIGN, Link
+
+_log = logging.getLogger(__name__)
 
 ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
+    """What a process is asked to do."""
+
     role: str
     id: str
     """``all`` = every process of the role."""
@@ -18,7 +34,46 @@ class Command:
 
 
 class Commands:
-    async def send(self, role: str, id: str, command: str, args: dict[str, Any] | None = None) -> None: ...
-    def receive(self, role: str, id: str) -> AsyncIterator[Command]:
-        """Commands to this process, for ever."""
-        raise NotImplementedError
+    """Sends and receives commands of one run."""
+
+    def __init__(self, link: Link, run: str) -> None:
+        self._link, self._run = link, run
+
+    async def send(self, role: str, id: str, command: str, args: dict[str, Any] | None = None) -> None:
+        """To one process, or to ``all`` of a role. Whether anybody heard is not known. Raises BusUnavailable."""
+        try:
+            payload = json.dumps({"command": command, "args": args or {}}).encode()
+        except (TypeError, ValueError) as error:
+            raise WireError("args", "what JSON can hold", str(error)) from None
+        await self._link.send(subjects.command(self._run, role, id), payload)
+
+    async def receive(self, role: str, id: str) -> AsyncIterator[Command]:
+        """Commands to this process, for ever. It hears from the first ``anext`` on."""
+        arrived: asyncio.Queue[Command] = asyncio.Queue()
+
+        async def hear(message: Msg) -> None:
+            command = _read(message, role)
+            if command is not None:
+                arrived.put_nowait(command)
+
+        subs = []
+        try:
+            for name in (id, ALL):
+                subs.append(await self._link.nc.subscribe(subjects.command(self._run, role, name), cb=hear))
+            while True:
+                yield await arrived.get()
+        except FOREIGN as error:
+            raise self._link.unavailable("commands", error) from None
+        finally:
+            if not self._link.closed:
+                for sub in subs:
+                    await sub.unsubscribe()
+
+
+def _read(message: Msg, role: str) -> Command | None:
+    try:
+        fields = json.loads(message.data)
+        return Command(role=role, id=message.subject.rsplit(".", 1)[1], command=str(fields["command"]), args=dict(fields.get("args", {})))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        _log.warning("command not understood subject=%s error=%r", message.subject, error)
+        return None

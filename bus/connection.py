@@ -2,48 +2,76 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+
+from nats.aio.client import Client
+from nats.js import JetStreamContext
 
 from bus.commands import Commands
 from bus.config import BusConfig
 from bus.dead import DeadLetters
+from bus.jetstream import JetStream
+from bus.layout import create_layout
+from bus.link import Link, linked
 from bus.plans import PlanLog
 from bus.rows import Rows
 from bus.samples import SampleStream
+from bus.subjects import check_run
 from bus.tasks import TaskQueue
+
+_DEFAULT = BusConfig()
 
 
 class Bus:
-    """Open connection; everything else is reached through it."""
+    """An open connection of one process to one run; everything else is reached through it."""
 
-    run: str
-    name: str
-    config: BusConfig
-    nc: Any
-    js: Any
-    tasks: TaskQueue
-    samples: SampleStream
-    plans: PlanLog
-    dead: DeadLetters
-    commands: Commands
+    def __init__(self, link: Link, run: str, config: BusConfig, name: str) -> None:
+        self.run, self.name, self.config = run, name, config
+        self._link = link
+        self.jet = JetStream(link, run, config)
+        self.dead = DeadLetters(self.jet)
+        self.tasks = TaskQueue(self.jet, self.dead)
+        self.samples = SampleStream(self.jet)
+        self.plans = PlanLog(self.jet)
+        self.commands = Commands(link, run)
+        self._rows: dict[str, Rows] = {}
 
-    def rows(self, bucket: str) -> Rows:
-        """One of the buckets ``weights``, ``run``, ``live``, ``wanted``."""
-        raise NotImplementedError
+    @property
+    def nc(self) -> Client:
+        """The client library's connection, for what has no door here."""
+        return self._link.nc
 
-    async def create_layout(self) -> None:
-        """Streams, consumers and buckets of this run; does nothing where they exist. Raises ConfigMismatch, BusUnavailable."""
+    @property
+    def js(self) -> JetStreamContext:
+        return self._link.nc.jetstream()
 
     @property
     def connected(self) -> bool:
-        raise NotImplementedError
+        return self._link.connected
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Raises BusUnavailable."""
+        await self._link.wait_up(timeout_s)
+
+    def rows(self, bucket: str) -> Rows:
+        """One of the buckets ``weights``, ``run``, ``live``, ``wanted``. Raises ValueError."""
+        if bucket not in self._rows:
+            self._rows[bucket] = Rows(self.jet, bucket)
+        return self._rows[bucket]
+
+    async def create_layout(self) -> None:
+        """Streams, consumers and buckets of this run; nothing happens where they exist as wanted.
+
+        Raises ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
+        """
+        await create_layout(self.jet)
 
 
 @asynccontextmanager
-async def connect(url: str, run: str, config: BusConfig = BusConfig(), *, name: str, wait_s: float = 60) -> AsyncIterator[Bus]:  # noqa: B008
-    """Connect, waiting up to ``wait_s`` for the server; reconnects for ever afterwards. Raises BusUnavailable."""
-    raise NotImplementedError
-    yield
+async def connect(url: str, run: str, config: BusConfig = _DEFAULT, *, name: str, wait_s: float = 60) -> AsyncIterator[Bus]:
+    """Connect, waiting up to ``wait_s`` for the server; afterwards reconnect for ever.
+
+    Raises BusUnavailable naming url and reason, BusError for a server that is too old, ValueError for a bad run id.
+    """
+    check_run(run)
+    async with linked(url, name, wait_s) as link:
+        yield Bus(link, run, config, name)

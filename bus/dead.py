@@ -11,7 +11,7 @@ from bus.errors import Refused
 from bus.jetstream import JetStream
 from bus.messages import SCHEMA, Dead
 from bus.outbox import WRONG_LAST_SEQUENCE
-from bus.pull import OrderedPull
+from bus.pull import Delivered, OrderedPull, present
 
 _log = logging.getLogger(__name__)
 
@@ -43,27 +43,18 @@ class DeadLetters:
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
         """Dead tasks from sequence ``start`` to the present end."""
-        async for item in self._read(start, follow=False):
-            yield item
+        async for delivered in present(self._jet, self._stream, start):
+            if self._is_task(delivered):
+                yield delivered.seq, decode_dead(delivered.data)
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
         """``scan``, then what comes, for ever."""
-        async for item in self._read(start, follow=True):
-            yield item
-
-    async def _read(self, start: int, *, follow: bool) -> AsyncIterator[tuple[int, Dead]]:
-        """Reports are read over: the end is a sequence, and need not be a dead task's."""
-        last = (await self._jet.state(self._stream)).last_seq
-        if not follow and last < start:
-            return
-        prefix = subjects.dead_task(self._jet.run, "")
-        async with OrderedPull(self._jet, self._stream, max(1, start)) as pull:
+        filters = [subjects.dead_task(self._jet.run, "*")]
+        async with OrderedPull(self._jet, self._stream, max(1, start), filters=filters) as pull:
             while True:
                 delivered = await pull.next()
                 assert delivered is not None
-                if not follow and delivered.seq > last:
-                    return
-                if delivered.subject.startswith(prefix):
-                    yield delivered.seq, decode_dead(delivered.data)
-                if not follow and delivered.seq >= last:
-                    return
+                yield delivered.seq, decode_dead(delivered.data)
+
+    def _is_task(self, delivered: Delivered) -> bool:
+        return delivered.subject.startswith(subjects.dead_task(self._jet.run, ""))

@@ -16,7 +16,7 @@ from bus.jetstream import JetStream, Message
 from bus.messages import Fence
 from bus.nonce import nonce
 from bus.outbox import WRONG_LAST_SEQUENCE
-from bus.pull import Delivered, OrderedPull
+from bus.pull import Delivered, OrderedPull, present
 
 _log = logging.getLogger(__name__)
 
@@ -40,11 +40,10 @@ class FencedWriter:
         """Take over. Does nothing when it is done already. Raises Fenced when a newer epoch stands there."""
         if epoch < 1:
             raise ValueError(f"epoch: want >= 1, got {epoch}")
-        if self.epoch == epoch:
-            return
-        await self._refuse_if_older(epoch)
-        self._last = (await self._jet.state(self._stream)).last_seq
         async with self._lock:
+            if self.epoch == epoch or await self._stands(epoch):
+                return
+            self._last = (await self._jet.state(self._stream)).last_seq
             previous, self.epoch = self.epoch, epoch
             try:
                 await self._append(self._fence_subject, encode_record(Fence(epoch=epoch)))
@@ -103,23 +102,29 @@ class FencedWriter:
                 self._last = found.seq
                 return found.seq
             seen = epoch_of(found.headers)
-            if seen > self.epoch or (seen == self.epoch and not self._is_mine(found)):
+            if seen > self.epoch or (seen == self.epoch and not self._is_mine(found, seen)):
                 raise Fenced(self._stream, self.epoch, seen)
             self._last = found.seq
 
-    def _is_mine(self, found: Message) -> bool:
+    def _is_mine(self, found: Message, epoch: int) -> bool:
         """Ours, but of a call that was cancelled before it heard that it was stored."""
-        return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{self.epoch}.{self._nonce}.")
+        return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
-    async def _refuse_if_older(self, epoch: int) -> None:
+    async def _stands(self, epoch: int) -> bool:
+        """Whether our fence is the newest already (a call before was cancelled). Raises Fenced when another's is as new or newer."""
         try:
-            newest = epoch_of((await self._jet.last(self._stream, self._fence_subject)).headers)
+            fence = await self._jet.last(self._stream, self._fence_subject)
         except NotFound as error:
             if error.what == "stream":
                 raise
-            return
+            return False
+        newest = epoch_of(fence.headers)
+        if newest == epoch and self._is_mine(fence, epoch):
+            self.epoch, self._last = epoch, fence.seq
+            return True
         if newest >= epoch:
             raise Fenced(self._stream, epoch, newest)
+        return False
 
 
 class Fences:
@@ -156,24 +161,22 @@ async def valid(jet: JetStream, stream: str, fence_subject: str, start: int, *, 
     fences = Fences(jet, stream, fence_subject)
     await fences.refresh()
     epoch = fences.newest_below(start)
-    last = (await jet.state(stream)).last_seq
-    if not follow and last < start:
-        return
+    async for delivered in _endless(jet, stream, start) if follow else present(jet, stream, start):
+        found = epoch_of(delivered.headers)
+        if delivered.subject == fence_subject:
+            epoch = max(epoch, found)
+        if found >= epoch:
+            yield delivered
+        else:
+            _log.warning("bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream, delivered.seq, found, epoch)
+
+
+async def _endless(jet: JetStream, stream: str, start: int) -> AsyncIterator[Delivered]:
     async with OrderedPull(jet, stream, max(1, start)) as pull:
         while True:
             delivered = await pull.next()
             assert delivered is not None
-            if not follow and delivered.seq > last:
-                return
-            found = epoch_of(delivered.headers)
-            if delivered.subject == fence_subject:
-                epoch = max(epoch, found)
-            if found >= epoch:
-                yield delivered
-            else:
-                _log.warning("bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream, delivered.seq, found, epoch)
-            if not follow and delivered.seq >= last:
-                return
+            yield delivered
 
 
 def epoch_of(headers: dict[str, str]) -> int:

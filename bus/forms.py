@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-_INT_LIMIT = 2**63
-
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -18,17 +16,17 @@ class Form:
     want: str
     pack: Callable[[Any], Any]
     unpack: Callable[[Any], Any]
+    exact: type | None = None
+    """A value of exactly this type is packed and unpacked as it is, without a call."""
 
 
 def _int(value: Any) -> int:
-    if type(value) is not int or not -_INT_LIMIT <= value < _INT_LIMIT:
+    if type(value) is not int:
         raise TypeError
     return value
 
 
 def _float(value: Any) -> float:
-    if type(value) is float:
-        return value
     if isinstance(value, bool) or not isinstance(value, (float, int)):
         raise TypeError
     return float(value)
@@ -58,21 +56,21 @@ def _same(value: Any) -> Any:
     return value
 
 
-INT = Form("an integer of 64 bits", _int, _int)
-FLOAT = Form("a number", _float, _float)
-TEXT = Form("text", _text, _text)
+INT = Form("an integer", _int, _int, int)
+FLOAT = Form("a number", _float, _float, float)
+TEXT = Form("text", _text, _text, str)
 MAP = Form("a map with text keys", _map, _map)
-PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt)
+PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str)
 ANY = Form("anything msgpack can hold", _same, _same)
 
 
 def optional(form: Form) -> Form:
     """nil or the form."""
 
-    def either(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda value: None if value is None else convert(value)
 
-    return Form(f"nil or {form.want}", either(form.pack), either(form.unpack))
+    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None))
 
 
 def many(form: Form) -> Form:
@@ -101,13 +99,19 @@ def keyed(key: Form, form: Form) -> Form:
     )
 
 
-def either(first: Form, second: Form, *, is_first: Callable[[Any], bool]) -> Form:
-    """One of two forms, told apart by ``is_first`` on both sides."""
-    return Form(
-        f"{first.want} or {second.want}",
-        lambda value: first.pack(value) if is_first(value) else second.pack(value),
-        lambda value: first.unpack(value) if is_first(value) else second.unpack(value),
-    )
+def either(first: Form, second: Form) -> Form:
+    """The first form where it fits, else the second."""
+
+    def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def convert(value: Any) -> Any:
+            try:
+                return convert_first(value)
+            except (TypeError, ValueError):
+                return convert_second(value)
+
+        return convert
+
+    return Form(f"{first.want} or {second.want}", one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact)
 
 
 def choice(enum: type[StrEnum]) -> Form:

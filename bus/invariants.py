@@ -10,6 +10,7 @@ from bus.messages import Sample
 LOG_PROB_SLACK = 1e-5
 """A log-probability may be this much above 0: rounding in float32 of a probability of 1."""
 _TOKEN_LIMIT = 2**31
+_ID_LIMIT = 2**63
 
 
 def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
@@ -23,8 +24,8 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
 
 
 def _check_identity(sample: Sample) -> None:
-    if sample.task < 1:
-        raise WireError("task", ">= 1", sample.task)
+    if not 1 <= sample.task < _ID_LIMIT:
+        raise WireError("task", f"1 <= id < {_ID_LIMIT}", sample.task)
     if not 0 <= sample.index < sample.group_size:
         raise WireError("index", f"0 <= index < group_size = {sample.group_size}", sample.index)
     if not sample.attempt:

@@ -17,7 +17,9 @@ _ANSWER_S = 2.0
 PATIENCE_S = 15.0
 """A server that was killed is back within a second or so; one that is gone for longer is an error for whoever asks."""
 _RETRY_S = 0.1
-_NOT_FOUND = frozenset({10014, 10037, 10059})
+_NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
+_STARTING = (10008, 10074)
+"""Error codes of a server that is not ready yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +158,8 @@ def _fields(verb: str, data: bytes) -> dict[str, Any]:
         error = fields["error"]
         code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))
         if code in _NOT_FOUND:
-            raise NotFound(verb, reason.removesuffix(" not found"))
-        if error.get("code") == 503 or code in (10008, 10074):
+            raise NotFound(verb, _NOT_FOUND[code])
+        if error.get("code") == 503 or code in _STARTING:
             raise BusUnavailable(verb, reason)
         raise Refused(verb, code, reason)
     return fields

@@ -36,6 +36,7 @@ class Link:
         self._listeners: set[Callable[[], None]] = set()
         self.last_error = ""
         self._said_s = 0.0
+        self._closing = False
 
     @property
     def connected(self) -> bool:
@@ -78,6 +79,15 @@ class Link:
         except FOREIGN as error:
             raise self.unavailable(subject, error) from None
 
+    async def tell(self, subject: str, payload: bytes) -> bool:
+        """Send what may be lost. False when the bus is away."""
+        try:
+            await self.send(subject, payload)
+        except BusUnavailable as error:
+            _log.info("bus: unsent subject=%s reason=%s", subject, error)
+            return False
+        return True
+
     def unavailable(self, where: str, error: BaseException) -> BusUnavailable:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
@@ -109,6 +119,7 @@ class Link:
 
     async def close(self) -> None:
         """Send what is pending (for at most a second) and close."""
+        self._closing = True
         if self.connected and not self.nc.is_closed:
             try:
                 await self.nc.flush(timeout=1)
@@ -124,7 +135,7 @@ class Link:
             _log.warning("bus: error=%s", self.last_error)
 
     async def _on_disconnected(self) -> None:
-        if not self._up.is_set():
+        if self._closing or not self._up.is_set():
             return
         self._up.clear()
         _log.warning("bus: disconnected, reconnecting for ever")

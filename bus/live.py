@@ -1,39 +1,117 @@
 """Which processes are alive: rows renewed by heartbeats, judged by the reader's own clock."""
 
+import asyncio
+import dataclasses
+import logging
+import time
 from typing import Any, Self
 
 from bus.connection import Bus
+from bus.errors import BusError, WireError
+from bus.link import Waiter
 from bus.messages import LiveRow
+from bus.subjects import token
+
+_log = logging.getLogger(__name__)
+
+_BUCKET = "live"
+_FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
 
 
 class Heartbeat:
-    """Async context manager: writes the row ``<role>.<id>`` every ``every_s``, deletes it on a clean exit."""
+    """Async context manager: writes the row ``<role>.<id>`` every ``every_s``, and removes it on a clean exit.
 
-    row: LiveRow
-    last_error: str
+    A bus that is away is no reason to end: it goes on trying, and ``last_error`` says why it cannot.
+    """
 
-    def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None: ...
-    async def __aenter__(self) -> Self:
-        return self
+    def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
+        self.row = row
+        self.last_error = ""
+        """Empty = the last write succeeded."""
+        self.written_s = float("-inf")
+        """Monotonic time of the last write that succeeded."""
+        self._rows, self._every_s = bus.rows(_BUCKET), every_s
+        self._waiter = Waiter()
+        self._beating: asyncio.Task[None] | None = None
 
-    async def __aexit__(self, *exc: object) -> None: ...
     def update(self, **changes: Any) -> None:
         """Change fields of the row; written at once."""
+        self.row = dataclasses.replace(self.row, **changes)
+        self._waiter.wake()
+
+    async def __aenter__(self) -> Self:
+        self._beating = asyncio.create_task(self._beat(), name=f"heartbeat {_key(self.row)}")
+        return self
+
+    async def __aexit__(self, exc_type: object, *exc: object) -> None:
+        assert self._beating is not None
+        self._beating.cancel()
+        await asyncio.gather(self._beating, return_exceptions=True)
+        if exc_type is not None:
+            return
+        try:
+            async with asyncio.timeout(self._every_s):
+                await self._rows.delete(_key(self.row))
+        except (BusError, TimeoutError) as error:
+            _log.warning("live row left behind key=%s error=%s", _key(self.row), error)
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                await self._rows.put(_key(self.row), dataclasses.asdict(self.row))
+                self.last_error, self.written_s = "", time.monotonic()
+            except BusError as error:
+                self.last_error = str(error)
+                _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), error)
+            await self._waiter.wait(self._every_s)
 
 
 class LiveView:
-    """Remembers revisions and when they changed, on this process' monotonic clock."""
+    """Remembers each row's revision and when it last changed, on this process' monotonic clock: no clocks are compared."""
 
-    def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None: ...
+    def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
+        self._rows, self._dead_after_s = bus.rows(_BUCKET), dead_after_s
+        self._seen: dict[str, tuple[int, float]] = {}
+
     async def refresh(self) -> list[tuple[LiveRow, float]]:
-        """(row, seconds since its revision changed), by role and id."""
-        raise NotImplementedError
+        """(row, seconds since its revision changed), by role and id. Raises BusUnavailable.
+
+        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: let a dead bus not
+        look like dead processes by asking ``bus.connected`` too.
+        """
+        rows, now = await self._rows.all(), time.monotonic()
+        self._seen = {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
+        found = [(_row(key, value), now - self._seen[key][1]) for key, (value, _) in sorted(rows.items())]
+        return [(row, age) for row, age in found if row is not None]
 
     async def alive(self, role: str | None = None) -> list[LiveRow]:
-        """Rows that changed within ``dead_after_s``, after a refresh (a row seen for the first time counts as just changed)."""
-        raise NotImplementedError
+        """Rows that changed within ``dead_after_s``, after a refresh."""
+        return [row for row, age in await self.refresh() if age <= self._dead_after_s and role in (None, row.role)]
+
+    def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
+        seen = self._seen.get(key)
+        return seen if seen is not None and seen[0] == revision else (revision, now)
 
 
-async def processes(bus: Bus) -> list[tuple[LiveRow, float]]:
-    """(row, age in seconds by the server's time stamps against this process' clock) of every process; one look."""
-    raise NotImplementedError
+async def processes(bus: Bus, *, look_s: float = 2.0) -> list[tuple[LiveRow, float]]:
+    """(row, age) of every process, by two looks ``look_s`` apart: for a command that has just started and remembers nothing.
+
+    Age is 0 when the row changed in between, else ``look_s``.
+    """
+    view = LiveView(bus)
+    await view.refresh()
+    await asyncio.sleep(look_s)
+    return await view.refresh()
+
+
+def _key(row: LiveRow) -> str:
+    return f"{token(row.role)}.{token(row.id)}"
+
+
+def _row(key: str, value: dict[str, Any]) -> LiveRow | None:
+    """None for a row that is not understood: one strange process must not hide the others."""
+    try:
+        return LiveRow(**{name: item for name, item in value.items() if name in _FIELDS})
+    except (TypeError, WireError) as error:
+        _log.warning("live row not understood key=%s error=%s", key, error)
+        return None

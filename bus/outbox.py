@@ -37,7 +37,9 @@ class Outbox:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}
+        self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float]] = {}
+        """Answer and its deadline, by reply subject, oldest first."""
+        self._sweeping: asyncio.TimerHandle | None = None
         self._inbox = ""
         self._count = 0
         self._opening = asyncio.Lock()
@@ -53,19 +55,21 @@ class Outbox:
         token = f"{self._inbox}{self._count}"
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Msg | None] = loop.create_future()
-        self._waiting[token] = future
-        timer = loop.call_later(_ANSWER_S, self._settle, token, None)
+        self._waiting[token] = (future, loop.time() + _ANSWER_S)
+        if self._sweeping is None:
+            self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
             await self._link.nc.publish(subject, payload, reply=token, headers=headers)
             answer = await future
         except FOREIGN as error:
             raise self._link.unavailable(subject, error) from None
         finally:
-            timer.cancel()
             self._waiting.pop(token, None)
         return _read(subject, answer)
 
-    async def store(self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None) -> Stored:
+    async def store(
+        self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
+    ) -> Stored:
         """Send until it is stored, for ever, under the same message id. Cancellable.
 
         ``on_retry(reason, full)`` is told before each wait. Raises Refused for what no retry can cure, BusUnavailable when closed.
@@ -87,7 +91,9 @@ class Outbox:
             if on_retry is not None:
                 on_retry(reason, full)
             if tries % 100 == 1:
-                _log.log(logging.INFO if full else logging.WARNING, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason)
+                _log.log(
+                    logging.INFO if full else logging.WARNING, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason
+                )
             await self._pause(full)
 
     async def _pause(self, full: bool) -> None:
@@ -113,9 +119,19 @@ class Outbox:
         self._settle(message.subject, message)
 
     def _settle(self, token: str, answer: Msg | None) -> None:
-        future = self._waiting.get(token)
-        if future is not None and not future.done():
-            future.set_result(answer)
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[0].done():
+            waiting[0].set_result(answer)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up on answers past their deadline: one timer for all messages."""
+        self._sweeping = None
+        now = loop.time()
+        for token, (_, deadline) in list(self._waiting.items()):
+            if deadline > now:
+                self._sweeping = loop.call_later(deadline - now, self._sweep, loop)
+                return
+            self._settle(token, None)
 
     def _lost(self) -> None:
         for token in list(self._waiting):

@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple, Self
 
 from nats.aio.msg import Msg
@@ -209,3 +209,33 @@ class OrderedPull:
                 await self._jet.link.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
         except (*FOREIGN, BusUnavailable, NotFound) as error:
             _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)
+
+
+async def present(
+    jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
+) -> AsyncIterator[Delivered]:
+    """Messages from ``start`` to the end as it is now, then stops. Raises NotFound when there is no such stream."""
+    last = (await jet.state(stream)).last_seq
+    async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
+        while pull.position <= last:
+            if pull.reopened == 0 and not await _any(jet, stream, pull.position, last):
+                return
+            delivered = await pull.next(2 * _MISSED_S)
+            if delivered is None:  # slow, or the rest was removed meanwhile
+                if not await _any(jet, stream, pull.position, last):
+                    return
+                continue
+            if delivered.seq > last:
+                return
+            yield delivered
+            if delivered.pending == 0:
+                return
+
+
+async def _any(jet: JetStream, stream: str, first: int, last: int) -> bool:
+    try:
+        return (await jet.next(stream, first)).seq <= last
+    except NotFound as error:
+        if error.what == "stream":
+            raise
+        return False

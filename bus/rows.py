@@ -125,7 +125,7 @@ class Rows:
                 await self._jet.link.wait_up(deadline - time.monotonic(), subject)
 
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
-        """"Wrong last sequence" is said of our own write, too, when its first answer was lost: what stands there tells."""
+        """ "Wrong last sequence" is said of our own write, too, when its first answer was lost: what stands there tells."""
         message = await self._message(key)
         if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
             return message.seq

@@ -1,16 +1,25 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
-from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal, overload
 
-from bus.errors import WireError
+from bus import parts, subjects
+from bus.codec import check_sample, decode_sample, encode_sample
+from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from bus.jetstream import JetStream, StreamState
 from bus.messages import Cursor, Kind, Sample
+from bus.pull import Delivered, OrderedPull, present
+
+PARTS_HEADER = "Tm-Parts"
+"""Number of parts; only on a manifest."""
+_MANIFEST_TOKEN = "parts"
+"""Last token of a manifest's subject."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A message of SAMPLES."""
+    """A message of SAMPLES. One that was published in parts is one message, at the sequence of its manifest."""
 
     seq: int
     sample: Sample | WireError
@@ -20,6 +29,7 @@ class Received:
     """Messages behind this one when it was delivered."""
     stored_s: float
     """Unix time at which the server stored it."""
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,68 +37,279 @@ class Glimpse:
     """The headers of a message of SAMPLES, without its payload."""
 
     seq: int
+    subject: str
     headers: dict[str, str]
     pending: int
     stored_s: float
     size_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamState:
-    created: str
-    first_seq: int
-    last_seq: int
-    messages: int
-    bytes: int
-
-
 @dataclass(slots=True, kw_only=True)
 class PublishStats:
+    """What publishing has met so far."""
+
     published: int = 0
     duplicates: int = 0
+    """Of them, stored by an earlier try whose answer was lost."""
     retries: int = 0
-    waiting_full: int = 0
-    """Publishes that wait now because the stream is full."""
     full: int = 0
     """Refusals because the stream was full."""
-    last_error: str = field(default="")
+    waiting_full: int = 0
+    """Publishes that wait now because the stream is full."""
+    last_error: str = ""
 
 
 class SampleStream:
-    stats: PublishStats
+    """Stream SAMPLES."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._stream = subjects.stream(jet.run, subjects.SAMPLES)
+        self.stats = PublishStats()
 
     async def publish(self, sample: Sample) -> int:
-        """Store a sample, for ever under the same message id; its sequence. Cancellable. Does not check invariants."""
-        raise NotImplementedError
+        """Store a sample, tried for ever under its message id; its sequence. Cancellable. Does not check invariants.
+
+        Any number may be in flight at once. Waits while the stream is full. Raises WireError for what cannot be encoded, and
+        ValueError for a sample of another run.
+        """
+        if sample.run != self._jet.run:
+            raise ValueError(f"sample.run: want {self._jet.run!r}, got {sample.run!r}")
+        data, headers = encode_sample(sample), headers_of(sample)
+        subject = subjects.sample(self._jet.run, sample.kind, sample.min_version, sample.actor)
+        if not parts.fits(data, self._jet.link.max_payload):
+            seqs = await self._store_parts(sample, data)
+            data, subject = parts.describe(data, seqs), f"{subject}.{_MANIFEST_TOKEN}"
+            headers[PARTS_HEADER] = str(len(seqs))
+        seq = await self._store(subject, data, headers)
+        self.stats.published += 1
+        return seq
 
     def read(
         self, cursor: Cursor | None, *, kinds: Collection[Kind] | None = None, vocab_size: int | None = None, check: bool = True
     ) -> AsyncIterator[Received]:
-        """Every message behind the cursor in stream order, for ever (ends only by cancellation or ``aclose``).
+        """Every message behind the cursor in stream order, for ever; over server restarts. End it with ``aclose`` or cancellation.
 
-        Settled sequences of the cursor are skipped. Samples are decoded and checked. Survives server restarts.
-        Raises StreamReplaced, StreamTrimmed.
+        None begins at the first message there is. Sequences the cursor calls settled are skipped. Samples are decoded and, with
+        ``check``, held against the invariants. Raises StreamReplaced, StreamTrimmed when messages behind the cursor are gone.
         """
-        raise NotImplementedError
+        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK)
+        return reading.messages(self._filters(kinds))
 
     async def cursor(self) -> Cursor:
-        """A cursor at the beginning of the stream as it is now (floor = first_seq - 1)."""
-        raise NotImplementedError
+        """A cursor before the first message there is now."""
+        state = await self.info()
+        return Cursor(created=state.created, floor=max(0, state.first_seq - 1))
 
     async def fetch(self, seq: int) -> Sample:
-        """One sample by sequence, joined. Raises NotFound, WireError."""
-        raise NotImplementedError
+        """One sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
+        message = await self._jet.message(self._stream, seq)
+        data = await _joined(self._jet, self._stream, message.data) if PARTS_HEADER in message.headers else message.data
+        return decode_sample(data)
 
     async def info(self) -> StreamState:
-        raise NotImplementedError
+        return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
-        """Forget messages with sequences < ``below``."""
+        """Forget messages with sequences < ``below``, except parts that a manifest behind still needs (and what lies between).
+
+        A sample whose parts are trimmed before its manifest is stored is lost to its readers (they see a WireError): keep a
+        window of history, as ``history_samples`` does.
+        """
+        state = await self.info()
+        if below > state.last_seq + 1:
+            raise ValueError(f"{self._stream}: want below <= {state.last_seq + 1}, got {below}")
+        await self._jet.purge(self._stream, min(below, await self._oldest_part_needed(below)))
 
     @overload
     def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[False] = False) -> AsyncIterator[Received]: ...
     @overload
     def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[True]) -> AsyncIterator[Glimpse]: ...
     def tail(self, *, last: int = 0, follow: bool = True, headers_only: bool = False) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
-        """The ``last`` messages, then (``follow``) what comes. Disturbs nobody."""
-        raise NotImplementedError
+        """About the ``last`` newest messages (parts count), then, with ``follow``, what comes, for ever. Disturbs nobody.
+
+        Samples are decoded, not checked.
+        """
+        return self._glimpses(last, follow) if headers_only else self._tail(last, follow)
+
+    async def _tail(self, last: int, follow: bool) -> AsyncIterator[Received]:
+        reading = _Reading(self._jet, self._stream, None, _NO_CHECK)
+        async for delivered in self._newest(last, follow, headers_only=False):
+            yield await reading.received(delivered)
+
+    async def _glimpses(self, last: int, follow: bool) -> AsyncIterator[Glimpse]:
+        async for delivered in self._newest(last, follow, headers_only=True):
+            yield Glimpse(
+                seq=delivered.seq,
+                subject=delivered.subject,
+                headers=delivered.headers,
+                pending=delivered.pending,
+                stored_s=delivered.stored_s,
+                size_bytes=int(delivered.headers.get("Nats-Msg-Size", 0)),
+            )
+
+    async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
+        state = await self.info()
+        start = max(1, state.last_seq - last + 1)
+        if not follow:
+            async for delivered in present(self._jet, self._stream, start, filters=self._filters(None), headers_only=headers_only):
+                yield delivered
+            return
+        async with OrderedPull(self._jet, self._stream, start, filters=self._filters(None), headers_only=headers_only) as pull:
+            while True:
+                found = await pull.next()
+                assert found is not None
+                yield found
+
+    def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
+        if kinds is None or set(kinds) == set(Kind):
+            return []
+        return [f"tm.{self._jet.run}.sample.{kind}.>" for kind in sorted(kinds)]
+
+    async def _store_parts(self, sample: Sample, data: bytes) -> list[int]:
+        subject = subjects.part(self._jet.run, sample.kind, sample.task)
+        seqs = []
+        for number, piece in enumerate(parts.cut(data, self._jet.link.max_payload)):
+            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: f"{sample.message_id}.chunk/{number}"}))
+        return seqs
+
+    async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        waits = _Waits(self.stats)
+        try:
+            stored = await self._jet.outbox.store(subject, data, headers, on_retry=waits.retry)
+        finally:
+            waits.over()
+        self.stats.duplicates += stored.duplicate
+        return stored.seq
+
+    async def _oldest_part_needed(self, below: int) -> int:
+        """The smallest sequence of a part named by a manifest at ``below`` or behind it; ``below`` when there is none."""
+        oldest, seq = below, below
+        manifests = f"tm.{self._jet.run}.sample.*.*.*.{_MANIFEST_TOKEN}"
+        while True:
+            try:
+                message = await self._jet.next(self._stream, max(1, seq), manifests)
+            except NotFound:
+                return oldest
+            oldest = min(oldest, *_manifest_seqs(message.data, default=below))
+            seq = message.seq + 1
+
+
+class _Waits:
+    """Keeps ``waiting_full`` true for one publish."""
+
+    def __init__(self, stats: PublishStats) -> None:
+        self._stats, self._full = stats, False
+
+    def retry(self, reason: str, full: bool) -> None:
+        self._stats.retries += 1
+        self._stats.full += full
+        self._stats.last_error = reason
+        self._set(full)
+
+    def over(self) -> None:
+        self._set(False)
+
+    def _set(self, full: bool) -> None:
+        self._stats.waiting_full += full - self._full
+        self._full = full
+
+
+_NO_CHECK = -1
+"""As ``vocab_size``: do not hold samples against the invariants."""
+
+
+class _Reading:
+    """One reader of SAMPLES."""
+
+    def __init__(self, jet: JetStream, stream: str, cursor: Cursor | None, vocab_size: int | None) -> None:
+        self._jet, self._stream, self._vocab_size = jet, stream, vocab_size
+        self._created = None if cursor is None else cursor.created
+        self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
+        self._start = 1 if cursor is None else cursor.floor + 1
+
+    async def messages(self, filters: Sequence[str]) -> AsyncIterator[Received]:
+        async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
+            while True:
+                expected = pull.position
+                delivered = await pull.next()
+                assert delivered is not None
+                if delivered.seq != expected and expected > self._start:
+                    await self._check_gap(expected)
+                if delivered.seq not in self._settled:
+                    yield await self.received(delivered)
+
+    async def received(self, delivered: Delivered) -> Received:
+        sample: Sample | WireError
+        data = delivered.data
+        try:
+            if PARTS_HEADER in delivered.headers:
+                data = await _joined(self._jet, self._stream, data)
+            sample = decode_sample(data)
+            if self._vocab_size != _NO_CHECK:
+                check_sample(sample, vocab_size=self._vocab_size)
+            if sample.run != self._jet.run:
+                raise WireError("run", self._jet.run, sample.run)
+        except WireError as error:
+            sample = error
+        return Received(
+            seq=delivered.seq,
+            sample=sample,
+            headers=delivered.headers,
+            pending=delivered.pending,
+            stored_s=delivered.stored_s,
+            size_bytes=len(data),
+        )
+
+    def _opened(self, state: StreamState, position: int) -> None:
+        """The stream as it is at the start and after every doubt: is it ours, and is what we need still there?"""
+        if self._created is None:
+            self._created = state.created
+            self._start = max(self._start, state.first_seq)
+        if state.created != self._created:
+            raise StreamReplaced(self._stream, self._created, state.created)
+        self._check_first(state, max(position, self._start))
+
+    async def _check_gap(self, expected: int) -> None:
+        """A jump is a message of another kind or a part - or a hole."""
+        self._check_first(await self._jet.state(self._stream), expected)
+
+    def _check_first(self, state: StreamState, needed: int) -> None:
+        if needed < state.first_seq:
+            missing = next((seq for seq in range(needed, state.first_seq) if seq not in self._settled), None)
+            if missing is not None:
+                raise StreamTrimmed(self._stream, missing, state.first_seq)
+
+
+async def _joined(jet: JetStream, stream: str, data: bytes) -> bytes:
+    """The bytes a manifest stands for. Raises WireError when a part is gone or another one stands there."""
+    manifest = parts.read_manifest(data)
+    pieces = []
+    for seq in manifest.seqs:
+        try:
+            pieces.append((await jet.message(stream, seq)).data)
+        except NotFound:
+            raise WireError("parts.seqs", "parts that are in the stream", seq) from None
+    return parts.join(manifest, pieces)
+
+
+def _manifest_seqs(data: bytes, default: int) -> tuple[int, ...]:
+    try:
+        return parts.read_manifest(data).seqs or (default,)
+    except WireError:
+        return (default,)
+
+
+def headers_of(sample: Sample) -> dict[str, str]:
+    """What an onlooker wants to know without the payload."""
+    versions = [span.version for span in sample.spans]
+    return {
+        subjects.MESSAGE_ID: sample.message_id,
+        "Tm-Task": str(sample.task),
+        "Tm-Index": str(sample.index),
+        "Tm-Group-Size": str(sample.group_size),
+        "Tm-Versions": f"{min(versions)}-{max(versions)}" if versions else "none",
+        "Tm-Reward": f"{sample.score:.6g}",
+        "Tm-Status": sample.status,
+        "Tm-Tokens": str(sample.response_length),
+    }

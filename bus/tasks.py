@@ -1,65 +1,227 @@
 """The work queue of prompts: issued by one fenced learner, leased by any number of actors."""
 
+import asyncio
+import json
+import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bus.messages import Kind, Task
+from nats.aio.msg import Msg
+
+from bus import subjects
+from bus.codec import decode_task, encode_task
+from bus.dead import DeadLetters
+from bus.errors import BusUnavailable, RowConflict, WireError
+from bus.fenced import FencedWriter, Fences, epoch_of, valid
+from bus.jetstream import JetStream
+from bus.messages import Dead, Kind, Task
+from bus.nonce import nonce
+from bus.rows import Rows
+from bus.waiting import ACK, NAK, PROGRESS, Slots
+
+_log = logging.getLogger(__name__)
+
+MAX_DELIVERIES = 50
+"""A task delivered more often is dead even without a report: it takes its actors down before they can speak."""
+_LOOK_EVERY_S = 2.0
+"""How old an actor's knowledge of the task floor and of fences may be."""
+_CONFIRM_S = 2.0
+_NS = 1_000_000_000
 
 
 class Lease:
-    """A task held by this process until it is settled, handed back, failed, or not renewed for ``lease_s``."""
+    """A task held by this process until it is settled, handed back or failed, or not renewed for ``lease_s``.
 
-    task: Task
-    attempt: str
-    """Nonce of this lease: ``Sample.attempt`` of everything made under it."""
-    deliveries: int
-    """1 = first time."""
+    None of its verbs raises because the bus is away: what the server does not hear ends in another delivery, which is harmless.
+    """
 
-    async def renew(self) -> None: ...
+    def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
+        self.task = task
+        self.attempt = nonce()
+        """``Sample.attempt`` of everything made under this lease."""
+        self.deliveries = deliveries
+        """1 = first time."""
+        self._queue, self._reply = queue, message.reply
+        self._lease_s = queue.lease_s
+
+    async def renew(self) -> bool:
+        """Hold it for another ``lease_s``. False when the bus was away."""
+        return await self._say(PROGRESS)
+
     async def settle(self) -> bool:
-        """All samples are stored. True when the server confirmed; False = it may be delivered again, which is harmless."""
-        raise NotImplementedError
+        """All its samples are stored. True when the server confirmed it, tried for up to ``lease_s``."""
+        deadline = time.monotonic() + self._lease_s
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                await self._queue.jet.link.wait_up(left)
+                await self._queue.jet.link.request(self._reply, ACK, min(left, _CONFIRM_S))
+                return True
+            except BusUnavailable as error:
+                if self._queue.jet.link.closed:
+                    break
+                _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
+                await asyncio.sleep(0.1)
+        return False
 
-    async def hand_back(self, delay_s: float = 0) -> None:
-        """Let another actor have it, at once or after ``delay_s``."""
+    async def hand_back(self, delay_s: float = 0) -> bool:
+        """Let another actor have it, at once or after ``delay_s``. False when the bus was away."""
+        return await self._say(NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode())
 
     async def fail(self, reason: str, *, actor: str) -> bool:
-        """Report a failure and hand back; the ``max_attempts``-th report makes the task dead. True = it is dead now."""
-        raise NotImplementedError
+        """Report a failure and hand back; the ``max_attempts``-th report makes the task dead. True = it is dead now.
+
+        Waits until the report is stored.
+        """
+        reports = await self._queue.dead.report(self.task.id, reason=reason, actor=actor, attempt=self.attempt)
+        if reports < self._queue.jet.config.max_attempts:
+            await self.hand_back()
+            return False
+        await self._queue.dead.store(_dead(self.task, reason, reports, actor))
+        await self.settle()
+        return True
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator["Lease"]:
         """Renew every ``lease_s / 3`` while the block runs."""
-        raise NotImplementedError
-        yield
+        renewing = asyncio.create_task(self._renew_for_ever(), name=f"lease {self.task.id}")
+        try:
+            yield self
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            await self.renew()
+
+    async def _say(self, word: bytes) -> bool:
+        return await self._queue.jet.link.tell(self._reply, word)
 
 
 class TaskQueue:
+    """Stream TASKS and its two consumers."""
+
+    def __init__(self, jet: JetStream, dead: DeadLetters) -> None:
+        self.jet, self.dead = jet, dead
+        self._stream = subjects.stream(jet.run, subjects.TASKS)
+        self._fence_subject = subjects.task(jet.run, "fence")
+        self._writer = FencedWriter(jet, self._stream, self._fence_subject)
+        self._slots = {kind: Slots(jet, self._stream, consumer) for kind, consumer in subjects.CONSUMERS.items()}
+        self._rows = Rows(jet, "run")
+        self._fences = Fences(jet, self._stream, self._fence_subject)
+        self._floor = 0
+        self._looked_s = float("-inf")
+
+    @property
+    def lease_s(self) -> float:
+        return self.jet.config.lease_s
+
+    # --- the learner's side
+
     async def fence(self, epoch: int) -> None:
         """Take over as the only writer. Raises Fenced."""
+        await self._writer.fence(epoch)
 
     async def issue(self, task: Task) -> int:
         """Store a task; its id. Retries until stored. Raises Fenced; needs ``fence`` first; ``task.epoch`` must be the fenced one."""
-        raise NotImplementedError
+        if task.epoch != self._writer.epoch:
+            raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
+        return await self._writer.append(subjects.task(self.jet.run, task.kind), encode_task(task))
 
-    def scan(self, start: int = 1) -> AsyncIterator[Task]:
-        """Every valid task from id ``start`` to the present end, in order."""
-        raise NotImplementedError
-
-    async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN) -> Lease | None:
-        """The next task, None when there is none within ``timeout_s`` (or no bus)."""
-        raise NotImplementedError
-
-    async def backlog(self, kind: Kind = Kind.TRAIN) -> tuple[int, int]:
-        """(waiting, leased)."""
-        raise NotImplementedError
+    async def scan(self, start: int = 1) -> AsyncIterator[Task]:
+        """Every valid task from id ``start`` to the present end, in order. Raises WireError for a broken one."""
+        async for delivered in valid(self.jet, self._stream, self._fence_subject, start, follow=False):
+            if delivered.subject != self._fence_subject:
+                yield decode_task(delivered.data, delivered.seq)
 
     async def fetch(self, id: int) -> Task:
         """One task. Raises NotFound."""
-        raise NotImplementedError
+        return decode_task((await self.jet.message(self._stream, id)).data, id)
+
+    async def backlog(self, kind: Kind = Kind.TRAIN) -> tuple[int, int]:
+        """(waiting, leased). A task handed back and not yet delivered again counts as leased."""
+        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[kind]}")
+        return int(info["num_pending"]), int(info["num_ack_pending"])
+
+    async def last_id(self) -> int:
+        """Id of the newest message of TASKS (a task's or a fence's); 0 when there has been none."""
+        return (await self.jet.state(self._stream)).last_seq
 
     async def raise_floor(self, floor: int) -> None:
-        """All tasks with ids up to ``floor`` are settled: their deliveries are acked unworked (row run/task_floor; never falls)."""
+        """All tasks with ids up to ``floor`` are settled: their deliveries are acked unworked. Never falls."""
+        while True:
+            row = await self._rows.get(subjects.FLOOR_KEY)
+            if row is not None and int(row[0]["floor"]) >= floor:
+                return
+            try:
+                await self._rows.update(subjects.FLOOR_KEY, {"floor": floor}, 0 if row is None else row[1])
+                return
+            except RowConflict:
+                continue
 
     async def trim(self, below: int) -> None:
         """Forget tasks with ids < ``below``; fences stay."""
+        for kind in Kind:
+            await self.jet.purge(self._stream, below, subject=subjects.task(self.jet.run, kind))
+
+    # --- the actors' side
+
+    async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN) -> Lease | None:
+        """The next task, None when there is none within ``timeout_s`` (or no bus). Any number may wait at once; cancellable.
+
+        Acks and passes over what is settled (below the floor), void (behind a fence), broken or delivered too often (DEAD).
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            message = await self._slots[kind].take(left)
+            if message is None:
+                return None
+            try:
+                lease = await self._admit(message)
+            except BaseException:
+                await self.jet.link.tell(message.reply, NAK)
+                raise
+            if lease is not None:
+                return lease
+        return None
+
+    async def _admit(self, message: Msg) -> Lease | None:
+        fields = message.reply.split(".")
+        deliveries, seq = map(int, fields[4:6] if len(fields) == 9 else fields[6:8])
+        try:
+            async with asyncio.timeout(_CONFIRM_S):
+                await self._look()
+        except (BusUnavailable, TimeoutError) as error:  # then with what we knew
+            _log.info("task floor unknown reason=%s", error)
+        if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
+            await self.jet.link.tell(message.reply, ACK)
+            return None
+        try:
+            task = decode_task(message.data, seq)
+        except WireError as error:
+            await self._bury(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
+            return None
+        if deliveries > MAX_DELIVERIES:
+            await self._bury(message, _dead(task, f"delivered {deliveries} times, never settled", deliveries, ""))
+            return None
+        return Lease(self, task, message, deliveries)
+
+    async def _bury(self, message: Msg, dead: Dead) -> None:
+        await self.dead.store(dead)
+        await self.jet.link.tell(message.reply, ACK)
+
+    async def _look(self) -> None:
+        """Refresh the floor and the fences, when they are old."""
+        if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = time.monotonic()
+        row = await self._rows.get(subjects.FLOOR_KEY)
+        if row is not None:
+            self._floor = int(row[0]["floor"])
+        await self._fences.refresh()
+
+
+def _dead(task: Task, reason: str, attempts: int, actor: str) -> Dead:
+    return Dead(task=task.id, reason=reason, attempts=attempts, actor=actor, prompt=task.prompt)

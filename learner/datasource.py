@@ -217,6 +217,9 @@ class DataSource:
         """Versions that occur in buffered samples and have no step yet: those samples wait."""
         return {version for group in self._groups.values() for version in group.versions if version not in self._steps}
 
+    def has_unknown_version(self, sample: Sample) -> bool:
+        return any(span.version not in self._steps for span in sample.spans)
+
     def no_version(self, version: int) -> None:
         """There is no such version: the samples that name it are invalid."""
         for group in self._groups.values():

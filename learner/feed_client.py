@@ -32,6 +32,7 @@ class FeedClient:
         """``silence_s``: the feeder is lost when nothing comes from it for so long. ``on_wait``: told what a wait is for, every second."""
         self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
         self._silence_s, self._on_wait, self._last_words = silence_s, on_wait, ""
+        self._greeted = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
@@ -44,7 +45,11 @@ class FeedClient:
         self.close()
 
     def close(self) -> None:
-        """Send what is still queued (up to 2 s) and let go of the socket."""
+        """Say goodbye, send what is still queued (up to 2 s) and let go of the socket. A second time does nothing."""
+        if self._socket.closed:
+            return
+        if self._greeted:
+            self._send("bye")
         self._socket.close()
         self._context.term()
 
@@ -53,6 +58,7 @@ class FeedClient:
 
         Raises FeederLost (silent, or not there), FeederFailed (it refuses this rank or has failed), FeedError.
         """
+        self._greeted = True
         self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size)
         header, _ = self._receive("start", wanted=("start",))
         return Start(**{key: value for key, value in header.items() if key != "type"})

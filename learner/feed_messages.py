@@ -1,6 +1,6 @@
 """What feeder and ranks say to each other over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
-rank -> feeder: hello, next, done, published, checkpointed, failed. feeder -> rank: start, batch, wait (still there, and what for),
+rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder -> rank: start, batch, wait (still there, and what for),
 end, error. Knows no socket.
 """
 

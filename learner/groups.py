@@ -40,6 +40,7 @@ class Group:
     """By index."""
     condemned: str = ""
     """Reason to settle it, when it will never be complete."""
+    _by_step: dict[int, int] | None = None
 
     @property
     def full(self) -> bool:
@@ -63,12 +64,15 @@ class Group:
         return {held.score for held in self.held.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
-        """Step of the weights -> trainable tokens made by them (> 0)."""
+        """Of a full group: step of the weights -> trainable tokens made by them (> 0)."""
+        if self._by_step is not None:
+            return self._by_step
         counts: dict[int, int] = {}
         for held in self.held.values():
             for version, count in held.by_version:
                 if count:
                     counts[steps[version]] = counts.get(steps[version], 0) + count
+        self._by_step = counts
         return counts
 
 

@@ -4,8 +4,8 @@ An own decoder and not transformers' forward, because a decoding step of a small
 2-layer model with 32 rows takes about 0.4 ms here and 2 ms there (``bench/engine.py`` prints today's ratio), and because weights as plain
 fused tensors make a version flip one assignment. ``tests/contract/test_engine_decoder.py`` holds it to transformers within 1e-5.
 
-Shape letters: B = rows, T = tokens per row, E = hidden size, A = heads of query, key and value, H = query heads, K = key/value heads, D = head size,
-P = positions, V = vocabulary.
+Shape letters: B = rows, T = tokens per row, E = hidden size, A = heads of query, key and value, H = query heads, K = key/value heads,
+D = head size, P = positions, V = vocabulary.
 """
 
 import math
@@ -74,9 +74,7 @@ def logits(weights: Weights, x_BE: Tensor) -> Tensor:
     return functional.linear(normed_BE, weights.head_VE).float()
 
 
-def _attend(
-    weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention
-) -> Tensor:
+def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
     shape = weights.shape
     normed_BTE = functional.rms_norm(x_BTE, (shape.hidden,), layer.input_norm, shape.norm_eps)
     heads_BTAD = functional.linear(normed_BTE, layer.qkv_QE, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))

@@ -27,7 +27,8 @@ def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.int64]) -> NDA
     Source: SplitMix64's output function (Steele, Lea, Flood 2014), applied to the seed, then to a counter on top of it, so that
     neighbouring seeds do not share a sequence shifted by one.
     """
-    return ((_mix(_mix(seeds_N) + positions_N.astype(np.uint64) * GOLDEN) >> np.uint64(12)) + 0.5) * 2.0**-52
+    bits_N = _mix(_mix(seeds_N) + positions_N.astype(np.uint64) * GOLDEN) >> np.uint64(12)
+    return (bits_N.astype(np.float64) + 0.5) * 2.0**-52
 
 
 def _mix(state_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -83,7 +84,7 @@ class Sampler:
 
         Both limits look at the unfiltered distribution (as SGLang's "joint" order); ties go to the lower token id.
         """
-        sorted_FV, order_FV = log_probs_FV.sort(-1, descending=True, stable=True)
+        sorted_FV, order_FV = log_probs_FV.sort(stable=True, dim=-1, descending=True)
         probs_FV = sorted_FV.exp().double()
         before_FV = probs_FV.cumsum(-1) - probs_FV
         rank_V = torch.arange(log_probs_FV.shape[-1], device=log_probs_FV.device)

@@ -41,6 +41,8 @@ MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
 Result = TypeVar("Result")
+Event = tuple[Sequence, int, bool]
+"""A sequence, how many of its tokens may be read, and whether it has ended."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class Donor:
 
 
 class Scheduler:
-    """The decoding thread. ``post(sink_calls)`` hands what was produced to the loop's thread."""
+    """The decoding thread. ``post(events)`` hands what was produced to the loop's thread; it must not block."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Scheduler:
         max_context: int,
         share_prefix: bool,
         threads: int,
-        post: Callable[[list[tuple[Sequence, int]]], None],
+        post: Callable[[list[Event]], None],
     ) -> None:
         shape = weights.shape
         self.version = version
@@ -107,8 +109,9 @@ class Scheduler:
         """None = the batch has changed."""
         self._last_N, self._positions_N = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._donors: dict[bytes, Donor] = {}
-        self._events: list[tuple[Sequence, int]] = []
+        self._events: list[Event] = []
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._idle_since: float | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
@@ -126,6 +129,12 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         return self._thread.is_alive()
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds spent waiting for requests, the present wait included."""
+        since = self._idle_since
+        return self.counters.idle_s + (0.0 if since is None else time.perf_counter() - since)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run ``function`` in the thread, between two steps."""
@@ -165,6 +174,8 @@ class Scheduler:
                 if not self.paused:
                     self._step()
                 self._deliver()
+        while not self._calls.empty():
+            self._calls.get()[1].cancel()
 
     def _step(self) -> None:
         try:
@@ -190,13 +201,15 @@ class Scheduler:
             self._deliver()
 
     def _wait_for_call(self) -> tuple[Callable[[], Any], "Future[Any]"]:
-        since, paused = time.perf_counter(), self.paused
+        since = time.perf_counter()
+        if self.paused:
+            call = self._calls.get()
+            self.counters.paused_s += time.perf_counter() - since
+            return call
+        self._idle_since = since
         call = self._calls.get()
-        waited = time.perf_counter() - since
-        if paused:
-            self.counters.paused_s += waited
-        else:
-            self.counters.idle_s += waited
+        self._idle_since = None
+        self.counters.idle_s += time.perf_counter() - since
         return call
 
     def _deliver(self) -> None:
@@ -205,8 +218,8 @@ class Scheduler:
             self._post(events)
 
     def _close(self) -> None:
-        self._abort(lambda sequence: True, "The engine is closing")
         self._closed = True
+        self._abort(lambda sequence: True, "The engine is closing")
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -226,7 +239,7 @@ class Scheduler:
         donor, row = self._donors[sequence.key], len(self.running)
         self._slots.move(self.running.index(donor.sequence), row, sequence.length)
         self._enter([sequence], cached=True)
-        self._sample([sequence], donor.scores_V[None], first_row=row)
+        self._sample([sequence], donor.scores_V[None].clone(), first_row=row)
 
     def _next_prompts(self, budget: int) -> dict[bytes, list[Sequence]]:
         """From the head of the queue: prompts of similar length that fit, each with all neighbours that have the same one."""
@@ -248,14 +261,14 @@ class Scheduler:
     def _prefill(self, prompts: dict[bytes, list[Sequence]]) -> int:
         """Read prompts, sample their first tokens; gives the number of padded tokens."""
         first_row, admitted = len(self.running), [sequence for same in prompts.values() for sequence in same]
+        for same in prompts.values():
+            self._enter(same[:1], cached=False)
+            self._enter(same[1:], cached=True)
         contexts = [same[0].context() for same in prompts.values()]
         lengths_U = np.array([len(context) for context in contexts])
         tokens_UT = np.zeros((len(contexts), lengths_U.max()), np.int64)
         for row, context in enumerate(contexts):
             tokens_UT[row, : len(context)] = context
-        for same in prompts.values():
-            self._enter(same[:1], cached=False)
-            self._enter(same[1:], cached=True)
         prompt_R = torch.tensor([prompt for prompt, same in enumerate(prompts.values()) for _ in same], device=self._device)
         self._slots.reserve(tokens_UT.shape[1])
         x_UTE = decoder.forward(
@@ -309,9 +322,7 @@ class Scheduler:
     def _angles(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope is None or self._rope.length < self._slots.length:
             shape = self._weights.shape
-            self._rope = decoder.RopeTable(
-                shape.rope, self._slots.length, head_dim=shape.head_dim, dtype=self._dtype, device=self._device
-            )
+            self._rope = decoder.RopeTable(shape.rope, self._slots.length, head_dim=shape.head_dim, dtype=self._dtype, device=self._device)
         return self._rope.at(positions_BT)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
@@ -333,7 +344,7 @@ class Scheduler:
             if sequence.finish is not None or sequence.append(token, log_prob):
                 finished.append(first_row + row)
             elif sequence.stream:
-                self._events.append((sequence, len(sequence.tokens)))
+                self._events.append((sequence, len(sequence.tokens), False))
         self.counters.tokens_generated += len(sequences)
         for row in reversed(finished):
             self._leave(row)
@@ -363,7 +374,7 @@ class Scheduler:
             self.counters.requests_aborted += 1
         else:
             self.counters.requests_finished += 1
-        self._events.append((sequence, len(sequence.tokens)))
+        self._events.append((sequence, len(sequence.tokens), True))
 
     # -- calls --------------------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Sequence:
         eos_ids: frozenset[int],
         max_context: int,
         text: Text | None,
-        sink: Callable[["Sequence", int], None],
+        sink: Callable[["Sequence", int, bool], None],
         stream: bool = False,
     ) -> None:
         self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = rid, prompt, params, seed, sink, stream

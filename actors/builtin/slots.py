@@ -2,8 +2,8 @@
 
 Rows grow together, doubling, up to the longest context: memory follows what is in use and not what might be.
 
-Shape letters: S = slots, L = positions, K = key/value heads, G = query heads per key/value head, H = K * G, D = head size, N = running rows,
-U = prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill (R >= U: rows may share a prompt).
+Shape letters: S = slots, L = positions, K = key/value heads, G = query heads per key/value head, H = K * G, D = head size,
+N = running rows, U = prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill (R >= U: rows may share a prompt).
 """
 
 import torch

@@ -4,7 +4,8 @@ Projections that read the same input lie side by side in one tensor (query, key,
 and larger products; the named tensors are slices of them, so filling those fills the set. Knows no version and no file
 format but safetensors.
 
-Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key together, D = head size.
+Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key together,
+D = head size.
 """
 
 import json

@@ -80,6 +80,8 @@ def _bucketed(
 class PackedRotary(RotaryEmbedding):
     """Rotary angles by the position ids of a PackedRow; without one it is Megatron's module."""
 
+    inv_freq: Tensor
+
     def get_rotary_seq_len(self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any) -> Any:
         """What Megatron hands back to ``forward``: for a packed row the row itself, and not its length."""
         packed = args[-1] if args else None

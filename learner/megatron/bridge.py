@@ -31,12 +31,13 @@ class _LocalLayers:
         "pre_mlp_layernorm.weight": "model.layers.{}.post_attention_layernorm.weight",
     }
 
+    _DIRECT_MAPPING: dict[str, str]
+
     def __init__(self, hf_config: Any, dtype: torch.dtype) -> None:
-        self._DIRECT_MAPPING = dict(type(self)._DIRECT_MAPPING)  # type: ignore[attr-defined]  # mbridge edits it: not the class's
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place: not the class's
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         self.set_extra_args(  # type: ignore[attr-defined]
-            use_cpu_initialization=True,
-            perform_initialization=False,
+            use_cpu_initialization=not torch.cuda.is_available(),
             sequence_parallel=False,
             masked_softmax_fusion=False,
             batch_p2p_sync=False,
@@ -55,7 +56,7 @@ class _LocalLayers:
         return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc,no-any-return]
 
     def build(self) -> GPTModel:
-        """The model with uninitialised weights, on the CPU."""
+        """The model with weights of no meaning (Megatron marks the split ones while it draws them, so they must be drawn)."""
         config = self.config  # type: ignore[attr-defined]
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
@@ -133,7 +134,9 @@ def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) ->
         raise ConfigRefused(f"{model_dir}/config.json: model_type", f"one of {sorted(_BRIDGES)}", hf_config.model_type)
     for name in ("vocab_size", "num_key_value_heads", "intermediate_size"):
         if getattr(hf_config, name) % tensor_parallel:
-            raise ConfigRefused(f"{model_dir}/config.json: {name}", f"a multiple of tensor_parallel={tensor_parallel}", getattr(hf_config, name))
+            raise ConfigRefused(
+                f"{model_dir}/config.json: {name}", f"a multiple of tensor_parallel={tensor_parallel}", getattr(hf_config, name)
+            )
     bridge = _BRIDGES[hf_config.model_type](hf_config, dtype)
     assert isinstance(bridge, LLMBridge)
     return bridge

@@ -5,7 +5,7 @@ and left again. Where CUDA is present it does nothing at all.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,11 @@ def _is_cuda(device: Any) -> bool:
 
 
 _mode = _CudaMeansCpu()
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "current_device": lambda: torch.device("cpu"),
+    "synchronize": lambda device=None: None,
+}
+"""What ``torch.cuda`` says meanwhile: rotary positions and gradient buffers ask for the device, checkpoints wait for it."""
 
 
 @contextlib.contextmanager
@@ -45,13 +50,15 @@ def megatron_device() -> Iterator[None]:
     if torch.cuda.is_available():
         yield
         return
-    current_device = torch.cuda.current_device
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
+    originals = {name: getattr(torch.cuda, name) for name in _ANSWERS}
+    for name, answer in _ANSWERS.items():
+        setattr(torch.cuda, name, answer)
     try:
         with _mode:
             yield
     finally:
-        torch.cuda.current_device = current_device
+        for name, original in originals.items():
+            setattr(torch.cuda, name, original)
 
 
 @contextlib.contextmanager

@@ -86,6 +86,12 @@ class WeightBackup:
         for name, parameter in self._policy.module.named_parameters():
             self._copies[name].copy_(parameter)
 
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take these as the copies (from a checkpoint); all of them, by Megatron's names."""
+        for name, copy in self._copies.items():
+            copy.copy_(tensors[name])
+
     @contextmanager
     def switch(self) -> Iterator[None]:
         """While entered, the model has the copied weights; afterwards its own again, bit for bit (they are swapped, not copied)."""

@@ -2,7 +2,6 @@
 
 import math
 
-import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
@@ -54,11 +53,14 @@ class PolicyOptimizer:
     def step(self, step: int) -> tuple[float, float]:
         """Clip and apply the gradients as step ``step``; returns the gradient norm before clipping and the learning rate.
 
+        All settings of Adam are put in place here, so a loaded optimizer goes on with this start's configuration.
         Must run inside ``megatron_device()``. Raises FloatingPointError on a gradient that is not finite: the weights are unchanged.
         """
         rate = learning_rate(self._config, step, self._steps)
         for group in self.inner.param_groups:
-            group["lr"] = rate * group.get("lr_mult", 1.0)
+            group["lr"] = rate * group["lr_mult"]
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
         if not all(math.isfinite(buffer.grad_data.sum()) for buffer in self._policy.ddp.buffers):
             raise FloatingPointError(f"step {step}: want finite gradients, got NaN or infinity")
         _, norm, _ = self.inner.step()

@@ -1,0 +1,74 @@
+"""The body of an actor process: connect, say that it lives, work until drained. Needs nothing but the URL of the bus."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from actors.activity import Activity
+from actors.actor import Actor
+from actors.config import ActorConfig
+from actors.engine_client import HttpEngine
+from actors.engines import Engines, LiveLookout, UrlLookout
+from actors.generation import SingleTurn
+from actors.membership import config_of_run, connected, default_id, first_row, section
+from actors.port import Engine
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.live import Heartbeat, LiveView
+from rewards.registry import load
+
+TELL_EVERY_S = 1.0
+
+
+async def run_actor(
+    bus_url: str,
+    run: str,
+    actor_config: ActorConfig | None,
+    bus_config: BusConfig | None,
+    draining: asyncio.Event,
+    actor_id: str | None = None,
+    *,
+    engine: Callable[[str], Engine] = HttpEngine,
+) -> None:
+    """Work on the tasks of ``run`` until ``draining`` is set and what was held is done.
+
+    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``), waited for if need be.
+    Cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, ValueError for a bad
+    config, UnknownReward, BadRewardOption.
+    """
+    id = actor_id or default_id()
+    if actor_config is None or bus_config is None:
+        async with AsyncExitStack() as stack:
+            bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
+            told = None if bus is None else await config_of_run(bus, draining)
+        if told is None:
+            return
+        actor_config = actor_config or section(told, "actor", ActorConfig)
+        bus_config = bus_config or section(told, "bus", BusConfig)
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
+        if bus is not None:
+            await _work(bus, id, actor_config, draining, engine)
+
+
+async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:
+    activity = Activity()
+    engines = Engines(UrlLookout(config.engines, engine) if config.engines else LiveLookout(LiveView(bus)), engine)
+    generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
+    score = load(config.reward, config.reward_options)
+    actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
+    async with Heartbeat(bus, first_row("actor", id)) as heartbeat:
+        async with asyncio.TaskGroup() as beside:
+            looking = beside.create_task(engines.run(), name="engines")
+            telling = beside.create_task(_tell(heartbeat, actor, activity), name="live row")
+            await actor.run(draining)
+            looking.cancel()
+            telling.cancel()
+
+
+async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:
+    """Keep the live row true."""
+    while True:
+        phase, waits_for = actor.phase()
+        heartbeat.update(phase=phase, waits_for=waits_for, load={**activity.load(), "in_flight": float(actor.held)})
+        await asyncio.sleep(TELL_EVERY_S)

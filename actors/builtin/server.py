@@ -1,0 +1,353 @@
+"""SGLang's HTTP API over the built-in engine: paths, JSON and status codes, nothing else.
+
+400 = the request is wrong (it says why), 409 = its learner epoch is stale, 500 = the engine failed, 503 = it does not serve now.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from actors.builtin.answer import answer
+from actors.builtin.progress import Progress
+from actors.builtin.request import Generate, parse_generate
+from actors.builtin.updates import parse_specs
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, StaleEpoch, UpdateRefused
+from weightstore.errors import WeightstoreError
+
+if TYPE_CHECKING:
+    from actors.builtin.engine import BuiltinEngine
+
+log = logging.getLogger(__name__)
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+MAX_BODY_BYTES = 1 << 28
+UPDATE_S = 60.0
+"""Bound on joining a group and on receiving a bucket, unless the request says another."""
+HEALTH_S = 20.0
+SHUTDOWN_S = 5.0
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """The routes of one engine."""
+
+    def __init__(self, engine: "BuiltinEngine") -> None:
+        self._engine, self._updates = engine, engine.updates
+        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_translate])
+        for path, handler in self._routes().items():
+            method, _, where = path.partition(" ")
+            self._app.router.add_route(method, where, handler)
+        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+
+    async def start(self, host: str, port: int) -> str:
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, backlog=4096)
+        await site.start()
+        bound = self._runner.addresses[0][1]
+        return f"http://{host}:{bound}"
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    def _routes(self) -> dict[str, Handler]:
+        return {
+            "POST /generate": self._generate,
+            "GET /health": self._health,
+            "GET /health_generate": self._health_generate,
+            "GET /model_info": self._model_info,
+            "GET /get_model_info": self._model_info,
+            "GET /server_info": self._server_info,
+            "GET /get_server_info": self._server_info,
+            "GET /v1/loads": self._loads,
+            "POST /abort_request": self._abort_request,
+            "POST /pause_generation": self._pause,
+            "POST /continue_generation": self._continue,
+            "POST /flush_cache": self._flush_cache,
+            "GET /flush_cache": self._flush_cache,
+            "POST /init_weights_update_group": self._init_group,
+            "POST /destroy_weights_update_group": self._destroy_group,
+            "POST /begin_weight_update": self._begin_update,
+            "POST /update_weights_from_distributed": self._update_from_distributed,
+            "POST /end_weight_update": self._end_update,
+            "POST /update_weights_from_disk": self._update_from_disk,
+            "POST /weights_checker": self._weights_checker,
+        }
+
+    # -- generating -----------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        engine = self._engine
+        if not engine.servable:
+            raise EngineUnavailable(engine.url, f"it does not serve now: phase {engine.phase}, version {engine.version}")
+        generate = parse_generate(await _body(request), engine.limits)
+        await engine.serve_version(generate.min_version, generate.min_version_timeout_s)
+        progress = engine.submit(generate)
+        try:
+            if generate.stream:
+                return await self._stream(request, generate, progress)
+            sequences = await progress.finished()
+        finally:
+            if not progress.done:
+                engine.abandon(progress)
+        failed = next((sequence.error for sequence in sequences if sequence.error is not None), None)
+        if failed is not None:
+            raise EngineFailed(engine.url, failed)
+        answers = [answer(sequence, engine, logprobs=generate.return_logprob) for sequence in sequences]
+        return web.json_response(answers if generate.many else answers[0])
+
+    async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
+        """Server-sent events, each with everything so far; a slow reader skips states, never tokens."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for place, num_tokens, ended in progress.changes():
+            sequence = progress.sequences[place]
+            if ended and sequence.error is not None:
+                state = _error(sequence.error, 500)
+            else:
+                state = answer(sequence, self._engine, logprobs=generate.return_logprob, partial=None if ended else num_tokens)
+            if generate.many:
+                state["index"] = place
+            await response.write(b"data: " + json.dumps(state).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        everything, rid = body.get("abort_all", False), body.get("rid", "")
+        if not everything and not (isinstance(rid, str) and rid):
+            raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
+        await asyncio.wrap_future(
+            self._engine.scheduler.abort(lambda each: everything or each.rid == rid or each.rid.rpartition("_")[0] == rid)
+        )
+        return web.Response()
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        mode = body.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode: want one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        await asyncio.wrap_future(self._engine.scheduler.pause(mode))
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: web.Request) -> web.Response:
+        await self._command(request)
+        await asyncio.wrap_future(self._engine.scheduler.resume())
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _flush_cache(self, request: web.Request) -> web.Response:
+        if await asyncio.wrap_future(self._engine.scheduler.flush()):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed.\n", status=400)
+
+    # -- what it is -------------------------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        engine = self._engine
+        if engine.servable:
+            return web.Response()
+        raise EngineUnavailable(engine.url, f"it does not serve now: phase {engine.phase}, version {engine.version}")
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        await self._health(request)
+        try:
+            await self._engine.probe(HEALTH_S)
+        except EngineFailed as error:
+            raise EngineUnavailable(error.engine, error.reason) from error
+        return web.Response()
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        engine = self._engine
+        return web.json_response(
+            {
+                "model_path": str(engine.model_dir),
+                "tokenizer_path": str(engine.model_dir),
+                "is_generation": True,
+                "weight_version": str(engine.version),
+                "model_type": engine.shape.family,
+                "architectures": [engine.shape.architecture],
+                "vocab_size": engine.shape.vocab_size,
+                "eos_token_ids": sorted(engine.eos_ids),
+                "has_tokenizer": engine.text is not None,
+            }
+        )
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        engine = self._engine
+        config = engine.config
+        return web.json_response(
+            {
+                "engine": "builtin",
+                "model_path": str(engine.model_dir),
+                "weight_version": str(engine.version),
+                "tp_size": 1,
+                "dp_size": 1,
+                "pp_size": 1,
+                "context_length": engine.limits.max_context,
+                "max_running_requests": config.max_running,
+                "max_queued_requests": config.max_waiting,
+                "dtype": config.dtype,
+                "device": str(engine.device),
+                "phase": engine.phase,
+                "epoch": engine.epoch,
+                "paused": engine.scheduler.paused,
+                "internal_states": [engine.stats()],
+            }
+        )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        stats, limit = self._engine.stats(), self._engine.config.max_running
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": stats["running"],
+            "num_waiting_reqs": stats["waiting"],
+            "max_running_requests": limit,
+            "utilization": stats["running"] / limit,
+        }
+        accelerator = "cpu" if self._engine.device.type == "cpu" else "gpu"
+        return web.json_response({"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]})
+
+    # -- weights ------------------------------------------------------------------------------------------------------------
+
+    async def _init_group(self, request: web.Request) -> web.Response:
+        from weightstore.broadcast import BroadcastGroup
+
+        body = await self._command(request)
+        host, port = _need(body, "master_address", str), _need(body, "master_port", int)
+        rank, world_size = _need(body, "rank_offset", int), _need(body, "world_size", int)
+        name, timeout_s = body.get("group_name", "weight_update_group"), float(body.get("timeout_s", UPDATE_S))
+        try:
+            await self._updates.carry_out(
+                self._updates.join(
+                    name, lambda: BroadcastGroup.join(host, port, rank, world_size, name, body.get("backend", "nccl"), timeout_s)
+                )
+            )
+        except (WeightstoreError, ValueError, RuntimeError) as error:
+            raise UpdateRefused(f"joining group {name!r} as rank {rank} of {world_size}: {error}") from error
+        return _done("Succeeded to initialize custom process group.")
+
+    async def _destroy_group(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        await self._updates.carry_out(self._updates.leave(body.get("group_name", "weight_update_group")))
+        return _done("Succeeded to destroy custom process group.")
+
+    async def _begin_update(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        await self._updates.carry_out(self._updates.begin(_version(body)))
+        return _done("Weight update begun.")
+
+    async def _update_from_distributed(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        names, dtypes, shapes = (_need(body, name, list) for name in ("names", "dtypes", "shapes"))
+        if not len(names) == len(dtypes) == len(shapes):
+            raise BadRequest(f"names, dtypes, shapes: want equal lengths, got {len(names)}, {len(dtypes)}, {len(shapes)}")
+        load_format = body.get("load_format")
+        if load_format not in (None, "flattened_bucket"):
+            raise BadRequest(f"load_format: want null or flattened_bucket, got {load_format!r}")
+        await self._updates.carry_out(
+            self._updates.bucket(
+                body.get("group_name", "weight_update_group"),
+                parse_specs(names, dtypes, shapes),
+                flat=load_format is not None,
+                version=_version(body),
+                timeout_s=float(body.get("timeout_s", UPDATE_S)),
+            )
+        )
+        return _done("Succeeded to update parameter online.")
+
+    async def _end_update(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        stall_s = await self._updates.carry_out(self._updates.end(_version(body)))
+        return _done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
+
+    async def _update_from_disk(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        stall_s = await self._updates.carry_out(self._updates.load_directory(Path(_need(body, "model_path", str)), _version(body)))
+        return _done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s)
+
+    async def _weights_checker(self, request: web.Request) -> web.Response:
+        body = await _body(request)
+        if body.get("action") != "checksum":
+            raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
+        return _done(
+            "Success.",
+            ranks=[{"checksums": await self._updates.carry_out(self._updates.checksums())}],
+            weight_version=str(self._engine.version),
+        )
+
+    async def _command(self, request: web.Request) -> Mapping[str, Any]:
+        """The body of a command that a learner sends: its epoch is checked first."""
+        body = await _body(request)
+        epoch = body.get("epoch")
+        if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
+            raise BadRequest(f"epoch: want an integer, got {epoch!r}")
+        self._updates.admit(epoch, request.path)
+        return body
+
+
+@web.middleware
+async def _translate(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Our errors as status codes; whatever else happens is a 500 that says what, and the engine lives on."""
+    try:
+        return await handler(request)
+    except BadRequest as error:
+        return web.json_response(_error(str(error), 400), status=400)
+    except UpdateRefused as error:
+        return web.json_response({"success": False, "message": str(error), **_error(str(error), 400)}, status=400)
+    except StaleEpoch as error:
+        return web.json_response({"success": False, "message": str(error), **_error(str(error), 409), "epoch": error.seen}, status=409)
+    except EngineUnavailable as error:
+        return web.json_response({**_error(error.reason, 503), "unavailable": type(error).__name__}, status=503)
+    except EngineError as error:
+        return web.json_response(_error(str(error), 500), status=500)
+    except (web.HTTPException, ConnectionError):
+        raise
+    except Exception as error:
+        log.exception("request failed path=%s", request.path)
+        return web.json_response(_error(repr(error), 500), status=500)
+
+
+async def _body(request: web.Request) -> Mapping[str, Any]:
+    raw = await request.read()
+    try:
+        body = json.loads(raw) if raw else {}
+    except ValueError as error:
+        raise BadRequest(f"body: want JSON: {error}") from error
+    if not isinstance(body, Mapping):
+        raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
+    return body
+
+
+def _need(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = body.get(name)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
+    return value
+
+
+def _version(body: Mapping[str, Any]) -> int | None:
+    """SGLang's versions are strings; ours are numbers in them."""
+    given = body.get("weight_version")
+    if given is None:
+        return None
+    try:
+        version = int(given)
+    except (TypeError, ValueError):
+        version = -1
+    if version < 0 or isinstance(given, bool | float):
+        raise BadRequest(f'weight_version: want a number >= 0 as a string, like "3", got {given!r}')
+    return version
+
+
+def _done(message: str, **more: Any) -> web.Response:
+    return web.json_response({"success": True, "message": message, **more})
+
+
+def _error(message: str, code: int) -> dict[str, Any]:
+    return {"error": {"message": message, "code": code}}

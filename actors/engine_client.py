@@ -1,0 +1,213 @@
+"""The Engine port over SGLang's HTTP API: for the built-in engine and for SGLang itself. Knows no bus.
+
+What only the built-in engine understands (``min_version``) is sent only when asked for.
+"""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.port import EngineInfo, Generation
+from bus.messages import Sampling, Span
+
+CONNECT_S = 5.0
+COMMAND_S = 30.0
+"""Bound on everything but generating."""
+MAX_LINE_BYTES = 1 << 26
+"""A streamed state has everything so far."""
+
+
+class HttpEngine:
+    """A client of one engine; connections are opened on first use, as many as there are requests."""
+
+    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S) -> None:
+        self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
+        self._opened: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+    ) -> Generation:
+        rid = id or secrets.token_hex(16)
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s)
+        return _generation(self.url, await self._call("POST", "/generate", body, timeout_s=timeout_s))
+
+    async def stream(
+        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+    ) -> AsyncIterator[Generation]:
+        rid = id or secrets.token_hex(16)
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s) | {"stream": True}
+        with _translated(self.url, timeout_s):
+            async with asyncio.timeout(timeout_s), self._session.post(self.url + "/generate", json=body) as response:
+                if response.status != 200:
+                    raise _refusal(self.url, response.status, await response.read())
+                async for line in _lines(response.content):
+                    if line == b"data: [DONE]":
+                        return
+                    if line.startswith(b"data: "):
+                        yield _generation(self.url, json.loads(line[6:]))
+        raise EngineFailed(self.url, "the stream ended without [DONE]")
+
+    async def abort(self, id: str | None = None) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True} if id is None else {"rid": id})
+
+    async def pause(self, mode: str = "in_place") -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def healthy(self) -> bool:
+        try:
+            await self._call("GET", "/health")
+        except (EngineUnavailable, EngineFailed, BadRequest):
+            return False
+        return True
+
+    async def info(self) -> EngineInfo:
+        model = await self._call("GET", "/model_info")
+        server = await self._call("GET", "/server_info")
+        return EngineInfo(
+            engine=self.url,
+            version=_version(self.url, model.get("weight_version")),
+            model_path=str(model.get("model_path", "")),
+            model_type=str(model.get("model_type", "")),
+            max_context=int(server.get("context_length") or server.get("max_total_tokens") or 0),
+            vocab_size=int(model.get("vocab_size") or 0),
+            details={**server, **model},
+        )
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+            self._opened = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._opened is None or self._opened.closed:
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),  # the total is each call's own
+                read_bufsize=1 << 20,
+            )
+        return self._opened
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        limit_s = timeout_s or self._command_timeout_s
+        with _translated(self.url, limit_s):
+            async with asyncio.timeout(limit_s), self._session.request(method, self.url + path, json=body) as response:
+                raw = await response.read()
+        if response.status != 200:
+            raise _refusal(self.url, response.status, raw)
+        try:
+            return json.loads(raw) if response.content_type == "application/json" else None
+        except ValueError as error:
+            raise EngineFailed(self.url, f"{path}: want JSON: {error}") from error
+
+
+@contextmanager
+def _translated(url: str, timeout_s: float) -> Iterator[None]:
+    """Foreign errors become ours, here and nowhere else."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise EngineUnavailable(url, f"no answer within {timeout_s:g} s") from error
+    except (aiohttp.ClientError, OSError) as error:
+        refused = isinstance(error, aiohttp.ClientConnectorError)
+        raise (EngineUnavailable if refused else EngineGone)(url, f"{type(error).__name__}: {error}") from error
+
+
+def _refusal(url: str, status: int, raw: bytes) -> Exception:
+    """The error that a status code stands for."""
+    try:
+        answer = json.loads(raw)
+        told = answer.get("error") or {}
+        reason = str(told.get("message") or answer.get("message") or answer)
+    except (ValueError, AttributeError):
+        answer, reason = {}, raw[:500].decode(errors="replace") or f"HTTP {status}"
+    if status == 409:
+        return StaleEpoch(f"{url}: {reason}", -1, int(answer.get("epoch", -1)))
+    if 400 <= status < 500 and status not in (408, 429):
+        return BadRequest(f"{url}: {reason}")
+    if status in (408, 429, 502, 503, 504):
+        return (VersionUnavailable if answer.get("unavailable") == "VersionUnavailable" else EngineUnavailable)(url, reason)
+    return EngineFailed(url, f"HTTP {status}: {reason}")
+
+
+def _request(
+    prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, rid: str, min_version: int, timeout_s: float
+) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    body: dict[str, Any] = {"rid": rid, "input_ids": np.asarray(prompt).tolist(), "sampling_params": params, "return_logprob": True}
+    if min_version > 0:
+        # A little earlier than our own bound, so that the engine's reason arrives.
+        body |= {"min_version": min_version, "min_version_timeout_s": 0.9 * timeout_s}
+    return body
+
+
+def _generation(url: str, answer: Any) -> Generation:
+    try:
+        if "error" in answer:
+            raise EngineFailed(url, str(answer["error"].get("message")))
+        meta = answer["meta_info"]
+        tokens = np.array(answer["output_ids"], np.int32)
+        log_probs = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
+        finish = meta["finish_reason"] or {}
+        spans = tuple(
+            Span(version=_version(url, span["version"]), num_tokens=span["end"] - span["start"])
+            for span in meta.get("weight_versions") or ()
+        )
+        generation = Generation(
+            id=meta["id"],
+            tokens=tokens,
+            log_probs=log_probs,
+            spans=spans,
+            finish=finish.get("type"),
+            matched=finish.get("matched"),
+            text=answer.get("text") or "",
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta.get("cached_tokens") or 0,
+            retractions=meta.get("num_retractions") or 0,
+            duration_s=meta.get("e2e_latency") or 0.0,
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise EngineFailed(url, f"its answer cannot be understood: {error!r}") from error
+    if len(tokens) != len(log_probs):
+        raise EngineFailed(url, f"{len(tokens)} tokens have {len(log_probs)} log-probs")
+    if finish and sum(span.num_tokens for span in spans) != len(tokens):
+        raise EngineFailed(url, f"{len(tokens)} tokens have spans {spans}")
+    return generation
+
+
+def _version(url: str, given: object) -> int:
+    try:
+        return int(str(given))
+    except ValueError:
+        raise EngineFailed(url, f"weight_version: want a number, got {given!r} (start it with --weight-version 0)") from None
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; aiohttp's own reader refuses those longer than its buffer."""
+    rest = b""
+    async for chunk in content.iter_any():
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            yield line
+        if len(rest) > MAX_LINE_BYTES:
+            raise aiohttp.ClientPayloadError(f"a line of more than {MAX_LINE_BYTES} bytes")

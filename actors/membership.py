@@ -1,0 +1,88 @@
+"""How an actor or engine process belongs to a run: its name, its connection, what the run's config says.
+
+Knows the bus; not what the process does.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import re
+import socket
+import time
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.errors import BusError, BusUnavailable, NotFound
+from bus.messages import LiveRow
+
+logger = logging.getLogger(__name__)
+
+BUS_WAIT_S = 300.0
+"""Longest wait for the bus, and for the config of the run, at the start."""
+STEP_S = 1.0
+"""How often such a wait looks whether it is to end."""
+CONFIG_KEY = "config"
+"""Row of the bucket ``run`` with the config of the run: ``{"actor": {...}, "bus": {...}, ...}``."""
+
+Config = TypeVar("Config")
+
+
+def default_id() -> str:
+    """Give a name that no other process alive has: host and process id."""
+    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
+    return f"{host}-{os.getpid()}"
+
+
+def first_row(role: str, id: str) -> LiveRow:
+    """Give the live row of a process that starts."""
+    return LiveRow(role=role, id=id, host=socket.gethostname(), pid=os.getpid(), phase="starting")
+
+
+async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event) -> Bus | None:
+    """Give a connection, closed with ``stack``; None when ``draining`` is set before there is one.
+
+    Raises BusUnavailable after ``BUS_WAIT_S``.
+    """
+    deadline = time.monotonic() + BUS_WAIT_S
+    while not draining.is_set():
+        try:
+            return await stack.enter_async_context(connect(url, run, config, name=name, wait_s=STEP_S))
+        except BusUnavailable as error:
+            if time.monotonic() > deadline:
+                raise
+            logger.info("waiting for the bus error=%s", error)
+    return None
+
+
+async def config_of_run(bus: Bus, draining: asyncio.Event) -> dict[str, Any] | None:
+    """Read the config of the run, once somebody has written it; None when ``draining`` is set before.
+
+    Raises NotFound after ``BUS_WAIT_S``.
+    """
+    deadline = time.monotonic() + BUS_WAIT_S
+    while not draining.is_set():
+        try:
+            row = await bus.rows("run").get(CONFIG_KEY)
+            if row is not None:
+                return row[0]
+        except BusError as error:
+            logger.info("waiting for the config of the run error=%s", error)
+        if time.monotonic() > deadline:
+            raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY})")
+        await asyncio.sleep(STEP_S / 4)
+    return None
+
+
+def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
+    """Make the dataclass ``kind`` from a section of the config. Raises ValueError naming an unknown key."""
+    values = dict(config.get(name, {}))
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise ValueError(f"{name}.{key}: unknown; there are {sorted(known)}")
+        if isinstance(values[key], list):
+            values[key] = tuple(values[key])
+    return kind(**values)

@@ -1,0 +1,7 @@
+"""``python -m launch``: the same as ``tidemill``."""
+
+import sys
+
+from launch.cli import main
+
+sys.exit(main())

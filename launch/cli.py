@@ -1,0 +1,88 @@
+"""The command line. Answers ``--help`` and errors in a fraction of a second: whatever is heavy is imported by the command that needs it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. 2 = wrong use or a wrong configuration."""
+    args = _parser().parse_args(arguments)
+    from launch import commands
+
+    try:
+        return int(getattr(commands, args.command)(args))
+    except ValueError as bad:  # configuration and input errors say where, what was wanted and what came
+        print(f"tidemill {args.command}: {bad}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="all of it on this machine, shown working")
+    _configured(up, positional=True)
+    how = up.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on where the run in its directory stopped")
+    how.add_argument("--fresh", action="store_true", help="throw away what is in the run's directory, and begin")
+
+    config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
+    _configured(config, positional=True)
+
+    prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
+    _configured(prepare, positional=True)
+
+    bus = commands.add_parser("bus", help="an embedded nats-server")
+    _configured(bus)
+
+    for name, help_ in (("engine", "an inference engine"), ("learner", "the learner: a feeder and its ranks")):
+        process = commands.add_parser(name, help=help_)
+        _configured(process)
+        _on_bus(process)
+        process.add_argument("--id", default="", help="its name on the bus")
+
+    actor = commands.add_parser("actor", help="a rollout worker; needs nothing but the bus")
+    _on_bus(actor)
+    actor.add_argument("--run", default="", help="name of the run; not needed with --config")
+    actor.add_argument("--id", default="", help="its name on the bus")
+    _configured(actor, required=False)
+
+    for name in ("feeder", "rank"):
+        inner = commands.add_parser(name)
+        _configured(inner)
+        _on_bus(inner)
+        inner.add_argument("--feeder-url", required=True)
+
+    for name, help_ in (("status", "who is there, what they wait for, where the samples are"), ("tail", "what the model says")):
+        viewer = commands.add_parser(name, help=help_)
+        viewer.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
+        viewer.add_argument("--bus", default="", help="NATS URL")
+        viewer.add_argument("--run", default="", help="name of the run")
+        viewer.add_argument("--json", action="store_true", help="one JSON object a line")
+        if name == "tail":
+            viewer.add_argument("--last", type=int, default=10, metavar="N", help="begin with about the N newest samples (default 10)")
+            viewer.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    return parser
+
+
+def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
+    if positional:
+        parser.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+    else:
+        parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+
+
+def _on_bus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bus", required=True, metavar="URL", help="NATS URL, nats://host:port")

@@ -1,0 +1,154 @@
+"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and what follows from them.
+
+Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no torch.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from actors.config import ActorConfig, EngineConfig
+from bus.config import BusConfig
+from launch.prepare_config import PrepareConfig
+from learner.config import DataConfig, LearnerConfig, StalenessConfig
+from weightstore.config import WeightsConfig
+
+SAMPLE_BYTES_PER_TOKEN = 9
+"""int32 token, float32 log-prob, uint8 mask."""
+SAMPLE_BYTES = 1024
+"""Text, names and headers of a short sample, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to train."""
+
+    path: str = ""
+    """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The distribution actors sample from; it travels with every sample."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 = the whole vocabulary."""
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.temperature <= 0:
+            raise ValueError(f"temperature: want > 0 (a greedy sample has no distribution to learn from), got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: want 0 < top_p <= 1, got {self.top_p!r}")
+        if self.max_new_tokens <= 0:
+            raise ValueError(f"max_new_tokens: want > 0, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """``tidemill up``: everything on this machine."""
+
+    engines: int = 1
+    actors: int = 1
+    restarts: int = 5
+    """A process that ends badly is started again so many times in ``restart_window_s``; then the run ends with its last lines."""
+    restart_window_s: float = 300.0
+    drain_s: float = 30.0
+    """Time for every process to finish what it holds."""
+    view: str = "auto"
+    """live | plain | auto (live on a terminal)."""
+    require_reward: float = -1e30
+    """The run fails when the mean reward of the last ten steps is below."""
+
+    def __post_init__(self) -> None:
+        if self.engines < 0 or self.actors < 0 or self.restarts < 0:
+            raise ValueError("engines, actors, restarts: want >= 0")
+        if self.view not in ("live", "plain", "auto"):
+            raise ValueError(f"view: want live, plain or auto, got {self.view!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All settings of a run."""
+
+    run: str = ""
+    """Name of the run, in every subject and key; derived from the file's name."""
+    seed: int = 0
+    """Of the order of prompts, of sampling and of the learner, where they have none of their own."""
+    directory: str = ""
+    """Where it keeps its files; derived: runs/<run>."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    prepare: PrepareConfig | None = None
+    """Make a small model and prompts first."""
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    bus: BusConfig = field(default_factory=BusConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    up: UpConfig = field(default_factory=UpConfig)
+
+    def __post_init__(self) -> None:
+        _refuse_contradictions(self)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.learner.groups_per_step * self.learner.group_size
+
+    @property
+    def root(self) -> Path:
+        return Path(self.directory)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def stream_bytes_needed(self) -> int:
+        """What SAMPLES must be able to hold (docs/design: kept checkpoints, lag and history), by the longest samples there can be."""
+        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * (self.sampling.max_new_tokens + self.data.max_prompt_tokens)
+        interval = self.learner.checkpoint_every or self.learner.steps
+        steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
+        history = min(self.bus.history_samples, self.learner.steps * self.samples_per_step)
+        return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
+
+    def digest(self) -> str:
+        """SHA-256 of the settings that decide what is trained."""
+        parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("data", "sampling", "staleness", "learner")}
+        return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True).encode()).hexdigest()
+
+
+def _refuse_contradictions(config: RunConfig) -> None:
+    """Raise ValueError for settings that are right one by one and wrong together."""
+    algorithm, lag = config.learner.algorithm, config.staleness.max_lag
+    if algorithm.correction == "none" and lag > 0 and not algorithm.train_without_correction:
+        raise ValueError(
+            f"learner.algorithm.correction: none with staleness.max_lag = {lag} trains on stale data as if it were fresh, which looks healthy "
+            "and then collapses; use tis or bypass, or say learner.algorithm.train_without_correction: true as well"
+        )
+    if config.sampling.top_p != 1 or config.sampling.top_k > 0:
+        raise ValueError(
+            f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes log-probs of the "
+            "whole distribution, so importance weights of a truncated one would be wrong"
+        )
+    if config.weights.push_every - 1 > lag:
+        raise ValueError(
+            f"weights.push_every: want <= staleness.max_lag + 1 = {lag + 1}, got {config.weights.push_every}: the steps between two versions would "
+            "wait for samples that are too old for them"
+        )
+    if config.learner.checkpoint_every % config.weights.push_every:
+        raise ValueError(
+            f"learner.checkpoint_every: want a multiple of weights.push_every = {config.weights.push_every}, got {config.learner.checkpoint_every}"
+        )
+    if config.run and config.bus.samples_max_bytes < config.stream_bytes_needed:
+        raise ValueError(
+            f"bus.samples_max_bytes: want >= {config.stream_bytes_needed} for what lies between the kept checkpoints, the lag and the history, "
+            f"got {config.bus.samples_max_bytes}; raise it, or lower learner.checkpoint_every or bus.history_samples"
+        )

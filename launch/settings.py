@@ -1,0 +1,274 @@
+"""Turns words into a typed tree of dataclasses: defaults, a YAML file, ``--set path.to.key=value``, the environment, derived values.
+
+Every value remembers where it came from; every error says where, what was wanted, what came and the nearest name.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.config import RunConfig
+
+ENVIRONMENT_PREFIX = "TIDEMILL_"
+_NONE = type(None)
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown, of the wrong type, or in contradiction to another one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value as it came, and from where."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The configuration of a run, and where each value that is not a default came from."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+
+
+def load(file: Path | None, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Loaded:
+    """Make the run's configuration: defaults < ``file`` < ``overrides`` < ``environment`` < derived. Raises SettingsError."""
+    settings: dict[str, Setting] = {}
+    if file is not None:
+        _take(settings, read_yaml(file))
+    _take(settings, [_override(text) for text in overrides])
+    _take(settings, _from_environment(environment or {}))
+    _derive(settings, file)
+    config = _build(RunConfig, settings, "")
+    return Loaded(config, {path: setting.origin for path, setting in settings.items()})
+
+
+def from_map(values: Mapping[str, Any], origin: str) -> RunConfig:
+    """Make a configuration from a nested map, such as the row that a run keeps on the bus. Raises SettingsError."""
+    settings: dict[str, Setting] = {}
+    _take(settings, _flatten(RunConfig, values, "", lambda _: origin))
+    return typing.cast(RunConfig, _build(RunConfig, settings, ""))
+
+
+def to_map(config: Any) -> dict[str, Any]:
+    """Give the configuration as plain maps, lists and values."""
+    return {
+        f.name: to_map(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+        for f in dataclasses.fields(config)
+        for value in [getattr(config, f.name)]
+    }
+
+
+# ---- sources
+
+
+def read_yaml(file: Path) -> list[tuple[str, Setting]]:
+    """Give every leaf of a YAML file with its line."""
+    try:
+        node = yaml.compose(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"{file}: cannot be read: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{file}: not YAML: {error}") from None
+    if node is None:
+        return []
+    lines: dict[str, int] = {}
+    _note_lines(node, "", lines)
+    return list(_flatten(RunConfig, yaml.safe_load(file.read_text()), "", lambda path: f"{file}:{lines.get(path, 1)}"))
+
+
+def _note_lines(node: Any, path: str, lines: dict[str, int]) -> None:
+    lines.setdefault(path, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            child = f"{path}.{key.value}" if path else str(key.value)
+            lines[child] = key.start_mark.line + 1
+            _note_lines(value, child, lines)
+
+
+def _override(text: str) -> tuple[str, Setting]:
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise SettingsError(f"--set {text}: want path.to.key=value")
+    return path.strip(), Setting(_yaml_value(value, f"--set {path}"), "--set")
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
+    for name, value in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+            path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            yield path, Setting(_yaml_value(value, name), f"environment {name}")
+
+
+def _yaml_value(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise SettingsError(f"{where}: not a YAML value: {text!r} ({error})") from None
+
+
+def _derive(settings: dict[str, Setting], file: Path | None) -> None:
+    """What follows from the rest, where it is not said."""
+
+    def given(path: str) -> Any:
+        return settings[path].value if path in settings else None
+
+    def follow(path: str, value: Any, why: str) -> None:
+        if given(path) in (None, ""):
+            settings[path] = Setting(value, f"derived: {why}")
+
+    follow("run", file.stem if file is not None else "run", "name of the file")
+    follow("directory", f"runs/{given('run')}", "runs/<run>")
+    if any(path == "prepare" or path.startswith("prepare.") for path in settings) and given("prepare") is None:
+        follow("model.path", f"{given('directory')}/prepared/model", "made by prepare")
+        follow("data.path", f"{given('directory')}/prepared/prompts.jsonl", "made by prepare")
+    for path in ("data.seed", "learner.seed", "prepare.seed"):
+        if given("seed") is not None and (not path.startswith("prepare") or any(p.startswith("prepare.") for p in settings)):
+            follow(path, given("seed"), "seed")
+
+
+# ---- the tree
+
+
+def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Setting]]) -> None:
+    for path, setting in found:
+        _check_path(path, setting.origin)
+        for below in [known for known in settings if known.startswith(f"{path}.")]:
+            del settings[below]
+        settings[path] = setting
+
+
+def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], str]) -> Iterator[tuple[str, Setting]]:
+    """Leaves of a nested map, as deep as the dataclasses go."""
+    section = _section(kind)
+    if section is None or values is None:
+        yield path, Setting(values, origin(path))
+        return
+    if not isinstance(values, Mapping):
+        raise SettingsError(f"{origin(path)}: {path or 'the file'}: want a map of settings, got {values!r}")
+    kinds = typing.get_type_hints(section)
+    for key, value in values.items():
+        child = f"{path}.{key}" if path else str(key)
+        if key not in kinds:
+            raise SettingsError(f"{origin(child)}: {_unknown(section, path, str(key))}")
+        yield from _flatten(kinds[key], value, child, origin)
+
+
+def _check_path(path: str, origin: str) -> None:
+    """Raise unless ``path`` names a setting."""
+    kind: Any = RunConfig
+    walked: list[str] = []
+    for key in path.split("."):
+        section = _section(kind)
+        if section is None:
+            if _bare(kind) is dict:
+                return
+            raise SettingsError(f"{origin}: {path}: {'.'.join(walked)} is a single value, it has no {key!r}")
+        kinds = typing.get_type_hints(section)
+        if key not in kinds:
+            raise SettingsError(f"{origin}: {_unknown(section, '.'.join(walked), key)}")
+        kind = kinds[key]
+        walked.append(key)
+
+
+def _unknown(section: type, path: str, key: str) -> str:
+    names = [f.name for f in dataclasses.fields(section)]
+    prefix = f"{path}." if path else ""
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"{prefix}{key}: no such setting" + (f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(names)}")
+
+
+def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
+    values: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(section).items():
+        path = f"{prefix}{name}"
+        below = any(known.startswith(f"{path}.") for known in settings)
+        inner = _section(kind)
+        if inner is not None:
+            if below:
+                values[name] = _build(inner, settings, f"{path}.")
+            elif path in settings and settings[path].value is None:
+                values[name] = None if _NONE in typing.get_args(kind) else inner()
+            continue
+        if below:
+            values[name] = {known.removeprefix(f"{path}."): s.value for known, s in settings.items() if known.startswith(f"{path}.")}
+        if path in settings:
+            values[name] = _coerce(kind, settings[path], path)
+    try:
+        return section(**values)
+    except ValueError as bad:
+        where = sorted({s.origin for p, s in settings.items() if p.startswith(prefix) and str(bad).startswith(p.removeprefix(prefix) + ":")})
+        raise SettingsError(f"{where[0] + ': ' if where else ''}{prefix}{bad}") from None
+
+
+def _coerce(kind: Any, setting: Setting, path: str) -> Any:
+    value, bare = setting.value, _bare(kind)
+    if value is None and _NONE in typing.get_args(kind):
+        return None
+    if bare is float and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-3 as a word
+        except ValueError:
+            pass
+    if bare is tuple and isinstance(value, list):
+        item = typing.get_args(kind)[0]
+        return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))
+    if bare is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if bare is Any or (isinstance(value, bare) and not (isinstance(value, bool) and bare is not bool)):
+        return value
+    raise SettingsError(f"{setting.origin}: {path}: want {getattr(bare, '__name__', bare)}, got {value!r}")
+
+
+def _section(kind: Any) -> type | None:
+    """The dataclass a field holds, None for a field with a value."""
+    for one in (kind, *typing.get_args(kind)):
+        if dataclasses.is_dataclass(one) and isinstance(one, type):
+            return one
+    return None
+
+
+def _bare(kind: Any) -> Any:
+    if isinstance(kind, types.UnionType):
+        kind = next(one for one in typing.get_args(kind) if one is not _NONE)
+    return typing.get_origin(kind) or kind
+
+
+# ---- print
+
+
+def render(loaded: Loaded) -> str:
+    """The whole configuration as YAML, each line with its origin, the derived numbers behind it."""
+    lines = list(_lines(loaded.config, "", 0, loaded.origins))
+    config = loaded.config
+    lines += [
+        "",
+        f"# samples per step = groups_per_step x group_size = {config.learner.groups_per_step} x {config.learner.group_size} = "
+        f"{config.samples_per_step}",
+        f"# tasks handed out at most = (max_lag + 1) x groups_per_step = {(config.staleness.max_lag + 1) * config.learner.groups_per_step}",
+        f"# samples of the run = {config.samples_per_step * config.learner.steps}",
+        f"# stream SAMPLES must hold {config.stream_bytes_needed} bytes, may hold {config.bus.samples_max_bytes}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * depth
+    for f in dataclasses.fields(section):
+        value, path = getattr(section, f.name), f"{prefix}{f.name}"
+        if dataclasses.is_dataclass(value):
+            yield f"{indent}{f.name}:"
+            yield from _lines(value, f"{path}.", depth + 1, origins)
+            continue
+        text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10_000)
+        text = text.removesuffix("\n").removesuffix("\n...").strip()
+        yield f"{indent + f.name + ': ' + text:<48} # {origins.get(path, 'default')}"

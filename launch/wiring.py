@@ -1,0 +1,17 @@
+"""Name -> adapter: the only place that names backends. Each is imported when it is asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.config import EngineConfig
+
+
+def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
+    """What makes the engine a configuration names. Raises ValueError for a name there is none for."""
+    match config.kind:
+        case "builtin":
+            from actors.builtin.engine import BuiltinEngine
+
+            return BuiltinEngine
+    raise ValueError(f"engine.kind: want builtin, got {config.kind!r}")

@@ -1,0 +1,174 @@
+"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
+
+``<root>/step-<k>-epoch-<e>/`` holds what the ranks wrote, ``state.msgpack`` (the DataSource as of plan k) and ``manifest.json``
+(size and SHA-256 of every file). A directory without the ``.tmp`` suffix is whole. Which one is *latest* a row on the bus says.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from learner.errors import CheckpointCorrupt
+
+log = logging.getLogger(__name__)
+
+MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 1
+_NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Checkpoint:
+    """A directory on disk, by name only; ``verify`` says whether it can be used."""
+
+    step: int
+    epoch: int
+    path: Path
+
+
+def staging(root: Path, *, step: int, epoch: int) -> Path:
+    """An empty directory for the ranks to write the checkpoint into (one caller; ``commit`` it when all have written)."""
+    path = root / f"step-{step}-epoch-{epoch}.tmp"
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
+
+
+def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> Path:
+    """Add state and manifest, make every byte durable, give the directory its name; its path.
+
+    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken.
+    """
+    path = tmp.with_suffix("")
+    if path.exists():
+        raise FileExistsError(f"{path}: want a new checkpoint name, got an existing directory")
+    (tmp / STATE).write_bytes(state)
+    names = sorted(_files(tmp))
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        digests = list(pool.map(lambda name: _digest(tmp / name, sync=True), names))
+    files = {name: {"size": (tmp / name).stat().st_size, "sha256": digest} for name, digest in zip(names, digests, strict=True)}
+    (tmp / MANIFEST).write_text(json.dumps({"schema": SCHEMA, "extra": extra or {}, "files": files}, indent=1))
+    _sync(tmp / MANIFEST)
+    for directory in sorted({tmp, *((tmp / name).parent for name in names)}, reverse=True):
+        _sync(directory)
+    tmp.rename(path)
+    _sync(path.parent)
+    return path
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Read every byte and compare with the manifest; its ``extra``. Raises CheckpointCorrupt naming the first file that differs."""
+    manifest = _manifest(path)
+    files: dict[str, dict[str, Any]] = manifest["files"]
+    if more := sorted(set(_files(path)) - set(files) - {MANIFEST}):
+        raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        for error in pool.map(lambda item: _difference(path, *item), sorted(files.items())):
+            if error is not None:
+                raise error
+    extra: dict[str, Any] = manifest["extra"]
+    return extra
+
+
+def read_state(path: Path) -> bytes:
+    """The DataSource's snapshot in a checkpoint."""
+    return (path / STATE).read_bytes()
+
+
+def listed(root: Path) -> list[Checkpoint]:
+    """Whole checkpoints under ``root``, newest (step, then epoch) first; not verified."""
+    found = [(match, path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
+    return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
+
+
+def latest_valid(candidates: Iterable[Path]) -> Path | None:
+    """The first that verifies; what is wrong with those before it is said aloud."""
+    for path in candidates:
+        try:
+            verify(path)
+        except CheckpointCorrupt as error:
+            log.error("checkpoint is CORRUPT, trying the one before it: %s", error)
+        else:
+            return path
+    return None
+
+
+def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
+    """Remove all but ``latest`` and the ``keep - 1`` newest before it; those kept, newest first.
+
+    What earlier epochs left behind with a later step than ``latest``, or unfinished (``.tmp``), was never committed to the run: it
+    is removed too. What this epoch has written since ``latest`` is left alone.
+    """
+    before = [one for one in listed(root) if (one.step, one.epoch) < (latest.step, latest.epoch)]
+    kept = [latest, *before[: keep - 1]]
+    for one in listed(root):
+        newer = one.step > latest.step and one.epoch >= latest.epoch
+        if not newer and one.path not in {other.path for other in kept}:
+            shutil.rmtree(one.path)
+            log.info("checkpoint removed path=%s", one.path)
+    for path in root.glob("step-*.tmp"):
+        match = _NAME.fullmatch(path.stem)
+        if match and int(match[2]) < latest.epoch:
+            shutil.rmtree(path)
+    return kept
+
+
+def named(path: Path) -> Checkpoint:
+    """Step and epoch by its name. Raises ValueError for a directory that is no checkpoint."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise ValueError(f"{path}: want a name like step-20-epoch-1")
+    return Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path)
+
+
+def _files(path: Path) -> list[str]:
+    return [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointCorrupt(str(path), MANIFEST, "a manifest", "no such file") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointCorrupt(str(path), MANIFEST, "a JSON map", str(error)) from error
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA or not {"files", "extra"} <= manifest.keys():
+        raise CheckpointCorrupt(str(path), MANIFEST, f"files and extra under schema {SCHEMA}", str(manifest)[:80])
+    return manifest
+
+
+def _difference(path: Path, name: str, wanted: dict[str, Any]) -> CheckpointCorrupt | None:
+    file = path / name
+    if not file.is_file():
+        return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", "no such file")
+    if (size := file.stat().st_size) != wanted["size"]:
+        return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", f"{size} bytes")
+    if (digest := _digest(file)) != wanted["sha256"]:
+        return CheckpointCorrupt(str(path), name, f"sha256 {wanted['sha256']}", digest)
+    return None
+
+
+def _digest(file: Path, *, sync: bool = False) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as opened:
+        while block := opened.read(_BLOCK):
+            digest.update(block)
+        if sync:
+            os.fsync(opened.fileno())
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,197 @@
+"""The feeder's end of the feed: answers hellos, hands out batches, passes on what rank 0 reports. Knows ZMQ; no bus, no DataSource.
+
+Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``; a rank waits until its batch is
+offered, and is told every second what for.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from bus.link import Waiter
+from learner.errors import FeedError, RankFailed
+from learner.feed_messages import Start, pack, unpack
+
+log = logging.getLogger(__name__)
+
+Frames = Sequence[Any]
+_HELLO = 0
+"""``waits`` of a rank that waits for its start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A report of rank 0."""
+
+    kind: str
+    """done | published | checkpointed."""
+    values: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    rank: int
+    dp_rank: int
+    asked: int = 0
+    """Last step it asked for."""
+    waits: int | None = None
+    """The step it waits for now; None = it is working."""
+    since_s: float = field(default_factory=time.monotonic)
+    gone: bool = False
+    """It has been told of the end, or has said goodbye."""
+
+
+class FeedServer:
+    """Binds at ``listen`` (``tcp://host:*`` = any free port, see ``url``)."""
+
+    def __init__(self, listen: str, *, world_size: int, data_parallel: int) -> None:
+        self._world_size, self._data_parallel = world_size, data_parallel
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1_000)
+        self._socket.bind(listen)
+        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self.waiter = Waiter()
+        """Woken when ``asked`` has grown."""
+        self.asked = 0
+        """Highest step a rank has asked for."""
+        self.all_ended = asyncio.Event()
+        """Every rank of the world has been here and is gone."""
+        self.deserted = asyncio.Event()
+        """No rank is here: none has come yet, or those that came have said goodbye."""
+        self.deserted.set()
+        self._ranks: dict[bytes, _Rank] = {}
+        self._ready: dict[int, Sequence[Frames]] = {}
+        self._start: Start | None = None
+        self._end_after: int | None = None
+
+    async def close(self) -> None:
+        """Send what is queued (for at most a second) and let go of the port."""
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)
+
+    async def run(self) -> None:
+        """Answer the ranks, for ever. Raises FeedError when one breaks the rules, RankFailed when one gives up."""
+        while True:
+            identity, *frames = await self._socket.recv_multipart()
+            try:
+                header = unpack(frames[0] if frames else b"", where=f"feed at {self.url}")
+            except FeedError as error:
+                log.warning("message from a stranger ignored: %s", error)
+                continue
+            try:
+                await self._heard(identity, header)
+            except FeedError as error:
+                await self._say(identity, pack("error", reason=str(error)))
+                raise
+
+    async def start(self, start: Start) -> None:
+        """Let the ranks begin."""
+        self._start, self.asked = start, max(self.asked, start.step)
+        await self._serve()
+
+    async def offer(self, step: int, batches: Sequence[Frames]) -> None:
+        """The frames of a step, by data-parallel rank."""
+        self._ready[step] = batches
+        await self._serve()
+
+    async def end_after(self, step: int) -> None:
+        """Whoever asks for a later step is told that the run is over."""
+        self._end_after = step
+        await self._serve()
+
+    async def beat(self, waits_for: str) -> None:
+        """Tell waiting ranks that this process is alive, and what they wait for."""
+        for identity, rank in self._ranks.items():
+            if rank.waits is not None:
+                await self._say(identity, pack("wait", waits_for=waits_for))
+
+    async def fail(self, reason: str) -> None:
+        """Tell all ranks that it is over, and why."""
+        for identity in self._ranks:
+            await self._say(identity, pack("error", reason=reason))
+
+    def starved_s(self, now: float) -> float:
+        """How long a rank has been waiting for a batch; 0 = none is."""
+        waiting = [rank.since_s for rank in self._ranks.values() if rank.waits not in (None, _HELLO)]
+        return now - min(waiting) if waiting else 0.0
+
+    async def _heard(self, identity: bytes, header: Mapping[str, Any]) -> None:
+        kind = header["type"]
+        if kind == "hello":
+            self._hello(identity, header)
+        elif identity not in self._ranks:
+            raise FeedError(f"feed at {self.url}", "hello first", kind)
+        elif kind == "bye":
+            self._ranks[identity].waits, self._ranks[identity].gone = None, True
+        elif kind == "next":
+            self._asked(self._ranks[identity], header)
+        elif kind == "failed":
+            raise RankFailed(self._ranks[identity].rank, str(header["reason"]))
+        elif kind in ("done", "published", "checkpointed"):
+            self._reported(self._ranks[identity], kind, header)
+        else:
+            raise FeedError(f"feed at {self.url}", "hello, next, done, published, checkpointed, failed or bye", kind)
+        await self._serve()
+
+    def _hello(self, identity: bytes, header: Mapping[str, Any]) -> None:
+        rank = _Rank(rank=header["rank"], dp_rank=header["dp_rank"], waits=_HELLO)
+        if header["dp_size"] != self._data_parallel or not 0 <= rank.dp_rank < self._data_parallel:
+            got = (rank.dp_rank, header["dp_size"])
+            raise FeedError(f"hello of rank {rank.rank}", f"dp_rank of dp_size {self._data_parallel}", got)
+        if any(other.rank == rank.rank for other in self._ranks.values()):
+            raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
+        self._ranks[identity] = rank
+
+    def _asked(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+        step = header["step"]
+        if self._start is None or step != max(rank.asked, self._start.step) + 1:
+            raise FeedError(f"next of rank {rank.rank}", f"the step after {rank.asked}, after the start", step)
+        rank.asked = rank.waits = step
+        rank.since_s = time.monotonic()
+        if step > self.asked:
+            self.asked = step
+            self.waiter.wake()
+
+    def _reported(self, rank: _Rank, kind: str, header: Mapping[str, Any]) -> None:
+        if rank.rank != 0:
+            raise FeedError(f"{kind} of rank {rank.rank}", "it from rank 0", header)
+        self.outcomes.put_nowait(Outcome(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
+
+    async def _serve(self) -> None:
+        """Give every waiting rank what is there for it."""
+        for identity, rank in list(self._ranks.items()):
+            if rank.waits == _HELLO and self._start is not None:
+                rank.waits, rank.asked = None, self._start.step
+                await self._say(identity, pack("start", **asdict(self._start)))
+            elif rank.waits is not None and rank.waits in self._ready:
+                frames = self._ready[rank.waits][rank.dp_rank]
+                rank.waits = None
+                await self._say(identity, *frames)
+            elif rank.waits is not None and self._end_after is not None and rank.waits > self._end_after:
+                rank.waits, rank.gone = None, True
+                await self._say(identity, pack("end"))
+        self._forget()
+        if not all(rank.gone for rank in self._ranks.values()):
+            self.deserted.clear()
+            return
+        self.deserted.set()
+        if len(self._ranks) == self._world_size:
+            self.all_ended.set()
+
+    def _forget(self) -> None:
+        """Let go of batches that every rank has."""
+        if len(self._ranks) == self._world_size:
+            served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
+            self._ready = {step: batches for step, batches in self._ready.items() if step > served}
+
+    async def _say(self, identity: bytes, *frames: Any) -> None:
+        await self._socket.send_multipart([identity, *frames], copy=False)

@@ -1,0 +1,97 @@
+"""What a checkpoint holds of a rank's training state, written and read with Megatron's distributed checkpoints (``torch_dist``).
+
+Model, optimizer, random generators and, where there is one, the proximal weights. The caller gives a directory that nobody else uses
+and makes it durable afterwards; position and data state are its business too. Saving and loading are collective over all ranks.
+"""
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
+
+from learner.errors import CheckpointCorrupt
+from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.model import Policy, WeightBackup
+from learner.megatron.optimizer import PolicyOptimizer
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+def save(directory: Path, *, step: int, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None) -> None:
+    """Write this rank's part of the state after ``step`` into ``directory`` (existing and empty). Synchronous: no helper process."""
+    with megatron_device():
+        content = _sharded(policy, optimizer, proximal, is_loading=False)
+        content["rng"] = _rng_object(_rng_state())
+        content["facts"] = _facts(step, proximal)
+        dist_checkpointing.save(content, str(directory))
+
+
+def load(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None) -> int:
+    """Put the state of ``directory`` in place and return its step; another number of ranks than it was saved with is fine.
+
+    Raises CheckpointCorrupt when the directory is of another format or lacks the proximal weights that are needed.
+    """
+    facts = load_common_state_dict(str(directory))["facts"]
+    if facts["format"] != FORMAT:
+        raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
+    if proximal is not None and not facts["proximal"]:
+        raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
+    with megatron_device():
+        content = _sharded(policy, optimizer, proximal, is_loading=True)
+        same_world = facts["world"] == dist.get_world_size()
+        if same_world:
+            content["rng"] = _rng_object(None)
+        with plain_torch():
+            loaded = dist_checkpointing.load(content, str(directory))
+        policy.module.load_state_dict(loaded["model"])
+        pass
+    if proximal is not None:
+        proximal.restore(loaded["proximal"])
+    if same_world:
+        _restore_rng(loaded["rng"])
+    else:
+        log.warning("random generators start anew: saved by %d ranks, loaded by %d", facts["world"], dist.get_world_size())
+    return int(facts["step"])
+
+
+def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:
+    model = policy.module.sharded_state_dict()
+    content = {"model": model, "optimizer": optimizer.inner.sharded_state_dict(model, is_loading=is_loading)}
+    if proximal is not None:
+        copies = {name: part for name, part in policy.module.sharded_state_dict().items() if name in proximal.tensors}
+        for name, part in copies.items():
+            part.data = proximal.tensors[name]
+        add_prefix_for_sharding(copies, "proximal.")
+        content["proximal"] = copies
+    return content
+
+
+def _facts(step: int, proximal: WeightBackup | None) -> dict[str, Any]:
+    return {"format": FORMAT, "step": step, "world": dist.get_world_size(), "proximal": proximal is not None}
+
+
+def _rng_object(state: Any) -> ShardedObject:
+    return ShardedObject("rng", state, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _rng_state() -> dict[str, Any]:
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    return {"torch": torch.get_rng_state(), "cuda": cuda, "numpy": np.random.get_state(), "python": random.getstate()}
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    np.random.set_state(state["numpy"])
+    random.setstate(state["python"])

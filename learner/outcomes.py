@@ -1,0 +1,158 @@
+"""What rank 0 reports: steps done, versions published, checkpoints written. Makes it lasting, then trims what is no longer needed."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bus.connection import Bus
+from bus.epoch import current_epoch
+from bus.errors import BusUnavailable, Fenced, RowConflict
+from bus.messages import Done, Plan
+from learner import checkpoints
+from learner.batch import StepBatch
+from learner.checkpoints import Checkpoint
+from learner.datasource import read_state
+from learner.errors import FeedError
+from learner.feed_server import FeedServer
+from learner.patience import patiently
+from learner.restart import CHECKPOINT_KEY
+
+log = logging.getLogger(__name__)
+
+GIVE_UP_HISTORY_FULL = 0.85
+"""Share of the stream SAMPLES in use at which the history window is trimmed too."""
+
+
+class Outcomes:
+    """Consumes ``server.outcomes``; produces Done records, the checkpoint row and room in the streams; ``finished`` after the last."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        server: FeedServer,
+        *,
+        epoch: int,
+        step: int,
+        steps: int,
+        root: Path,
+        keep_checkpoints: int,
+        earlier: Mapping[int, Done],
+        on_published: Callable[[int, int], None],
+    ) -> None:
+        """``step``: that of the checkpoint loaded; ``earlier``: outcomes recorded for the steps behind it."""
+        self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
+        self._keep, self._earlier, self._on_published = keep_checkpoints, earlier, on_published
+        self._done = step
+        self._plans: dict[int, tuple[str, dict[str, float]]] = {}
+        self.checkpoint_step = step
+        """Step of the latest checkpoint."""
+        self.fullness = 0.0
+        """Share of the stream SAMPLES in use, after the last step."""
+        self.finished = asyncio.Event()
+        if step >= steps:
+            self.finished.set()
+
+    def planned(self, plan: Plan, facts: dict[str, float]) -> None:
+        """A batch is about to be offered."""
+        self._plans[plan.step] = (plan.chain, facts)
+
+    async def run(self) -> None:
+        """For ever. Raises Fenced, FeedError for a report that does not fit."""
+        while True:
+            outcome = await self._server.outcomes.get()
+            if outcome.kind == "done":
+                await self._step_done(**outcome.values)
+            elif outcome.kind == "published":
+                self._on_published(outcome.values["version"], outcome.values["step"])
+            else:
+                await self._checkpointed(outcome.values["step"], Path(outcome.values["directory"]))
+            self._server.outcomes.task_done()
+
+    async def _step_done(self, step: int, metrics: dict[str, float], weights_digest: str | None) -> None:
+        if step != self._done + 1 or step not in self._plans:
+            raise FeedError("done", f"step {self._done + 1}", step)
+        self._done = step
+        before = self._earlier.get(step)
+        if before is not None and weights_digest and before.weights_digest not in (None, weights_digest):
+            log.error("step %d executed again gave OTHER weights: digest %s before, %s now", step, before.weights_digest, weights_digest)
+        done = Done(epoch=self._epoch, step=step, metrics=metrics | self._plans[step][1], weights_digest=weights_digest)
+        await self._bus.plans.append(done)
+        await self._announce(done)
+        self._plans = {other: kept for other, kept in self._plans.items() if other >= self.checkpoint_step}
+
+    async def _announce(self, done: Done) -> None:
+        """Live numbers; lossy on purpose."""
+        metric = {"step": done.step, "epoch": done.epoch, "metrics": done.metrics}
+        try:
+            await self._bus.jet.link.send(f"tm.{self._bus.run}.metric.learner", json.dumps(metric).encode())
+            self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
+        except BusUnavailable as error:
+            log.info("metrics unsent error=%s", error)
+
+    async def _checkpointed(self, step: int, path: Path) -> None:
+        one = checkpoints.named(path)
+        if (one.step, one.epoch) != (step, self._epoch) or path.parent != self._root or step > self._done or step not in self._plans:
+            raise FeedError("checkpointed", f"{self._root}/step-{self._done}-epoch-{self._epoch} of a step that is done", (step, str(path)))
+        state = read_state(await asyncio.to_thread(checkpoints.read_state, path))
+        chain = self._plans[step][0]
+        if (state["step"], state["chain"]) != (step, chain):
+            raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
+        await patiently(self._bus, lambda: self._commit({"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain}))
+        log.info("checkpoint committed step=%d path=%s", step, path)
+        self.checkpoint_step = step
+        try:
+            await self._trim(one, state)
+        except BusUnavailable as error:
+            log.warning("streams not trimmed, the next checkpoint will error=%s", error)
+        if step == self._steps:
+            self.finished.set()
+
+    async def _commit(self, row: dict[str, Any]) -> None:
+        rows = self._bus.rows("run")
+        while True:
+            if (newest := await current_epoch(self._bus)) > self._epoch:
+                raise Fenced(f"run.{CHECKPOINT_KEY}", self._epoch, newest)
+            standing = await rows.get(CHECKPOINT_KEY)
+            try:
+                await rows.update(CHECKPOINT_KEY, row, 0 if standing is None else standing[1])
+                return
+            except RowConflict:
+                continue
+
+    async def _trim(self, latest: Checkpoint, state: dict[str, Any]) -> None:
+        """Forget what lies behind the oldest kept checkpoint, less the window of history."""
+        kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)
+        oldest = read_state(await asyncio.to_thread(checkpoints.read_state, kept[-1].path))
+        history = self._bus.config.history_samples
+        if self.fullness >= GIVE_UP_HISTORY_FULL:
+            log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)
+            history = 0
+        await self._bus.tasks.raise_floor(state["tasks"]["floor"])
+        if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
+            await self._bus.samples.trim(below)
+        if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:
+            await self._bus.tasks.trim(below)
+
+
+def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
+    """Numbers of a step's data, for its Done record."""
+    lags = np.concatenate([part.lag_T[part.loss_mask_T] for batch in batches for part in batch.micro_batches])
+    first = batches[0]
+    packed = sum(len(part.tokens_T) for batch in batches for part in batch.micro_batches)
+    return {
+        "data/groups": float(len(plan.tasks)),
+        "data/samples": float(len(plan.seqs)),
+        "data/tokens": float(first.num_tokens),
+        "data/packed_tokens": float(packed),
+        "data/micro_batches": float(plan.num_micro_batches),
+        "data/reward_mean": float(first.rewards_N.mean()),
+        "data/response_length_mean": float(first.response_lengths_N.mean()),
+        "data/truncated_share": float(first.truncated_N.mean()),
+        "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,
+        "data/lag_max": float(lags.max(initial=0)),
+    }

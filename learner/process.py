@@ -1,0 +1,190 @@
+"""The learner as one process: the parent of the feeder and of the ranks.
+
+It starts them, passes their output on, and ends them all when one of them ends badly: a rank without its peers, or without its feeder,
+can do nothing but wait. It knows no bus and no model, and loads no torch.
+
+    parent -- feeder            one
+           -- rank 0 .. R-1     data_parallel x tensor_parallel, R = their product
+
+Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the step
+they are in), and the feeder when no rank is left to serve.
+"""
+
+import asyncio
+import collections
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from learner.errors import LearnerError
+
+log = logging.getLogger(__name__)
+
+LAST_LINES = 20
+"""Lines of a child's output that its failure repeats."""
+STOP_S = 10.0
+"""Between SIGTERM and SIGKILL for the children of a learner that has failed."""
+_PR_SET_PDEATHSIG = 1
+
+
+class ChildFailed(LearnerError):
+    """The feeder or a rank has ended with an error (or was killed: a negative code)."""
+
+    def __init__(self, name: str, code: int, last_lines: tuple[str, ...]) -> None:
+        super().__init__(name, code, last_lines)
+        self.name, self.code, self.last_lines = name, code, last_lines
+
+    def __str__(self) -> str:
+        return f"{self.name}: want exit code 0, got {self.code}; its last words:\n" + "\n".join(f"  {line}" for line in self.last_lines)
+
+
+@dataclass(slots=True, eq=False)
+class _Child:
+    name: str
+    process: asyncio.subprocess.Process
+    lines: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=LAST_LINES))
+
+    def signal(self, number: signal.Signals) -> None:
+        """To the child and everything it has started; nothing happens when it has ended."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, number)
+
+    async def ended(self) -> int:
+        """Pass its output on until it ends; its exit code. 75 (drained, not in time) counts as an orderly end."""
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            text = line.decode(errors="replace").rstrip("\n")
+            self.lines.append(text)
+            sys.stderr.write(f"{self.name}: {text}\n")
+        return await self.process.wait()
+
+
+async def run_learner(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    draining: asyncio.Event,
+    threads: int = 1,
+    host: str = "127.0.0.1",
+    drain_s: float = 600.0,
+) -> None:
+    """Run feeder and ranks until all have ended well, or until ``draining`` is set and they have drained.
+
+    ``arguments`` go to ``python -m launch feeder`` and ``python -m launch rank`` as they are, with ``--feeder-url`` behind them. Raises
+    ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are ended first.
+    """
+    feeder_url = f"tcp://{host}:{_free_port(host)}"
+    command = [sys.executable, "-m", "launch"]
+    master_port = _free_port(host)
+    children: list[_Child] = []
+    try:
+        children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}))
+        for rank in range(num_ranks):
+            environment = _rank_environment(rank, num_ranks, host, master_port, threads)
+            children.append(await _start(f"rank {rank}", [*command, "rank", *arguments, "--feeder-url", feeder_url], environment))
+        await _watch(children[0], children[1:], draining, drain_s)
+    finally:
+        await _end(children)
+
+
+async def _start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> _Child:
+    """Start a child in a process group of its own that the kernel ends with this process."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        limit=1 << 20,
+        start_new_session=True,
+        preexec_fn=_die_with_parent(os.getpid()),
+    )
+    log.info("started child=%s pid=%d", name, process.pid)
+    return _Child(name, process)
+
+
+def _die_with_parent(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None)  # loaded before the fork
+
+    def ask() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before prctl
+            os._exit(1)
+
+    return ask
+
+
+async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Event, drain_s: float) -> None:
+    """Until all have ended well. Raises ChildFailed for the first that has not."""
+    ends = {asyncio.create_task(child.ended()): child for child in (feeder, *ranks)}
+    drain = asyncio.create_task(draining.wait())
+    left: set[asyncio.Task[int]] = set(ends)
+    deadline: float | None = None
+    loop = asyncio.get_running_loop()
+    try:
+        while left:
+            waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*left, *(() if deadline else (drain,))}
+            timeout = None if deadline is None else max(0.0, deadline - loop.time())
+            done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                late = ends[next(iter(left))]
+                raise ChildFailed(late.name, 75, (f"not drained after {drain_s:.0f} s", *late.lines))
+            if drain in done and deadline is None:
+                deadline = loop.time() + drain_s
+                log.info("draining: the ranks finish their step")
+                _signal(ranks or (feeder,), signal.SIGTERM)
+            for task in [task for task in left if task in done]:
+                left.discard(task)
+                _judge(ends[task], task.result(), drained=deadline is not None)
+            if {ends[task] for task in left} == {feeder} and deadline is not None:
+                _signal((feeder,), signal.SIGTERM)  # nobody is left to serve
+    finally:
+        for task in (*ends, drain):
+            task.cancel()
+        await asyncio.gather(*ends, drain, return_exceptions=True)
+
+
+def _judge(child: _Child, code: int, *, drained: bool) -> None:
+    log.info("ended child=%s code=%d", child.name, code)
+    if code != 0 and not (drained and code == 75):
+        raise ChildFailed(child.name, code, tuple(child.lines))
+
+
+def _signal(children: Sequence[_Child], number: signal.Signals) -> None:
+    for child in children:
+        child.signal(number)
+
+
+async def _end(children: Sequence[_Child]) -> None:
+    """SIGTERM, then SIGKILL after ``STOP_S``, to whoever is still there; nobody is left behind."""
+    running = [child for child in children if child.process.returncode is None]
+    _signal(running, signal.SIGTERM)
+    waits = [asyncio.create_task(child.process.wait()) for child in running]
+    if waits:
+        await asyncio.wait(waits, timeout=STOP_S)
+    _signal(running, signal.SIGKILL)
+    await asyncio.gather(*waits)
+
+
+def _rank_environment(rank: int, world: int, host: str, port: int, threads: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what deterministic cuBLAS needs, before CUDA is first touched
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # order of kernels that Megatron's tensor parallelism relies on
+    }
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as opened:
+        opened.bind((host, 0))
+        return int(opened.getsockname()[1])

@@ -1,0 +1,221 @@
+"""A file of prompts in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no bus."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.messages import Prompt
+from learner.errors import PromptError
+
+log = logging.getLogger(__name__)
+
+Tokenize = Callable[[Prompt], Sequence[int]]
+"""Token ids of a prompt as the model shall see it (template and special tokens included)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One prompt of the file."""
+
+    number: int
+    """0-based."""
+    prompt: Prompt
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A prompt at a place of the order."""
+
+    epoch: int
+    offset: int
+    row: Row
+    tokens: NDArray[np.int32]
+
+
+class PromptFile:
+    """The rows of one .jsonl or .parquet file, drawn in an order that depends on the seed and the epoch alone."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tokenize: Tokenize,
+        max_tokens: int,
+        keys: tuple[str, str, str] = ("prompt", "label", ""),
+        template: str = "",
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """``keys``: of prompt, label and metadata; a label or metadata key of "" is not looked for.
+
+        Raises PromptError naming file and line: unreadable, empty, a key missing, a prompt that is neither text nor messages.
+        """
+        if template and "{prompt}" not in template:
+            raise PromptError("data.template", "text with {prompt} in it", repr(template))
+        self._path, self._tokenize, self._max_tokens, self._template = path, tokenize, max_tokens, template
+        self._shuffle, self._seed = shuffle, seed
+        self._rows = [_row(path, number, values, keys) for number, values in enumerate(_read(path))]
+        if not self._rows:
+            raise PromptError(str(path), "at least one prompt", "none")
+        self._too_long: set[int] = set()
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def digest(self) -> str:
+        """Of the file's content and of everything else that decides which prompt stands where."""
+        digest = hashlib.sha256(repr((self._template, self._shuffle, self._seed)).encode())
+        with self._path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()[:16]
+
+    @property
+    def num_too_long(self) -> int:
+        """Different rows skipped so far because they have more than ``max_tokens`` tokens."""
+        return len(self._too_long)
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Row numbers of one pass, [len]. Source: a permutation by Philox, keyed by (seed, epoch)."""
+        return self._order(epoch)
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        if not self._shuffle:
+            return np.arange(len(self), dtype=np.int64)
+        key = np.array([self._seed & (2**64 - 1), epoch], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key)).permutation(len(self))
+
+    def at(self, epoch: int, offset: int) -> Drawn:
+        """The prompt at a place. Raises PromptError when it is too long."""
+        drawn = self._look(epoch, offset)
+        if len(drawn.tokens) > self._max_tokens:
+            raise PromptError(_where(self._path, drawn.row.number), f"<= {self._max_tokens} tokens", len(drawn.tokens))
+        return drawn
+
+    def after(self, epoch: int, offset: int) -> Drawn:
+        """The first prompt at or behind a place that is not too long; those skipped are named in the log, once each.
+
+        Raises PromptError when there is none in a whole pass.
+        """
+        for _ in range(len(self) + 1):
+            if offset >= len(self):
+                epoch, offset = epoch + 1, 0
+            drawn = self._look(epoch, offset)
+            if len(drawn.tokens) <= self._max_tokens:
+                return drawn
+            self._skipped(drawn)
+            offset += 1
+        raise PromptError(str(self._path), f"a prompt of <= {self._max_tokens} tokens", f"{len(self)} longer ones")
+
+    def _look(self, epoch: int, offset: int) -> Drawn:
+        row = self._rows[int(self.order(epoch)[offset])]
+        prompt = row.prompt
+        if self._template and isinstance(prompt, str):
+            prompt = self._template.replace("{prompt}", prompt)
+            row = Row(number=row.number, prompt=prompt, label=row.label, metadata=row.metadata)
+        tokens = np.asarray(self._tokenize(prompt), np.int32)
+        if not len(tokens):
+            raise PromptError(_where(self._path, row.number), "a prompt of at least one token", repr(prompt))
+        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens)
+
+    def _skipped(self, drawn: Drawn) -> None:
+        if drawn.row.number not in self._too_long:
+            self._too_long.add(drawn.row.number)
+            where = _where(self._path, drawn.row.number)
+            log.warning(
+                "prompt skipped where=%s tokens=%d max=%d skipped=%d", where, len(drawn.tokens), self._max_tokens, self.num_too_long
+            )
+
+
+def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
+    """Sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the arguments."""
+    digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)
+
+
+def model_tokenizer(model: str, *, apply_chat_template: bool = False) -> Tokenize:
+    """Tokenize with the tokenizer of a Hugging Face model directory; chat messages always go through its template."""
+    from transformers import AutoTokenizer  # slow to import, and not needed for anything else here
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def tokenize(prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str) and not apply_chat_template:
+            return list(tokenizer.encode(prompt))
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+    return tokenize
+
+
+def _where(path: Path, number: int) -> str:
+    return f"{path}:{number + 1}"
+
+
+def _read(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Rows of the file in its order, blank lines of a .jsonl as empty maps."""
+    if not path.is_file():
+        raise PromptError(str(path), "a file of prompts", "no such file")
+    if path.suffix == ".jsonl":
+        yield from _read_jsonl(path)
+    elif path.suffix == ".parquet":
+        yield from _read_parquet(path)
+    else:
+        raise PromptError(str(path), "a .jsonl or .parquet file", f"suffix {path.suffix!r}")
+
+
+def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file):
+            try:
+                values = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise PromptError(_where(path, number), "a JSON map", f"{line.strip()[:80]!r} ({error.msg})") from error
+            if not isinstance(values, dict):
+                raise PromptError(_where(path, number), "a JSON map", type(values).__name__)
+            yield values
+
+
+def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise PromptError(str(path), "a parquet file", str(error)) from error
+
+
+def _row(path: Path, number: int, values: Mapping[str, Any], keys: tuple[str, str, str]) -> Row:
+    prompt_key, label_key, metadata_key = keys
+    for name, key in (("prompt", prompt_key), ("label", label_key), ("metadata", metadata_key)):
+        if key and key not in values:
+            raise PromptError(_where(path, number), f"key {key!r} (data.{name}_key)", f"keys {sorted(values)}")
+    metadata = values[metadata_key] if metadata_key else {}
+    if not isinstance(metadata, dict):
+        raise PromptError(_where(path, number), f"a map in {metadata_key!r}", type(metadata).__name__)
+    prompt = _prompt(_where(path, number), prompt_key, values[prompt_key])
+    return Row(number=number, prompt=prompt, label=values[label_key] if label_key else None, metadata=metadata)
+
+
+def _prompt(where: str, key: str, value: Any) -> Prompt:
+    if isinstance(value, str) and value:
+        return value
+    is_chat = isinstance(value, list) and value and all(isinstance(turn, dict) and {"role", "content"} <= turn.keys() for turn in value)
+    if not is_chat:
+        raise PromptError(where, f"text or chat messages with role and content in {key!r}", repr(value)[:80])
+    return list(value)

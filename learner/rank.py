@@ -1,0 +1,270 @@
+"""The body of one rank: build the model, load the checkpoint, then take steps until the feeder says that there are no more.
+
+    feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
+
+Each rank asks the feeder for its part of every step. Rank 0 alone speaks for all: outcomes, published versions, checkpoints.
+Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
+the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM: the step is finished, and all ranks leave
+together before the next one.
+"""
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from bus.config import BusConfig
+from learner import checkpoints
+from learner.batch import StepBatch
+from learner.config import LearnerConfig, StalenessConfig
+from learner.feed_client import FeedClient
+from learner.feed_messages import End, Start
+from learner.megatron import parallel, state
+from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel
+from learner.megatron.trainer import Trainer
+from learner.pushes import Pushes
+from weightstore.config import WeightsConfig
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlaces:
+    """What a rank reads and writes, and whom it talks to."""
+
+    run: str
+    bus_url: str
+    feeder_url: str
+    model_dir: Path
+    """Initial weights, configuration and tokenizer, in Hugging Face format."""
+    checkpoints: Path
+    """Root of the checkpoints; the feeder's ``root``."""
+    snapshots: Path
+    """Snapshots of versions are kept here."""
+    final_dir: Path
+    """The trained model is written here, in Hugging Face format, after the last step."""
+
+
+class Draining(BaseException):
+    """SIGTERM came while this rank was waiting for a batch."""
+
+
+def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end; the exit code of its process.
+
+    0: the last step is done, or drained after SIGTERM. 1: an error, which the log and the feeder have been told.
+    """
+    rank = int(os.environ["RANK"])
+    try:
+        with ExitStack() as stack:
+            here = _join(stack, learner)
+            feed = stack.enter_context(
+                FeedClient(places.feeder_url, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=_log_wait)
+            )
+            try:
+                policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here)
+                Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus).run()
+            except Exception as error:
+                feed.failed(f"{type(error).__name__}: {error}")
+                raise
+    except Draining:  # the last step was done; it was waiting for the feeder to say so
+        return 0
+    except Exception:
+        log.exception("rank %d failed", rank)
+        return 1
+    return 0
+
+
+def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
+    torch.manual_seed(learner.seed)
+    torch.set_num_threads(learner.threads)
+    if learner.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor; nothing reads one
+    device = parallel.choose_device(learner.device)
+    timeout_s = learner.batch_timeout_s + 600  # a peer may be waiting for its batch, or writing a checkpoint
+    here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=timeout_s)
+    stack.callback(parallel.leave)
+    return here
+
+
+def _log_wait(text: str) -> None:
+    log.debug("waiting for=%s", text)
+
+
+class Rank:
+    """One rank from its hello to its end."""
+
+    def __init__(
+        self,
+        places: RankPlaces,
+        policy: Policy,
+        feed: FeedClient,
+        *,
+        learner: LearnerConfig,
+        staleness: StalenessConfig,
+        weights: WeightsConfig,
+        bus: BusConfig,
+    ) -> None:
+        self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
+        self._here = policy.parallel
+        self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps)
+        self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
+        self._trainer = Trainer(policy, self._optimizer, learner.algorithm, max_lag=staleness.max_lag, proximal=self._proximal)
+        self._pushes = Pushes(
+            policy,
+            feed,
+            run=places.run,
+            bus_url=places.bus_url,
+            bus=bus,
+            weights=weights,
+            model_dir=places.model_dir,
+            snapshots=places.snapshots,
+            wait=staleness.max_lag == 0 or not weights.overlap,
+        )
+        self._clock = WaitClock()
+        self._terminated = False
+        self._in_wait = False
+
+    def run(self) -> None:
+        """Hello, restore, steps, end."""
+        with self._sigterm_noted():
+            start = self._feed.hello()
+            if start.checkpoint is not None:
+                state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
+            log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
+            with self._pushes.open(start):
+                if self._take_steps(start):
+                    self._end(start)
+
+    def _take_steps(self, start: Start) -> bool:
+        """All steps to the last; False when drained before it."""
+        for step in range(start.step + 1, start.steps + 1):
+            batch = self._next(step)
+            if batch is None:
+                log.info("drained rank=%d after step=%d", self._here.rank, step - 1)
+                return False
+            self._step(batch, start)
+        return True
+
+    def _step(self, batch: StepBatch, start: Start) -> None:
+        metrics = self._trainer.train(batch) | self._clock.metrics()
+        digest = self._policy.digest() if self._learner.weights_digest else None
+        if self._proximal is not None and batch.step % self._push_every == 0:
+            self._proximal.refresh()
+        push = batch.step % self._push_every == 0 or batch.step == start.steps
+        if batch.recorded:  # it was pushed by the start that recorded it; the newest weights become head + 1
+            push = batch.step == start.recorded_until
+        if push:
+            self._pushes.publish(batch.step)
+        if self._here.rank == 0:
+            self._feed.done(batch.step, metrics | self._pushes.metrics(), digest)
+            log.info(
+                "step=%d reward=%.4f loss=%.5f grad_norm=%.4f lag=%.2f wait_share=%.3f step_s=%.3f",
+                batch.step,
+                metrics["train/reward_mean"],
+                metrics["train/loss"],
+                metrics["train/grad_norm"],
+                metrics.get("offpolicy/lag_mean", 0.0),
+                metrics["train/wait_share"],
+                metrics["train/step_seconds"],
+            )
+        if batch.state:
+            self._checkpoint(batch, start.epoch)
+
+    def _checkpoint(self, batch: StepBatch, epoch: int) -> None:
+        """All ranks write; rank 0 adds the data's state, makes it durable and tells."""
+        began = time.monotonic()
+        root, rank = self._places.checkpoints, self._here.rank
+        directory = [str(checkpoints.staging(root, step=batch.step, epoch=epoch))] if rank == 0 else [""]
+        dist.broadcast_object_list(directory)
+        tmp = Path(directory[0])
+        state.save(tmp, step=batch.step, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
+        dist.barrier()
+        if rank == 0:
+            path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})
+            self._feed.checkpointed(batch.step, str(path))
+            log.info("checkpoint step=%d path=%s seconds=%.2f", batch.step, path, time.monotonic() - began)
+
+    def _end(self, start: Start) -> None:
+        """Write the trained model, see the last push through, hear that all is settled."""
+        self._pushes.write_model(self._places.final_dir)
+        self._pushes.collect(wait=True)
+        if self._here.rank == 0:
+            log.info("trained model=%s", self._places.final_dir)
+        with self._waiting():
+            answer = self._feed.next(start.steps + 1)
+        assert isinstance(answer, End), f"the feeder has a step after the last, {start.steps}"
+
+    def _next(self, step: int) -> StepBatch | None:
+        """The batch of ``step``; None when any rank has been told to drain: then no rank takes it."""
+        batch: StepBatch | End | None = None
+        self._pushes.collect()
+        if not self._terminated:
+            try:
+                with self._waiting():
+                    batch = self._feed.next(step)
+            except Draining:
+                batch = None
+        assert not isinstance(batch, End), f"the feeder ends before step {step}"
+        leaving = torch.tensor([batch is None], dtype=torch.int32, device=self._here.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(leaving, dist.ReduceOp.MAX)
+        return None if leaving.item() else batch
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts the time; SIGTERM interrupts it."""
+        with self._clock.waiting():
+            self._in_wait = True
+            try:
+                yield
+            finally:
+                self._in_wait = False
+
+    @contextmanager
+    def _sigterm_noted(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
+        if self._in_wait:
+            self._in_wait = False
+            raise Draining
+
+
+class WaitClock:
+    """Time spent waiting for batches, of one step and since the first request."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._total_s = 0.0
+        self._last_s = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A wait for a batch (the feeder and its silence bound it)."""
+        began = time.monotonic()
+        self._began = self._began or began
+        yield
+        self._last_s = time.monotonic() - began
+        self._total_s += self._last_s
+
+    def metrics(self) -> dict[str, float]:
+        """``train/wait_seconds`` of this step and ``train/wait_share`` since the first request."""
+        since_s = time.monotonic() - (self._began or time.monotonic())
+        return {"train/wait_seconds": self._last_s, "train/wait_share": self._total_s / since_s if since_s else 0.0}

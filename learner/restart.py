@@ -1,0 +1,95 @@
+"""Where a learner that starts goes on: the newest checkpoint that can be used, and the records written after it."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bus.connection import Bus
+from bus.messages import Done, Plan, Settle
+from learner import checkpoints
+from learner.datasource import DataSource
+from learner.errors import ConfigRefused, NoCheckpoint, ReplayMismatch
+from learner.rules import DataRules
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "checkpoint"
+"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain"}`` of the latest checkpoint."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Resumed:
+    """What a start has found."""
+
+    source: DataSource
+    checkpoint: Path | None
+    recorded: deque[tuple[int, Plan | Settle]]
+    """(sequence in PLAN, record) behind the checkpoint, in order: to be applied again exactly."""
+    recorded_until: int
+    """Last recorded step; the checkpoint's when there is none."""
+    done: dict[int, Done]
+    """Outcomes that earlier starts recorded for steps behind the checkpoint (the last one of each)."""
+
+
+async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
+    """Restore the data's state; the caller has raised the epoch and fenced PLAN and TASKS.
+
+    Raises NoCheckpoint, ReplayMismatch, ConfigRefused: nothing of this run can be continued with these files and settings.
+    """
+    row = await bus.rows("run").get(CHECKPOINT_KEY)
+    checkpoint = None if row is None else await asyncio.to_thread(_usable, root, row[0])
+    if checkpoint is None:
+        cursor = await bus.samples.cursor()
+        source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
+    else:
+        source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
+    await _tell_tasks(bus, source)
+    recorded, done = await _records(bus, source)
+    for _, record in recorded:
+        _refuse_other_layout(rules, record)
+    steps = [record.step for _, record in recorded if isinstance(record, Plan)]
+    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(steps), checkpoint, epoch)
+    return Resumed(source=source, checkpoint=checkpoint, recorded=recorded, recorded_until=max(steps, default=source.step), done=done)
+
+
+def _usable(root: Path, row: dict[str, Any]) -> Path:
+    """The latest checkpoint of the run, or, said aloud, the newest before it that is whole."""
+    latest = Path(row["directory"])
+    before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
+    found = checkpoints.latest_valid([latest, *before])
+    if found is None:
+        raise NoCheckpoint(str(root), f"{latest.name} is the latest, {len(before)} older ones on disk, none is whole")
+    return found
+
+
+async def _tell_tasks(bus: Bus, source: DataSource) -> None:
+    now = time.monotonic()
+    async for task in bus.tasks.scan(source.task_floor + 1):
+        source.issued(task, now)
+    async for _, dead in bus.dead.scan():
+        source.dead(dead.task)
+
+
+async def _records(bus: Bus, source: DataSource) -> tuple[deque[tuple[int, Plan | Settle]], dict[int, Done]]:
+    """Records behind the state. The last one in it must stand in the log as it is in the state."""
+    recorded: deque[tuple[int, Plan | Settle]] = deque()
+    done: dict[int, Done] = {}
+    async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
+        if seq == source.plan_seq:
+            if not isinstance(record, Plan) or record.chain != source.chain:
+                raise ReplayMismatch(f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record)
+        elif isinstance(record, Plan | Settle):
+            recorded.append((seq, record))
+        elif isinstance(record, Done):
+            done[record.step] = record
+    return recorded, done
+
+
+def _refuse_other_layout(rules: DataRules, record: Plan | Settle) -> None:
+    if isinstance(record, Plan) and record.data_parallel != rules.data_parallel:
+        want = f"{record.data_parallel} until the recorded step {record.step} is in a checkpoint"
+        raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)

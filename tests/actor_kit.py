@@ -1,0 +1,207 @@
+"""What actor tests stand on: a tiny model, the real built-in engine on the bus, tasks, and actors as real processes."""
+
+import asyncio
+import atexit
+import functools
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.builtin.engine import BuiltinEngine
+from actors.config import ActorConfig, EngineConfig
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.epoch import raise_epoch
+from bus.live import Heartbeat
+from bus.messages import LiveRow, Sample, Sampling, Status, Task
+from bus.rows import Rows
+from launch.prepare import prepare
+from launch.prepare_config import PrepareConfig
+
+PROMPT = "482="
+LABEL = "284"
+SHAPE = PrepareConfig(count=8, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab_size=97, max_position=256)
+"""97 tokens: a random model seldom says end-of-sequence."""
+
+
+@functools.cache
+def model_dir() -> Path:
+    """A model that answers at random; made once a test session."""
+    directory = Path(tempfile.mkdtemp(prefix="tidemill-actor-kit-"))
+    atexit.register(shutil.rmtree, directory)
+    return prepare(SHAPE, directory).model
+
+
+@functools.cache
+def prompt_tokens() -> tuple[int, ...]:
+    from transformers import AutoTokenizer
+
+    return tuple(AutoTokenizer.from_pretrained(model_dir())(PROMPT)["input_ids"])
+
+
+@asynccontextmanager
+async def engine(bus: Bus | None = None, *, id: str = "e1", phase: str = "serving", version: int = 0) -> AsyncIterator[BuiltinEngine]:
+    """The built-in engine in this process, with a live row if there is a bus."""
+    built = BuiltinEngine(model_dir(), EngineConfig(max_running=32), version=version)
+    await asyncio.to_thread(built.load)
+    address = await built.start()
+    built.phase = phase
+    try:
+        if bus is None:
+            yield built
+        else:
+            async with Heartbeat(bus, engine_row(address, id=id, phase=phase, version=version), every_s=0.2):
+                yield built
+    finally:
+        await built.close()
+
+
+def engine_row(address: str, *, id: str = "e1", phase: str = "serving", version: int = 0) -> LiveRow:
+    return LiveRow(role="engine", id=id, host=socket.gethostname(), pid=os.getpid(), phase=phase, address=address, version=version)
+
+
+async def take_over(bus: Bus) -> int:
+    """Become the learner of this run; its epoch."""
+    epoch = await raise_epoch(bus)
+    await bus.tasks.fence(epoch)
+    return epoch
+
+
+async def issue(bus: Bus, epoch: int, count: int = 1, **changes: Any) -> list[int]:
+    """Issue ``count`` tasks; their ids."""
+    settings = {"group_size": 4, "sampling": Sampling(max_new_tokens=8, seed=100), "label": LABEL, **changes}
+    prompt = np.array(prompt_tokens(), np.int32)
+    return [
+        await bus.tasks.issue(
+            Task(run=bus.run, epoch=epoch, prompt=PROMPT, prompt_tokens=prompt, prompt_epoch=0, offset=offset, **settings)
+        )
+        for offset in range(count)
+    ]
+
+
+async def samples_until(bus: Bus, enough: Callable[[list[Sample]], bool]) -> list[Sample]:
+    """Read SAMPLES from the beginning until there is enough; every one must be valid."""
+    found: list[Sample] = []
+    reading = bus.samples.read(None)
+    try:
+        while not enough(found):
+            received = await anext(reading)
+            assert isinstance(received.sample, Sample), received.sample
+            found.append(received.sample)
+    finally:
+        await reading.aclose()  # type: ignore[attr-defined]
+    return found
+
+
+async def all_samples(bus: Bus) -> list[Sample]:
+    """What is in SAMPLES now."""
+    return [received.sample async for received in bus.samples.tail(last=10_000, follow=False) if isinstance(received.sample, Sample)]
+
+
+def complete(tasks: list[int], group_size: int = 4) -> Callable[[list[Sample]], bool]:
+    """Every (task, index) has a valid sample."""
+    wanted = {(task, index) for task in tasks for index in range(group_size)}
+    return lambda found: wanted <= {(s.task, s.index) for s in found if s.status in (Status.COMPLETED, Status.TRUNCATED)}
+
+
+async def row_until(rows: Rows, key: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Watch a row until it is as wanted."""
+    watching = rows.watch(key, every_s=0.1)
+    try:
+        async for row in watching:
+            if row is not None and reached(row[0]):
+                return row[0]
+    finally:
+        await watching.aclose()  # type: ignore[attr-defined]
+    raise AssertionError("a watch ended")
+
+
+async def settled(bus: Bus) -> None:
+    """Return when no task waits and none is leased."""
+    while await bus.tasks.backlog() != (0, 0):  # noqa: ASYNC110 - the server tells nobody
+        await asyncio.sleep(0.02)
+
+
+async def at_work(built: BuiltinEngine, requests: int) -> None:
+    """Return when the engine has this many unfinished requests."""
+    while built.stats()["waiting"] + built.stats()["running"] != requests:  # noqa: ASYNC110 - the engine tells nobody
+        await asyncio.sleep(0.005)
+
+
+class ActorProcess:
+    """A real actor process."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
+    async def exit_code(self) -> int:
+        return await self._process.wait()
+
+
+@asynccontextmanager
+async def actor_process(
+    url: str, run: str, config: ActorConfig | None, *, id: str, drain_s: float = 30.0, **bus_settings: Any
+) -> AsyncIterator[ActorProcess]:
+    """Start an actor; it is killed at the end if it is still there."""
+    told = {
+        "url": url,
+        "run": run,
+        "id": id,
+        "drain_s": drain_s,
+        "actor": None if config is None else asdict(config),
+        "bus": None if config is None else {"lease_s": 1.0, **bus_settings},
+    }
+    root = Path(__file__).parents[1]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.actor_kit", json.dumps(told), cwd=root)
+    try:
+        yield ActorProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def _main(told: dict[str, Any]) -> int:
+    """The actor process: first SIGTERM drains, the deadline cancels."""
+    from actors.actor_process import run_actor
+
+    config = None if told["actor"] is None else ActorConfig(**{**told["actor"], "engines": tuple(told["actor"]["engines"])})
+    bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
+
+    async def main() -> int:
+        loop, draining = asyncio.get_running_loop(), asyncio.Event()
+        work = asyncio.ensure_future(run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]))
+
+        def drain() -> None:
+            draining.set()
+            loop.call_later(told["drain_s"], work.cancel)
+
+        loop.add_signal_handler(signal.SIGTERM, drain)
+        try:
+            await work
+        except asyncio.CancelledError:
+            return 75
+        return 0
+
+    return asyncio.run(main())
+
+
+if __name__ == "__main__":
+    sys.exit(_main(json.loads(sys.argv[1])))

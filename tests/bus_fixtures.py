@@ -1,0 +1,42 @@
+"""A real nats-server for each test, and a run id nobody else has."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.nonce import nonce
+from bus.server import EmbeddedServer
+
+BusOpener = Callable[..., AbstractAsyncContextManager[Bus]]
+
+
+@pytest.fixture
+def run_id() -> str:
+    return f"t-{nonce()}"
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
+    """Started, empty, stopped afterwards. ``kill()`` and ``start()`` it as you like: the port stays."""
+    with EmbeddedServer(tmp_path / "nats", BusConfig(port=-1)) as server:
+        yield server
+
+
+@pytest.fixture
+def open_bus(nats_server: EmbeddedServer, run_id: str) -> BusOpener:
+    """``async with open_bus() as bus``: connected to a server of its own, layout made. Keywords: settings of BusConfig, name, run."""
+
+    @asynccontextmanager
+    async def opened(*, name: str = "test", run: str = run_id, layout: bool = True, **settings: Any) -> AsyncIterator[Bus]:
+        config = BusConfig(**{"lease_s": 1.0, **settings})
+        async with connect(nats_server.url, run, config, name=name, wait_s=10) as bus:
+            if layout:
+                await bus.create_layout()
+            yield bus
+
+    return opened

@@ -1,0 +1,141 @@
+"""The built-in engine's own forward pass against transformers': scores within 1e-5 of their largest, whole and token by token."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.builtin import decoder
+from actors.builtin.shape import ModelShape
+from actors.builtin.slots import FIRST_LENGTH, KVSlots
+from actors.builtin.updates import fill_from_directory
+from actors.builtin.weights import Weights
+from actors.errors import UnsupportedModel
+from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *[(family, {"tied": tied}) for family in FAMILIES for tied in (False, True)],
+    ("llama", {"rope_scaling": LLAMA3, "head_dim": 16}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "attention_bias": True, "mlp_bias": True}),
+    ("qwen3", {"attention_bias": True, "rope_theta": 1e6}),
+    ("qwen2", {"num_key_value_heads": 4}),
+    ("llama", {"num_key_value_heads": 1}),
+]
+
+
+def load(model_dir: Path, dtype: torch.dtype = torch.float32) -> Weights:
+    weights = Weights(ModelShape.read(model_dir), dtype=dtype, device=CPU)
+    fill_from_directory(weights, model_dir)
+    return weights
+
+
+def new_slots(weights: Weights, slots: int) -> KVSlots:
+    shape = weights.shape
+    return KVSlots(
+        num_layers=shape.num_layers,
+        slots=slots,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        max_length=shape.max_positions,
+        dtype=weights.dtype,
+        device=CPU,
+    )
+
+
+def decode_all(weights: Weights, tokens_BT: torch.Tensor, prefilled: int) -> torch.Tensor:
+    """Scores [B, T, V]: the first tokens in one prefill, the others one by one."""
+    shape, (rows, length) = weights.shape, tokens_BT.shape
+    slots = new_slots(weights, rows + 2)
+    slots.reserve(prefilled)
+    table = decoder.RopeTable(shape.rope, length, head_dim=shape.head_dim, dtype=weights.dtype, device=CPU)
+    angles = table.at(torch.arange(prefilled)[None])
+    x = decoder.forward(weights, tokens_BT[:, :prefilled], angles, slots.prefilling(0, torch.arange(rows)))
+    found = [decoder.logits(weights, x)]
+    for position in range(prefilled, length):
+        slots.reserve(position + 1)
+        positions = torch.full((rows,), position)
+        x = decoder.forward(weights, tokens_BT[:, position, None], table.at(positions[:, None]), slots.decoding(positions, position + 1))
+        found.append(decoder.logits(weights, x))
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+@torch.inference_mode()
+def test_scores_are_those_of_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    weights = load(write_tiny_model(tmp_path, family, **changes))
+    model = tiny_model(family, **changes)
+    # Longer than what is allocated at first: growing must keep what is there.
+    tokens_BT = torch.randint(3, 299, (2, FIRST_LENGTH + 32), generator=torch.Generator().manual_seed(1))
+    want = model(tokens_BT).logits
+    got = decode_all(weights, tokens_BT, prefilled=FIRST_LENGTH - 8)
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_bfloat16_is_near_float32(tmp_path: Path, family: str) -> None:
+    model_dir = write_tiny_model(tmp_path, family)
+    tokens_BT = torch.randint(3, 299, (2, 48), generator=torch.Generator().manual_seed(1))
+    want = decode_all(load(model_dir), tokens_BT, prefilled=40)
+    got = decode_all(load(model_dir, torch.bfloat16), tokens_BT, prefilled=40)
+    assert got.dtype == torch.float32
+    assert (got - want).abs().mean() < 0.03 * want.abs().max()
+
+
+@torch.inference_mode()
+def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
+    """Rows of different lengths, right-padded prompts, shared prompts and moved rows give what each gives alone."""
+    weights = load(write_tiny_model(tmp_path))
+    shape, model = weights.shape, tiny_model()
+    table = decoder.RopeTable(shape.rope, 64, head_dim=shape.head_dim, dtype=torch.float32, device=CPU)
+    random = np.random.default_rng(0)
+    contexts = [random.integers(3, 299, length).tolist() for length in (5, 17, 9)]
+    padded = torch.tensor([context + [0] * (17 - len(context)) for context in contexts])
+    slots = new_slots(weights, 8)
+    prompt_of_row = torch.tensor([0, 1, 1, 2])
+    decoder.forward(weights, padded, table.at(torch.arange(17)[None]), slots.prefilling(0, prompt_of_row))
+    slots.move(3, 0, 9)  # row 0 leaves, row 3 takes its place
+    rows = [contexts[2], contexts[1], contexts[1]]
+    next_tokens = [7, 8, 9]
+    positions = torch.tensor([len(row) for row in rows])
+    x = decoder.forward(weights, torch.tensor(next_tokens)[:, None], table.at(positions[:, None]), slots.decoding(positions, 18))
+    got = decoder.logits(weights, x[:, 0])
+    for row, (context, token) in enumerate(zip(rows, next_tokens, strict=True)):
+        want = model(torch.tensor([[*context, token]])).logits[0, -1]
+        assert (got[row] - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gpt2"}, "model_type"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_it_cannot_decode_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    import json
+
+    path = write_tiny_model(tmp_path) / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    with pytest.raises(UnsupportedModel, match=named):
+        ModelShape.read(tmp_path)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="config.json"):
+        ModelShape.read(tmp_path)

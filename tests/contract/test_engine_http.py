@@ -1,0 +1,363 @@
+"""SGLang's HTTP API as the built-in engine speaks it: answers, streams, refusals, abort, pause, limits, draining."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.engine_client import HttpEngine
+from actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
+from bus.messages import Sampling, Span
+from tests.engine_serving import Served, prompts, serving
+from tests.tiny_models import tiny_model, write_tiny_model
+
+LONG = {"max_new_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Room for responses that do not end within a test."""
+    return write_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
+
+
+async def start(served: Served, prompt: list[int], rid: str, **params: Any) -> "asyncio.Task[tuple[int, Any]]":
+    """A request that is running when this returns."""
+    before = len(served.engine.scheduler.running)
+    body = {"input_ids": prompt, "sampling_params": params or LONG, "return_logprob": True, "rid": rid}
+    task = asyncio.create_task(served.post("/generate", body))
+    await served.until(lambda: len(served.engine.scheduler.running) > before)
+    return task
+
+
+async def test_an_answer_has_what_sglangs_has(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "return_logprob": True, "rid": "mine"}
+        status, answer = await served.post("/generate", body)
+        meta = answer["meta_info"]
+        assert status == 200
+        assert meta["id"] == "mine"
+        assert meta["finish_reason"] == {"type": "length", "length": 4}
+        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 4, 0)
+        assert meta["weight_version"] == "0"
+        assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
+        assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in answer["output_ids"]]
+        assert meta["e2e_latency"] > 0
+        assert served.engine.text is not None
+        assert answer["text"] == served.engine.text.decode(answer["output_ids"])
+        _, quiet = await served.post("/generate", body | {"return_logprob": False})
+        assert "output_token_logprobs" not in quiet["meta_info"]
+
+
+async def test_lists_come_back_in_order(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        params = [{"max_new_tokens": 2, "n": 2, "ignore_eos": True, "sampling_seed": 1}, {"max_new_tokens": 3, "ignore_eos": True}]
+        status, answers = await served.post("/generate", {"input_ids": [[5, 6], [7, 8, 9]], "sampling_params": params, "rid": "r"})
+        assert status == 200
+        assert [len(answer["output_ids"]) for answer in answers] == [2, 2, 3]
+        assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [2, 2, 3]
+        assert [answer["meta_info"]["id"] for answer in answers] == ["r_0", "r_1", "r_2"]
+        assert answers[0]["output_ids"] != answers[1]["output_ids"]
+        seeded = [await served.generate([5, 6], max_new_tokens=2, ignore_eos=True, sampling_seed=1 + place) for place in range(2)]
+        assert [answer["output_ids"] for answer in seeded] == [answer["output_ids"] for answer in answers[:2]]
+        status, answers = await served.post("/generate", {"text": ["three plus", "four"], "sampling_params": {"max_new_tokens": 1}})
+        assert served.engine.text is not None
+        assert [a["meta_info"]["prompt_tokens"] for a in answers] == [len(served.engine.text.encode(t)) for t in ("three plus", "four")]
+
+
+async def test_a_stream_is_cumulative_and_ends_whole(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        params = {"max_new_tokens": 40, "sampling_seed": 3, "ignore_eos": True}
+        whole = await served.generate([5, 6, 7], **params)
+        body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True, "stream": True}
+        async with served.session.post(served.engine.url + "/generate", json=body) as response:
+            assert response.content_type == "text/event-stream"
+            events = [line[6:] for line in (await response.text()).split("\n\n") if line]
+        assert events.pop() == "[DONE]"
+        states = [json.loads(event) for event in events]
+        for before, after in zip(states, states[1:], strict=False):
+            assert before["meta_info"]["finish_reason"] is None
+            assert len(before["output_ids"]) < len(after["output_ids"]) or after["meta_info"]["finish_reason"]
+            assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+        assert states[-1]["output_ids"] == whole["output_ids"]
+        assert states[-1]["text"] == whole["text"]
+        for name in ("finish_reason", "output_token_logprobs", "weight_versions", "completion_tokens"):
+            assert states[-1]["meta_info"][name] == whole["meta_info"][name]
+
+
+async def test_stop_strings_end_and_are_cut_from_the_text(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        params = {"max_new_tokens": 60, "sampling_seed": 21, "ignore_eos": True}
+        whole = await served.generate([5, 6, 7], **params)
+        assert served.engine.text is not None
+        text = served.engine.text.decode(whole["output_ids"])
+        places = [at for at in range(12, len(text) - 3) if "\ufffd" not in text[at : at + 3] and text.find(text[at : at + 3]) == at]
+        stop = text[places[0] : places[0] + 3]
+        answer = await served.generate([5, 6, 7], stop=["never seen", stop], **params)
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+        assert answer["text"] == text[: text.find(stop)]
+        ids = answer["output_ids"]
+        assert ids == whole["output_ids"][: len(ids)]
+        assert stop in served.engine.text.decode(ids)
+        assert stop not in served.engine.text.decode(ids[:-1]), "it stopped a token too late"
+
+
+BAD: list[tuple[Any, str]] = [
+    ([1, 2], "JSON map"),
+    ({}, "input_ids"),
+    ({"input_ids": [1], "text": "x"}, "both"),
+    ({"input_ids": []}, "at least one token"),
+    ({"input_ids": [[1], []]}, "input_ids[1]"),
+    ({"input_ids": "1 2"}, "list of integers"),
+    ({"input_ids": [1, 2.5]}, "list of integers"),
+    ({"input_ids": [1, "2"]}, "list of integers"),
+    ({"input_ids": [[1], 2]}, "list of integers"),
+    ({"input_ids": [1, 299]}, "0 .. 298, got 299"),
+    ({"input_ids": [-1]}, "got -1"),
+    ({"input_ids": [2**70]}, "input_ids"),
+    ({"input_ids": [5] * 9000}, "longer than the model's context length (8192 tokens)"),
+    ({"text": ""}, "at least one token"),
+    ({"text": 7}, "string"),
+    ({"input_ids": [1], "sampling_params": {"max_tokens": 4}}, "did you mean max_new_tokens?"),
+    ({"input_ids": [1], "sampling_params": {"temprature": 1}}, "did you mean temperature?"),
+    ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature: want a number >= 0"),
+    ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "'hot'"),
+    ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p"),
+    ({"input_ids": [1], "sampling_params": {"top_p": 1.1}}, "top_p"),
+    ({"input_ids": [1], "sampling_params": {"top_k": 0}}, "top_k"),
+    ({"input_ids": [1], "sampling_params": {"n": 0}}, "n: want an integer >= 1, got 0"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": True}}, "max_new_tokens"),
+    ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop"),
+    ({"input_ids": [1], "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids"),
+    ({"input_ids": [1], "sampling_params": {"ignore_eos": 1}}, "ignore_eos"),
+    ({"input_ids": [1], "sampling_params": {"sampling_seed": "x"}}, "sampling_seed"),
+    ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "cannot do this"),
+    ({"input_ids": [1], "sampling_params": [{}, {}]}, "one for each of 1 prompts"),
+    ({"input_ids": [1], "sampling_params": 3}, "want a map"),
+    ({"input_ids": [1], "return_logprobs": True}, "did you mean return_logprob?"),
+    ({"input_ids": [1], "return_logprob": "yes"}, "return_logprob"),
+    ({"input_ids": [1], "logprob_start_len": 0}, "logprob_start_len"),
+    ({"input_ids": [[1], [2]], "rid": ["a"]}, "rid"),
+    ({"input_ids": [1], "min_version": -1}, "min_version"),
+]
+
+
+async def test_bad_requests_say_why_and_the_engine_lives_on(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        for body, why in BAD:
+            status, answer = await served.post("/generate", body)
+            assert status == 400, (body, answer)
+            assert why in answer["error"]["message"], (body, answer)
+        async with served.session.post(served.engine.url + "/generate", data=b"{not json") as response:
+            assert response.status == 400
+        assert len((await served.generate([5], max_new_tokens=2, ignore_eos=True, top_p=1, min_p=0))["output_ids"]) == 2
+        assert await served.client.healthy()
+
+
+async def test_abort_answers_with_what_there_is(model_dir: Path) -> None:
+    async with serving(model_dir, max_running=2) as served:
+        first = await start(served, [5, 6], "first")
+        second = await start(served, [5, 6], "second")
+        waiting = asyncio.create_task(served.post("/generate", {"input_ids": [9], "sampling_params": LONG, "rid": "waiting"}))
+        await served.until(lambda: len(served.engine.scheduler.waiting) == 1)
+        assert (await served.post("/abort_request", {"rid": "first"}))[0] == 200
+        status, answer = await first
+        assert status == 200
+        assert answer["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) > 0
+        assert not second.done()
+        await served.client.abort()
+        assert [(await task)[1]["meta_info"]["finish_reason"]["type"] for task in (second, waiting)] == ["abort", "abort"]
+        assert (await served.post("/abort_request", {"rid": "unknown"}))[0] == 200
+        assert (await served.post("/abort_request", {}))[0] == 400
+        assert served.engine.stats()["requests_aborted"] == 3
+
+
+async def test_a_client_that_goes_away_frees_its_row(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        task = await start(served, [5, 6], "gone")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await served.until(lambda: not served.engine.scheduler.running)
+        states = served.client.stream([5, 6], Sampling(max_new_tokens=4000))
+        await anext(states)
+        await states.aclose()
+        await served.until(lambda: not served.engine.scheduler.running)
+        await served.until(lambda: served.engine.stats()["requests_aborted"] == 2)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_a_pause_holds_everything_and_loses_nothing(model_dir: Path, mode: str) -> None:
+    params = {"max_new_tokens": 300, "sampling_seed": 4, "ignore_eos": True}
+    async with serving(model_dir) as served:
+        want = (await served.generate([5, 6], **params))["output_ids"]
+        running = await start(served, [5, 6], "running", **params)
+        await served.client.pause(mode)
+        steps = served.engine.scheduler.counters.steps
+        late = asyncio.create_task(served.generate([7], max_new_tokens=3, ignore_eos=True))
+        await served.until(lambda: any(len(each.prompt) == 1 for each in served.engine.scheduler.waiting))
+        assert not running.done()
+        assert (await served.post("/flush_cache"))[0] == (400 if mode == "in_place" else 200)
+        assert served.engine.scheduler.counters.steps == steps
+        await served.client.resume()
+        _, answer = await running
+        assert answer["output_ids"] == want
+        assert answer["meta_info"]["num_retractions"] == (mode == "retract")
+        assert len((await late)["output_ids"]) == 3
+        assert (await served.post("/flush_cache"))[0] == 200
+
+
+async def test_pause_with_abort_is_the_default_and_unknown_modes_are_refused(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        running = await start(served, [5, 6], "running")
+        assert (await served.post("/pause_generation", {"mode": "gently"}))[0] == 400
+        assert (await served.post("/pause_generation", {}))[0] == 200
+        assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+        await served.client.resume()
+        await served.generate([5], max_new_tokens=1)
+
+
+async def test_a_full_queue_is_a_503_and_nothing_is_lost(model_dir: Path) -> None:
+    async with serving(model_dir, max_running=2, max_waiting=3) as served:
+        await served.client.pause()
+        tasks = [asyncio.create_task(served.generate([5], max_new_tokens=1)) for _ in range(5)]
+        await served.until(lambda: served.engine.stats()["waiting"] == 5)
+        status, answer = await served.post("/generate", {"input_ids": [5]})
+        assert (status, "queue is full" in answer["error"]["message"]) == (503, True)
+        with pytest.raises(EngineUnavailable, match="queue is full"):
+            await served.client.generate([5], Sampling())
+        await served.client.resume()
+        assert len(await asyncio.gather(*tasks)) == 5
+
+
+async def test_only_a_serving_engine_answers(model_dir: Path) -> None:
+    async with serving(model_dir, phase="catching up") as served:
+        for path in ("/health", "/health_generate"):
+            assert (await served.get(path))[0] == 503
+        assert not await served.client.healthy()
+        with pytest.raises(EngineUnavailable, match="catching up"):
+            await served.client.generate([5], Sampling())
+        await served.engine.probe()
+        served.engine.phase = "serving"
+        for path in ("/health", "/health_generate"):
+            assert (await served.get(path))[0] == 200
+        with pytest.raises(ValueError, match="phase: want one of"):
+            served.engine.phase = "asleep"
+
+
+async def test_draining_finishes_what_there_is_and_takes_nothing_new(model_dir: Path) -> None:
+    async with serving(model_dir) as served:
+        running = await start(served, [5, 6], "running", max_new_tokens=500, ignore_eos=True)
+        drained = asyncio.create_task(served.engine.drain(30))
+        await served.until(lambda: served.engine.phase == "draining")
+        assert (await served.post("/generate", {"input_ids": [5]}))[0] == 503
+        assert await drained
+        assert len((await running)[1]["output_ids"]) == 500
+    async with serving(model_dir) as served:
+        running = await start(served, [5, 6], "running")
+        assert not await served.engine.drain(0.01)
+        await served.engine.close()
+        status, answer = await running
+        assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+
+
+async def test_what_it_says_of_itself(model_dir: Path) -> None:
+    async with serving(model_dir, version=4, max_running=8) as served:
+        for path in ("/model_info", "/get_model_info"):
+            _, model = await served.get(path)
+            assert (model["weight_version"], model["model_type"], model["architectures"]) == ("4", "qwen3", ["Qwen3ForCausalLM"])
+        for path in ("/server_info", "/get_server_info"):
+            _, server = await served.get(path)
+            assert (server["tp_size"], server["context_length"], server["phase"]) == (1, 8192, "serving")
+        task = await start(served, [5, 6], "running")
+        _, loads = await served.get("/v1/loads?include=core")
+        assert (loads["loads"][0]["num_running_reqs"], loads["loads"][0]["max_running_requests"]) == (1, 8)
+        await served.client.abort()
+        await task
+        info = await served.client.info()
+        assert (info.version, info.max_context, info.vocab_size, info.model_type) == (4, 8192, 299, "qwen3")
+        stats = served.engine.stats()
+        assert stats["requests_aborted"] == 1
+        assert stats["tokens_generated"] > 0
+        assert 0 <= stats["waiting_share"] <= 1
+
+
+async def test_the_client_gives_what_the_engine_made(model_dir: Path) -> None:
+    async with serving(model_dir, version=2) as served:
+        sampling = Sampling(max_new_tokens=6, seed=9, temperature=0.8, top_k=50)
+        whole = await served.client.generate(np.array([5, 6], np.int32), sampling, id="x")
+        assert (whole.id, whole.finish, whole.prompt_tokens) == ("x", "length", 2)
+        assert (whole.tokens.dtype, whole.log_probs.dtype) == (np.int32, np.float32)
+        assert whole.spans == (Span(version=2, num_tokens=6),)
+        assert whole.version == 2
+        states = [state async for state in served.client.stream([5, 6], sampling)]
+        np.testing.assert_array_equal(states[-1].tokens, whole.tokens)
+        assert [state.finish for state in states[:-1]] == [None] * (len(states) - 1)
+        with pytest.raises(BadRequest, match="0 .. 298"):
+            await served.client.generate([300], sampling)
+        with pytest.raises(BadRequest, match="0 .. 298"):
+            await anext(served.client.stream([300], sampling))
+        with pytest.raises(VersionUnavailable, match="version 3 is not served"):
+            await served.client.generate([5], sampling, min_version=3, timeout_s=0.2)
+        await served.client.pause()
+        with pytest.raises(EngineUnavailable, match="no answer within"):
+            await served.client.generate([5], sampling, timeout_s=0.05)
+    with pytest.raises(EngineUnavailable):
+        await served.client.generate([5], sampling)
+    assert not await served.client.healthy()
+    await served.client.close()
+
+
+async def test_broken_weights_fail_the_request_and_not_the_engine(tmp_path: Path) -> None:
+    model = tiny_model()
+    write_tiny_model(tmp_path)
+    model.model.norm.weight.data[0] = float("nan")
+    model.save_pretrained(tmp_path)
+    async with serving(tmp_path) as served:
+        with pytest.raises(EngineFailed, match="not finite"):
+            await served.client.generate([5, 6], Sampling())
+        assert (await served.get("/health_generate"))[0] == 503
+        write_tiny_model(tmp_path)
+        assert (await served.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "1"}))[0] == 200
+        assert len((await served.client.generate([5, 6], Sampling(max_new_tokens=1))).tokens) == 1
+        assert served.engine.stats()["requests_failed"] == 2
+
+
+async def test_ids_that_end_come_from_all_three_files(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [40, 41]}))
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token": {"content": "<|im_start|>"}}))
+    async with serving(tmp_path) as served:
+        assert served.engine.eos_ids == {2, 40, 41, 1}
+        _, answers = await served.post(
+            "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 250, "n": 16, "sampling_seed": 0}}
+        )
+        ended = [answer for answer in answers if answer["meta_info"]["finish_reason"]["type"] == "stop"]
+        assert len(ended) > 8
+        for answer in ended:
+            assert answer["meta_info"]["finish_reason"]["matched"] == answer["output_ids"][-1]
+            assert [token in served.engine.eos_ids for token in answer["output_ids"]] == [False] * (len(answer["output_ids"]) - 1) + [True]
+
+
+async def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    (write_tiny_model(tmp_path) / "tokenizer.json").unlink()
+    async with serving(tmp_path) as served:
+        answer = await served.generate(prompts(1)[0], max_new_tokens=3)
+        assert "text" not in answer
+        for body in ({"text": "hello"}, {"input_ids": [5], "sampling_params": {"stop": "x"}}):
+            status, refusal = await served.post("/generate", body)
+            assert (status, "tokenizer.json" in refusal["error"]["message"]) == (400, True)
+
+
+async def test_an_engine_that_is_no_engine_is_unavailable() -> None:
+    client = HttpEngine("http://127.0.0.1:9")
+    try:
+        with pytest.raises(EngineUnavailable, match=r"127\.0\.0\.1:9"):
+            await client.info()
+    finally:
+        await client.close()

@@ -1,0 +1,394 @@
+"""New weights for an engine that decodes: flips between tokens, spans, standby copies that are discarded, epochs. Over real HTTP and gloo."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.errors import UpdateRefused
+from bus.messages import Sampling
+from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
+from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
+from weightstore.broadcast import BroadcastGroup
+
+CONTEXT = 4096
+DEADLINE_S = 20.0
+
+
+class Push:
+    """The learner's side: one group of two, buckets sent while the engine is asked to receive them."""
+
+    def __init__(self, served: Served, group: BroadcastGroup, **fields: Any) -> None:
+        self.served, self.group, self.fields = served, group, fields
+
+    async def begin(self, version: int | None = None) -> tuple[int, Any]:
+        return await self.served.post("/begin_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
+
+    async def bucket(
+        self, tensors: Iterable[tuple[str, Tensor]], *, send: bool = True, flat: bool = True, **fields: Any
+    ) -> tuple[int, Any]:
+        tensors = list(tensors)
+        body = {
+            "names": [name for name, _ in tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "load_format": "flattened_bucket" if flat else None,
+            "group_name": self.group.name,
+        }
+        asked = asyncio.create_task(self.served.post("/update_weights_from_distributed", self.fields | body | fields))
+        parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in tensors]
+        if send:
+            for message in [torch.cat(parts)] if flat else parts:
+                await asyncio.to_thread(self.group.send, message, DEADLINE_S)
+        return await asked
+
+    async def end(self, version: int | None = None) -> tuple[int, Any]:
+        return await self.served.post("/end_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
+
+    async def whole(self, model: Any, version: int) -> Any:
+        """Every tensor of the model in two buckets."""
+        tensors = list(named(model))
+        assert (await self.begin(version))[0] == 200
+        for part in (tensors[:5], tensors[5:]):
+            status, answer = await self.bucket(part)
+            assert status == 200, answer
+        status, answer = await self.end(version)
+        assert (status, answer["success"]) == (200, True), answer
+        return answer
+
+
+def named(model: Any) -> Iterable[tuple[str, Tensor]]:
+    """Without the alias of a tied embedding."""
+    return model.named_parameters()
+
+
+@asynccontextmanager
+async def joined(served: Served, name: str = "push", **fields: Any) -> AsyncIterator[Push]:
+    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", name, 2, "gloo", DEADLINE_S)
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": group.port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": name,
+        "backend": "gloo",
+    }
+    asked = asyncio.create_task(served.post("/init_weights_update_group", body | fields))
+    await asyncio.to_thread(group.meet)
+    status, answer = await asked
+    assert (status, answer["success"]) == (200, True), answer
+    try:
+        yield Push(served, group, **fields)
+    finally:
+        group.close()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def models(family: str) -> list[Any]:
+    """Of versions 0, 1 and 2."""
+    return [tiny_model(family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def directories(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp(family)
+    return [
+        write_tiny_model(root / str(seed), family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(3)
+    ]
+
+
+async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path], models: list[Any]) -> None:
+    given = prompts(6)
+    async with serving(directories[0]) as served, joined(served, epoch=3) as push:
+        before = (await served.post("/weights_checker", {"action": "checksum"}))[1]
+        for version in (1, 2):
+            answer = await push.whole(models[version], version)
+            assert 0 <= answer["stall_s"] < 1
+            batch = await served.together([(prompt, {"temperature": 0, "max_new_tokens": 12}) for prompt in given])
+            for prompt, told in zip(given, batch, strict=True):
+                assert told["output_ids"] == greedy(models[version], prompt, 12)
+                assert told["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": len(told["output_ids"])}]
+                want = log_probs_of(scores(models[version], prompt, told["output_ids"]), told["output_ids"])
+                np.testing.assert_allclose(told_log_probs(told), want, atol=1e-4)
+        assert (await served.get("/model_info"))[1]["weight_version"] == "2"
+        assert served.engine.epoch == 3
+        after = (await served.post("/weights_checker", {"action": "checksum"}))[1]
+        assert after["success"]
+        differing = [name for name, digest in after["ranks"][0]["checksums"].items() if before["ranks"][0]["checksums"][name] != digest]
+        assert differing == list(before["ranks"][0]["checksums"])
+    async with serving(directories[2]) as served:
+        assert (await served.post("/weights_checker", {"action": "checksum"}))[1]["ranks"] == after["ranks"]
+
+
+async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any]) -> None:
+    """Two flips while a batch is decoded; every log-prob is that of the version its span names, on keys and values kept as they were."""
+    given, params = prompts(4, seed=2), {"max_new_tokens": 120, "ignore_eos": True, "temperature": 1.3}
+    async with serving(directories[0]) as served, joined(served) as push:
+        await served.client.pause()
+        tasks = [asyncio.create_task(served.generate(prompt, sampling_seed=index, **params)) for index, prompt in enumerate(given)]
+        await served.until(lambda: len(served.engine.scheduler.waiting) == 4)
+        for version in (1, 2):
+            goal = served.engine.scheduler.counters.steps + 20
+            await served.client.resume()
+            await served.until(lambda goal=goal: served.engine.scheduler.counters.steps >= goal)
+            await served.client.pause()  # only so that the responses cannot end before the push does
+            await push.whole(models[version], version)
+        await served.client.resume()
+        for prompt, answer in zip(given, await asyncio.gather(*tasks), strict=True):
+            spans, ids = answer["meta_info"]["weight_versions"], answer["output_ids"]
+            assert [span["version"] for span in spans] == ["0", "1", "2"]
+            assert [spans[0]["start"], *(span["end"] for span in spans)] == [0, *(span["start"] for span in spans[1:]), len(ids)]
+            assert answer["meta_info"]["weight_version"] == "2"
+            told = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
+            want = (scores_across(told, prompt, ids) / params["temperature"]).log_softmax(-1)
+            chosen = want.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+            np.testing.assert_allclose(told_log_probs(answer), chosen, atol=1e-4)
+        assert served.engine.stats()["requests_aborted"] == 0
+
+
+async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories: list[Path], models: list[Any]) -> None:
+    async with serving(directories[0]) as served, joined(served) as push:
+        states = served.client.stream([5, 6, 7], Sampling(max_new_tokens=4000, stop_token_ids=(), seed=1, temperature=0.0))
+        task = asyncio.create_task(served.generate([5, 6], max_new_tokens=3000, ignore_eos=True))
+        await anext(states)
+        await states.aclose()
+        tensors = list(named(models[1]))
+        await push.begin(1)
+        await push.bucket(tensors[:3])
+        steps = served.engine.scheduler.counters.steps
+        await served.until(lambda: served.engine.scheduler.counters.steps > steps + 3)  # the standby copy is half full, and it decodes
+        assert served.engine.version == 0
+        await push.bucket(tensors[3:])
+        await push.end(1)
+        answer = await task
+        assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == ["0", "1"]
+        assert len(answer["output_ids"]) == 3000
+
+
+async def test_a_prompt_read_under_old_weights_is_not_shared_under_new_ones(directories: list[Path], models: list[Any]) -> None:
+    prompt = prompts(1, low=20)[0]
+    async with serving(directories[0]) as served:
+        task = asyncio.create_task(served.generate(prompt, max_new_tokens=3000, ignore_eos=True))
+        await served.until(lambda: len(served.engine.scheduler.running) == 1)
+        await served.engine.load_snapshot(directories[1], 1)
+        answer = await served.generate(prompt, temperature=0, max_new_tokens=8)
+        assert answer["meta_info"]["cached_tokens"] == 0
+        assert answer["output_ids"] == greedy(models[1], prompt, 8)
+        await served.client.abort()
+        await task
+
+
+async def test_weights_come_from_a_directory_whole_or_not_at_all(directories: list[Path], models: list[Any], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    (prompt,) = prompts(1)
+    async with serving(directories[0], phase="stale") as served:
+        body = {"model_path": str(directories[1]), "weight_version": "5", "epoch": 2}
+        status, answer = await served.post("/update_weights_from_disk", body)
+        assert (status, answer["success"]) == (200, True)
+        assert (served.engine.version, served.engine.epoch, served.engine.phase) == (5, 2, "serving")
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+        tensors = load_file(directories[2] / "model.safetensors")
+        dropped = tensors.pop("model.norm.weight")
+        for wrong, why in (
+            ({}, "are missing"),
+            ({"model.norm.weight": dropped[:-1]}, "want shape"),
+            ({"more": dropped}, "no tensor of this"),
+        ):
+            save_file(tensors | wrong, tmp_path / "model.safetensors")
+            status, answer = await served.post("/update_weights_from_disk", body | {"model_path": str(tmp_path), "weight_version": "6"})
+            assert (status, answer["success"], why in answer["message"]) == (400, False, True), answer
+        status, answer = await served.post("/update_weights_from_disk", body | {"model_path": str(tmp_path / "nowhere")})
+        assert status == 400
+        status, answer = await served.post("/update_weights_from_disk", body | {"weight_version": "4"})
+        assert (status, "want >= 5" in answer["message"]) == (400, True)
+        assert (served.engine.version, served.engine.epoch) == (5, 2)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+
+
+async def test_torn_weights_are_impossible(directories: list[Path], models: list[Any]) -> None:
+    (prompt,) = prompts(1)
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served) as push:
+        want = await served.generate(prompt, temperature=0, max_new_tokens=8)
+
+        async def refused(answer: tuple[int, Any], why: str) -> None:
+            assert (answer[0], answer[1]["success"]) == (400, False), answer
+            assert why in answer[1]["message"], answer
+            assert served.engine.version == 0
+
+        await refused(await push.end(1), "begin_weight_update first")
+        await refused(await push.bucket(tensors, send=False), "begin_weight_update first")
+        await push.begin(1)
+        await push.bucket(tensors[1:])
+        await refused(await push.end(1), "1 of")
+        await push.begin(1)
+        await push.bucket(tensors[:4])
+        await refused(await push.bucket(tensors[3:], send=False), "received twice")
+        await refused(await push.end(1), "begin_weight_update first")
+        await push.begin(1)
+        await refused(await push.bucket([("model.unknown", tensors[0][1])], send=False), "no tensor of this name")
+        await push.begin(1)
+        await refused(await push.bucket([(tensors[0][0], tensors[0][1][:-1])], send=False), "want shape")
+        await push.begin(1)
+        await refused(await push.bucket(tensors, send=False, group_name="other"), "no group 'other'")
+        await push.begin()
+        await push.bucket(tensors)
+        await refused(await push.end(), "weight_version")
+        # Begun again: what the first one brought does not count.
+        await push.begin(1)
+        await push.bucket(tensors[:6])
+        await push.begin(1)
+        await push.bucket(tensors[6:])
+        await refused(await push.end(1), "6 of")
+        again = await served.generate(prompt, temperature=0, max_new_tokens=8)
+        assert again["output_ids"] == want["output_ids"]
+        np.testing.assert_array_equal(told_log_probs(again), told_log_probs(want))
+        await push.whole(models[1], 1)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+
+
+async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: list[Path], models: list[Any]) -> None:
+    (prompt,) = prompts(1)
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served:
+        async with joined(served) as push:
+            await push.begin(1)
+            await push.bucket(tensors[:4])
+            status, answer = await push.bucket(tensors[4:], send=False, timeout_s=0.2)  # nobody sends
+            assert (status, answer["success"]) == (400, False)
+            assert (await push.end(1))[0] == 400
+        async with joined(served) as push:  # the same name again
+            await push.begin(1)
+            asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=20))
+            await served.until(lambda: any(each.in_use.locked() for each in served.engine.updates._groups.values()))
+            push.group.close()  # the learner dies
+            status, answer = await asked
+            assert (status, "lost" in answer["message"]) == (400, True)
+        told = await served.generate(prompt, temperature=0, max_new_tokens=8)
+        assert told["output_ids"] == greedy(models[0], prompt, 8)
+        async with joined(served) as push:
+            await push.whole(models[1], 1)
+        told = await served.generate(prompt, temperature=0, max_new_tokens=8)
+        assert told["output_ids"] == greedy(models[1], prompt, 8)
+        assert (await served.post("/destroy_weights_update_group", {"group_name": "push"}))[0] == 200
+        assert (await served.post("/destroy_weights_update_group", {"group_name": "push"}))[0] == 400
+
+
+async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories: list[Path], models: list[Any]) -> None:
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served) as push:
+        await push.begin(1)
+        asked = asyncio.create_task(push.bucket(tensors, send=False))
+        await served.until(lambda: any(each.in_use.locked() for each in served.engine.updates._groups.values()))
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await push.begin(2)  # discards it; its message still comes
+        await asyncio.to_thread(
+            push.group.send, torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in tensors]), DEADLINE_S
+        )
+        await push.bucket(named(models[2]))
+        assert (await push.end(2))[0] == 200
+        (prompt,) = prompts(1)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[2], prompt, 8)
+
+
+async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], models: list[Any]) -> None:
+    """SGLang's other format, and a bucket whose bfloat16 part puts what follows at odd places."""
+    (prompt,) = prompts(1)
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served) as push:
+        await push.begin(1)
+        assert (await push.bucket(tensors, flat=False))[0] == 200
+        assert (await push.end(1))[0] == 200
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+        whole = named(models[2])
+        mixed = [(name, tensor.bfloat16() if name.endswith("norm.weight") else tensor) for name, tensor in whole]
+        odd = ("model.norm.weight", dict(mixed)["model.norm.weight"])
+        await push.begin(2)
+        assert (await push.bucket([odd, *[each for each in mixed if each[0] != odd[0]]]))[0] == 200
+        assert (await push.end(2))[0] == 200
+        told = await served.generate(prompt, temperature=0, max_new_tokens=8)
+        want = log_probs_of(scores(models[2], prompt, told["output_ids"]), told["output_ids"])
+        np.testing.assert_allclose(told_log_probs(told), want, atol=0.2)
+
+
+async def test_a_lower_epoch_is_refused_everywhere(directories: list[Path], models: list[Any]) -> None:
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served, epoch=5) as push:
+        await push.begin(1)
+        await push.bucket(tensors[:4])
+        for path in (
+            "/init_weights_update_group",
+            "/destroy_weights_update_group",
+            "/begin_weight_update",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/update_weights_from_disk",
+            "/pause_generation",
+            "/continue_generation",
+        ):
+            status, answer = await served.post(path, {"epoch": 4})
+            assert (status, answer["epoch"], "epoch 4 is stale, epoch 5 was seen" in answer["message"]) == (409, 5, True)
+        assert (await served.post("/begin_weight_update", {"epoch": "6"}))[0] == 400
+        # A newer learner takes over in the middle: what the old one has sent is not mixed with what comes now.
+        push.fields = {"epoch": 6}
+        status, answer = await push.bucket(tensors[4:], send=False)
+        assert (status, "epoch 6" in answer["message"]) == (400, True)
+        await push.whole(models[1], 1)
+        assert (served.engine.version, served.engine.epoch) == (1, 6)
+
+
+async def test_a_request_can_wait_for_a_version(directories: list[Path], models: list[Any]) -> None:
+    (prompt,) = prompts(1)
+    async with serving(directories[0]) as served:
+        waiting = asyncio.create_task(served.client.generate(prompt, Sampling(temperature=0.0, max_new_tokens=8), min_version=2))
+        status, answer = await served.post("/generate", {"input_ids": prompt, "min_version": 1, "min_version_timeout_s": 0.05})
+        assert (status, "version 1 is not served: version 0 is" in answer["error"]["message"]) == (503, True)
+        await served.engine.load_snapshot(directories[1], 1)
+        assert not waiting.done()
+        await served.engine.load_snapshot(directories[2], 2)
+        told = await waiting
+        assert (told.tokens.tolist(), told.version) == (greedy(models[2], prompt, 8), 2)
+
+
+async def test_a_tied_output_projection_may_be_sent_if_it_is_the_same(tmp_path: Path) -> None:
+    model = tiny_model(seed=1, tied=True)
+    tensors = list(named(model))
+    alias = ("lm_head.weight", model.lm_head.weight)
+    async with serving(write_tiny_model(tmp_path, tied=True)) as served, joined(served) as push:
+        await push.begin(1)
+        await push.bucket([*tensors, alias])
+        assert (await push.end(1))[0] == 200
+        await push.begin(2)
+        await push.bucket([*tensors, ("lm_head.weight", model.lm_head.weight + 1)])
+        status, answer = await push.end(2)
+        assert (status, "ties it" in answer["message"]) == (400, True)
+        assert served.engine.version == 1
+
+
+async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
+    from actors.builtin.engine import BuiltinEngine
+
+    heard: list[tuple[int, int]] = []
+    engine = BuiltinEngine(directories[0], on_update=lambda version, epoch: heard.append((version, epoch)))
+    engine.load()
+    await engine.start()
+    try:
+        await engine.load_snapshot(directories[1], 3, epoch=2)
+        with pytest.raises(UpdateRefused):
+            await engine.load_snapshot(directories[1], 2, epoch=2)
+    finally:
+        await engine.close()
+    assert heard == [(3, 2)]

@@ -1,0 +1,121 @@
+"""A built-in engine served over loopback for one test, and what transformers says of the same tokens."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+
+from actors.builtin.engine import BuiltinEngine
+from actors.config import EngineConfig
+from actors.engine_client import HttpEngine
+
+LIMIT_S = 60.0
+
+
+@dataclass
+class Served:
+    """An engine, a client of the port, and a raw HTTP session."""
+
+    engine: BuiltinEngine
+    client: HttpEngine
+    session: aiohttp.ClientSession
+
+    async def post(self, path: str, body: Any = None) -> tuple[int, Any]:
+        async with self.session.post(self.engine.url + path, json=body) as response:
+            return response.status, await _content(response)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.engine.url + path) as response:
+            return response.status, await _content(response)
+
+    async def generate(self, prompt: Sequence[int], **params: Any) -> Any:
+        """One response with log-probs; fails the test on any refusal."""
+        body = {"input_ids": list(map(int, prompt)), "sampling_params": params, "return_logprob": True}
+        status, answer = await self.post("/generate", body)
+        assert status == 200, answer
+        return answer
+
+    async def together(self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[Any]:
+        """Responses decoded in one batch: decoding is paused until all requests are there."""
+        await self.client.pause()
+        tasks = [asyncio.ensure_future(self.generate(prompt, **params)) for prompt, params in requests]
+        await self.until(lambda: len(self.engine.scheduler.waiting) == len(requests))
+        await self.client.resume()
+        return await asyncio.gather(*tasks)
+
+    async def until(self, reached: Any) -> None:
+        """The thread's state changes without telling the loop: look again with every turn of it."""
+        async with asyncio.timeout(LIMIT_S):
+            while not reached():
+                await asyncio.sleep(0.001)
+
+
+async def _content(response: aiohttp.ClientResponse) -> Any:
+    return await response.json() if response.content_type == "application/json" else await response.text()
+
+
+@asynccontextmanager
+async def serving(model_dir: Path, phase: str = "serving", version: int = 0, **config: Any) -> AsyncIterator[Served]:
+    engine = BuiltinEngine(model_dir, EngineConfig(**config), version=version)
+    engine.load()
+    client = HttpEngine(await engine.start())
+    engine.phase = phase
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+            yield Served(engine, client, session)
+    finally:
+        await client.close()
+        await engine.close()
+
+
+def prompts(count: int, *, seed: int = 0, low: int = 3, high: int = 40, vocab: int = 299) -> list[list[int]]:
+    """Random prompts of mixed lengths."""
+    random = np.random.default_rng(seed)
+    return [random.integers(3, vocab, random.integers(low, high)).tolist() for _ in range(count)]
+
+
+@torch.inference_mode()
+def scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Scores of every response token from one full forward pass, [R, V]."""
+    return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+
+
+@torch.inference_mode()
+def scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """The same when the weights changed on the way and the keys and values were kept: ``models`` = (model, its number of tokens)."""
+    from transformers import DynamicCache
+
+    cache, found, fed, position = DynamicCache(config=models[0][0].config), [], [*prompt, *tokens], 0
+    made = 0
+    for model, count in models:
+        made += count
+        until = len(prompt) + made - 1
+        out = model(torch.tensor([fed[position:until]]), past_key_values=cache, use_cache=True).logits[0]
+        found.append(out[-count:].float())
+        position = until
+    return torch.cat(found)
+
+
+def log_probs_of(scores_RV: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
+    return scores_RV.log_softmax(-1).gather(1, torch.tensor(list(tokens))[:, None])[:, 0].numpy()
+
+
+def told_log_probs(answer: Any) -> np.ndarray:
+    """[R] of an answer; its token column must be its output_ids."""
+    entries = answer["meta_info"]["output_token_logprobs"]
+    assert [entry[1] for entry in entries] == answer["output_ids"]
+    return np.array([entry[0] for entry in entries])
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What transformers' generate gives."""
+    given = torch.tensor([list(prompt)])
+    out = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=max_new_tokens)
+    return out[0, len(prompt) :].tolist()

@@ -1,0 +1,157 @@
+"""A learner without a model, and actors without an engine: what a feeder needs around it."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.messages import Done, Plan, Sample, Sampling, Settle, Span, Task, VersionRow
+from learner import checkpoints
+from learner.batch import StepBatch, encode
+from learner.config import LearnerConfig, StalenessConfig
+from learner.errors import LearnerError
+from learner.feed_client import FeedClient
+from learner.feed_messages import End, Start
+from learner.feeder import run_feeder
+from learner.prompts import PromptFile
+from tests.data_kit import sample
+
+
+@dataclass
+class World:
+    """One run on a real bus."""
+
+    url: str
+    run: str
+    bus: Bus
+    root: Path
+    learner: LearnerConfig
+    staleness: StalenessConfig
+    config: BusConfig
+    digests: dict[int, set[str]] = field(default_factory=dict)
+    """What ranks were served, by step: one digest if it was always the same."""
+    batches: list[StepBatch] = field(default_factory=list)
+
+    def prompts(self) -> PromptFile:
+        path = self.root.parent / "prompts.jsonl"
+        if not path.exists():
+            path.write_text("".join(json.dumps({"prompt": f"p{number}", "label": number}) + "\n" for number in range(7)))
+        return PromptFile(path, tokenize=lambda prompt: [ord(letter) for letter in prompt], max_tokens=8)
+
+    @asynccontextmanager
+    async def feeder(self, **changes: Any) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
+        """A feeder: its URL and task. Leaving the block kills it; an error of its own is raised by awaiting the task."""
+        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        values: dict[str, Any] = {
+            "run": self.run,
+            "bus_url": self.url,
+            "root": self.root,
+            "prompts": self.prompts(),
+            "learner": self.learner,
+            "staleness": self.staleness,
+            "sampling": Sampling(max_new_tokens=8),
+            "bus": self.config,
+            "vocab_size": 256,
+            "on_listening": listening.set_result,
+        }
+        feeding = asyncio.create_task(run_feeder(**(values | changes)), name="feeder")
+        try:
+            yield await listening, feeding
+        finally:
+            feeding.cancel()
+            await asyncio.gather(feeding, return_exceptions=True)
+
+    @asynccontextmanager
+    async def actors(self, make: Callable[[Task, int], Sample] | None = None) -> AsyncIterator[None]:
+        """Two scripted actors."""
+        acting = [asyncio.create_task(self._act(make or self._respond)) for _ in range(2)]
+        try:
+            yield
+        finally:
+            for one in acting:
+                one.cancel()
+            await asyncio.gather(*acting, return_exceptions=True)
+
+    async def _act(self, make: Callable[[Task, int], Sample]) -> None:
+        async with connect(self.url, self.run, self.config, name="actor") as bus:
+            while True:
+                lease = await bus.tasks.lease(5)
+                if lease is None:
+                    continue
+                async with lease.kept():
+                    for index in range(lease.task.group_size):
+                        await bus.samples.publish(make(lease.task, index))
+                await lease.settle()
+
+    def _respond(self, task: Task, index: int) -> Sample:
+        return sample(task, index, ((task.min_version, 2 + (task.id + index) % 4),))
+
+    async def publish(self, version: int, step: int) -> None:
+        """The registry's rows, as a publisher writes them."""
+        row = VersionRow(version=version, step=step, epoch=1, state="published")
+        values = {"version": row.version, "step": row.step, "epoch": row.epoch, "state": row.state}
+        await self.bus.rows("weights").put(f"v.{version}", values)
+        await self.bus.rows("weights").put("head", values)
+
+    async def train(self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False) -> Start:
+        """Be a rank, in a thread, until the end or until ``stop(what, step)`` says so; what: batch | done | checkpoint | publish."""
+        return await asyncio.to_thread(self._rank, url, rank, stop, asyncio.get_running_loop())
+
+    def _rank(self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop) -> Start:
+        def publish(version: int, step: int) -> None:
+            asyncio.run_coroutine_threadsafe(self.publish(version, step), loop).result(10)
+            client.published(version, step)
+
+        with FeedClient(url, rank=rank, dp_rank=rank, dp_size=self.learner.data_parallel, silence_s=10) as client:
+            start = client.hello()
+            version = start.head_version
+            if rank == 0 and start.recorded_until == start.step:
+                publish(version := version + 1, start.step)
+            for step in range(start.step + 1, start.steps + 2):
+                batch = client.next(step)
+                if isinstance(batch, End):
+                    assert step == start.steps + 1
+                    return start
+                self.digests.setdefault(step * 10 + rank, set()).add(digest(batch))
+                self.batches.append(batch)
+                if stop("batch", step):
+                    return start
+                if rank != 0:
+                    continue
+                client.done(step, {"loss": 1.0 / step}, f"weights {step}")
+                if stop("done", step):
+                    return start
+                if batch.state:
+                    path = checkpoints.staging(self.root, step=step, epoch=start.epoch)
+                    (path / "rank-0.bin").write_bytes(b"weights of step %d" % step)
+                    client.checkpointed(step, str(checkpoints.commit(path, batch.state)))
+                if stop("checkpoint", step):
+                    return start
+                if not batch.recorded or step == start.recorded_until:
+                    publish(version := version + 1, step)
+                if stop("publish", step):
+                    return start
+        raise LearnerError("no end was served")
+
+    async def records(self) -> list[Plan | Done | Settle]:
+        return [record async for _, record in self.bus.plans.scan() if isinstance(record, Plan | Done | Settle)]
+
+    async def plans(self) -> list[Plan]:
+        return [record for record in await self.records() if isinstance(record, Plan)]
+
+
+def digest(batch: StepBatch) -> str:
+    """Of everything a rank trains on; whether it is a repetition, and the checkpoint's bytes, are not part of it."""
+    frames = encode(batch)
+    header = (batch.step, batch.dp_rank, batch.num_tokens, batch.temperature, len(batch.micro_batches))
+    return hashlib.sha256(repr(header).encode() + b"".join(bytes(frame) for frame in frames[2:])).hexdigest()
+
+
+def spanned(task: Task, index: int, version: int, length: int) -> Sample:
+    return sample(task, index, ((version, length),), spans=(Span(version=version, num_tokens=length),))

@@ -1,0 +1,296 @@
+"""The actor against the real bus and the real built-in engine: what it makes, and what happens when something is not as it should be."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.actor_process import run_actor
+from actors.config import ActorConfig
+from actors.engine_client import HttpEngine
+from bus.config import BusConfig
+from bus.connection import Bus
+from bus.live import Heartbeat
+from bus.messages import Kind, Sampling, Status
+from bus.server import EmbeddedServer
+from rewards.port import RewardRequest
+from tests.actor_kit import (
+    LABEL,
+    PROMPT,
+    all_samples,
+    at_work,
+    complete,
+    engine,
+    engine_row,
+    issue,
+    model_dir,
+    prompt_tokens,
+    row_until,
+    samples_until,
+    settled,
+    take_over,
+)
+from tests.bus_fixtures import BusOpener
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    """Made here, where it blocks no loop."""
+    model_dir()
+    prompt_tokens()
+
+
+async def hangs(request: RewardRequest) -> float:
+    await asyncio.Event().wait()
+    return 0.0
+
+
+def raises(request: RewardRequest) -> float:
+    raise ConnectionError("the judge answered 500")
+
+
+@asynccontextmanager
+async def acting(bus: Bus, server: EmbeddedServer, id: str = "a1", **settings: Any) -> AsyncIterator[asyncio.Event]:
+    """An actor in this process; it is drained at the end and must end by that."""
+    draining = asyncio.Event()
+    config = ActorConfig(**{"generate_timeout_s": 60.0, **settings})
+    work = asyncio.create_task(run_actor(server.url, bus.run, config, bus.config, draining, id))
+    try:
+        yield draining
+    except BaseException:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        raise
+    draining.set()
+    await work
+
+
+async def test_tasks_become_samples_with_everything_in_them(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus, version=3):
+        epoch = await take_over(bus)
+        tasks = await issue(bus, epoch, 3, metadata={"topic": "digits"})
+        (evaluation,) = await issue(bus, epoch, kind=Kind.EVAL)
+        async with acting(bus, nats_server):
+            found = await samples_until(bus, complete([*tasks, evaluation]))
+            await settled(bus)
+        assert Counter((s.task, s.index) for s in found) == {(task, index): 1 for task in [*tasks, evaluation] for index in range(4)}
+        for sample in found:
+            assert sample.kind == (Kind.EVAL if sample.task == evaluation else Kind.TRAIN)
+            assert tuple(sample.tokens[: -sample.response_length]) == prompt_tokens()
+            assert (sample.prompt, sample.label) == (PROMPT, LABEL)
+            assert sample.metadata == ({} if sample.task == evaluation else {"topic": "digits"})
+            assert [span.version for span in sample.spans] == [3]
+            assert (sample.actor, sample.engine) == ("a1", "e1")
+            assert 0 < sample.response_length <= 8
+            assert (sample.status is Status.TRUNCATED) == (sample.finish_reason == "length")
+            assert 0 <= sample.score <= 1
+            assert sample.timings.generating_s > 0
+            assert np.all(sample.rollout_log_probs < 0)
+        by_index = {s.index: s.tokens.tolist() for s in found if s.task == tasks[0]}
+        assert len({tuple(tokens) for tokens in by_index.values()}) > 1, "every sample of a group has its own seed"
+        for sample in found:
+            assert sample.tokens.tolist() == by_index[sample.index], "seed + index decides"
+
+
+async def test_the_live_row_tells_what_it_did_and_goes_with_it(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus):
+        rows = bus.rows("live")
+        async with acting(bus, nats_server):
+            idle = await row_until(rows, "actor.a1", lambda row: "a task" in row["waits_for"])
+            assert idle["phase"] == "waiting"
+            assert idle["load"]["waiting_share"] == 1.0
+            await issue(bus, await take_over(bus), 2)
+            row = await row_until(rows, "actor.a1", lambda row: row["load"].get("tasks_done") == 2)
+        load = row["load"]
+        assert load["samples_published"] == 8
+        assert load["tokens_generated"] == sum(s.response_length for s in await all_samples(bus))
+        assert (load["failures"], load["requests_aborted"], load["in_flight"]) == (0, 0, 0)
+        assert 0 < load["waiting_share"] < 1
+        assert await rows.get("actor.a1") is None
+
+
+async def test_a_new_task_is_worked_on_at_once(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus), acting(bus, nats_server):
+        await row_until(bus.rows("live"), "actor.a1", lambda row: "a task" in row["waits_for"])
+        begin = time.monotonic()
+        tasks = await issue(bus, await take_over(bus))
+        await samples_until(bus, complete(tasks))
+        assert time.monotonic() - begin < 1.0
+
+
+async def test_no_more_is_leased_than_can_be_in_flight(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus, phase="joining") as waiting:
+        tasks = await issue(bus, await take_over(bus), 6)
+        async with acting(bus, nats_server, max_samples_in_flight=8, engines=(waiting.url,)):
+            await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("in_flight") == 8)
+            assert await bus.tasks.backlog() == (4, 2)
+            waiting.phase = "serving"
+            await samples_until(bus, complete(tasks))
+            await settled(bus)
+
+
+async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, acting(bus, nats_server):
+        tasks = await issue(bus, await take_over(bus))
+        rows = bus.rows("live")
+        row = await row_until(rows, "actor.a1", lambda row: "none known" in row["waits_for"])
+        assert row["phase"] == "waiting"
+        async with engine() as built:
+            async with Heartbeat(bus, engine_row(built.url, phase="catching up"), every_s=0.2) as heartbeat:
+                await row_until(rows, "actor.a1", lambda row: "e1: catching up" in row["waits_for"])
+                heartbeat.update(phase="serving")
+                await samples_until(bus, complete(tasks))
+                await settled(bus)
+        assert {s.status for s in await all_samples(bus)} <= {Status.COMPLETED, Status.TRUNCATED}
+
+
+async def test_an_engine_that_answers_503_is_left_alone_and_asked_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """Its row says that it serves, and it does not: as between an eviction and the next heartbeat."""
+    async with open_bus() as bus, engine(bus) as built:
+        built.phase = "stale"
+        async with acting(bus, nats_server):
+            tasks = await issue(bus, await take_over(bus))
+            await row_until(bus.rows("live"), "actor.a1", lambda row: "e1: quarantined" in row["waits_for"])
+            built.phase = "serving"
+            await samples_until(bus, complete(tasks))
+            await settled(bus)
+        assert len(await all_samples(bus)) == 4
+
+
+async def test_a_minimum_version_is_waited_for(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(version=1) as old, engine(version=2) as new, acting(bus, nats_server):
+        async with Heartbeat(bus, engine_row(old.url, id="old", version=1), every_s=0.2):
+            tasks = await issue(bus, await take_over(bus), min_version=2)
+            await row_until(bus.rows("live"), "actor.a1", lambda row: "version 2 or newer (old: version 1)" in row["waits_for"])
+            async with Heartbeat(bus, engine_row(new.url, id="new", version=2), every_s=0.2):
+                found = await samples_until(bus, complete(tasks))
+                await settled(bus)
+        assert {(s.engine, s.min_version) for s in found} == {("new", 2)}
+
+
+async def test_an_engine_that_dies_in_the_middle_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus, id="second") as second:
+        client = HttpEngine(second.url)
+        await client.pause()
+        async with acting(bus, nats_server):
+            async with engine() as first:
+                first_client = HttpEngine(first.url)
+                await first_client.pause()
+                async with Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2):
+                    tasks = await issue(bus, await take_over(bus), sampling=Sampling(max_new_tokens=200, seed=1))
+                    await at_work(first, 2)
+                    await first_client.close()
+            await client.resume()
+            found = await samples_until(bus, complete(tasks))
+            await settled(bus)
+            await client.close()
+            row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("tasks_done") == 1)
+        assert {s.engine for s in found} == {"second"}
+        assert row["load"]["requests_aborted"] == 2
+        assert row["load"]["failures"] == 0
+
+
+@pytest.mark.parametrize(("reward", "reason"), [("hangs", "no result within 0.1 s"), ("raises", "the judge answered 500")])
+async def test_a_reward_that_does_not_answer_ends_in_dead_and_the_run_goes_on(
+    open_bus: BusOpener, nats_server: EmbeddedServer, reward: str, reason: str
+) -> None:
+    async with open_bus(max_attempts=2) as bus, engine(bus):
+        tasks = await issue(bus, await take_over(bus), group_size=2)
+        async with acting(bus, nats_server, reward=f"{__name__}:{reward}", reward_timeout_s=0.1):
+            await settled(bus)
+            await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
+        dead = [letter async for _, letter in bus.dead.scan()]
+        assert [(letter.task, letter.attempts, letter.actor) for letter in dead] == [(tasks[0], 2, "a1")]
+        assert reason in dead[0].reason
+        found = await all_samples(bus)
+        assert len(found) == 4
+        for sample in found:
+            assert sample.status is Status.FAILED
+            assert reason in sample.metadata["error"]
+            assert sample.response_length > 0, "what was generated stays"
+
+
+async def test_a_request_no_engine_can_serve_is_dead_at_once(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(max_attempts=2) as bus, engine(bus):
+        epoch = await take_over(bus)
+        bad, *_ = await issue(bus, epoch, sampling=Sampling(max_new_tokens=8, top_p=7.0))
+        good = await issue(bus, epoch)
+        async with acting(bus, nats_server):
+            found = await samples_until(bus, complete(good))
+            await settled(bus)
+        dead = [letter async for _, letter in bus.dead.scan()]
+        assert [letter.task for letter in dead] == [bad]
+        assert "top_p" in dead[0].reason
+        assert {s.status for s in await all_samples(bus) if s.task == bad} == {Status.FAILED}
+        assert complete(good)(found)
+
+
+async def test_a_restart_of_the_bus_is_bridged(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=5.0) as bus, engine(bus) as built, acting(bus, nats_server):
+        epoch = await take_over(bus)
+        client = HttpEngine(built.url)
+        await client.pause()
+        before = await issue(bus, epoch, 2)
+        await at_work(built, 8)
+        await asyncio.to_thread(nats_server.kill)
+        await client.resume()
+        await client.close()
+        await at_work(built, 0)
+        await asyncio.to_thread(nats_server.start)
+        after = await issue(bus, epoch, 2)
+        found = await samples_until(bus, complete([*before, *after]))
+        assert len({s.message_id for s in found}) == len(found)
+
+
+async def test_a_drain_hands_back_what_waits_for_an_engine(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=30.0) as bus:
+        tasks = await issue(bus, await take_over(bus))
+        async with acting(bus, nats_server):
+            await row_until(bus.rows("live"), "actor.a1", lambda row: "an engine" in row["waits_for"])
+        lease = await bus.tasks.lease(5)
+        assert lease is not None
+        assert (lease.task.id, lease.deliveries) == (tasks[0], 2)
+
+
+async def test_what_is_held_at_the_deadline_is_handed_back(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+        client = HttpEngine(built.url)
+        await client.pause()
+        await issue(bus, await take_over(bus))
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, ActorConfig(), bus.config, asyncio.Event(), "a1"))
+        await at_work(built, 4)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        lease = await bus.tasks.lease(5)
+        assert lease is not None
+        assert lease.deliveries == 2
+        await at_work(built, 0)  # the engine was told, too
+        await client.close()
+
+
+async def test_the_url_of_the_bus_is_all_it_needs(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, engine(bus):
+        draining = asyncio.Event()
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, None, None, draining))
+        told = {"actor": {"reward": "exact", "engines": []}, "bus": {"lease_s": bus.config.lease_s}, "learner": {"steps": 3}}
+        await bus.rows("run").put("config", told)
+        tasks = await issue(bus, await take_over(bus))
+        found = await samples_until(bus, complete(tasks))
+        await settled(bus)
+        assert {s.score for s in found} == {0.0}
+        draining.set()
+        await work
+
+
+async def test_it_waits_for_the_bus_and_can_be_drained_meanwhile(tmp_path: Any) -> None:
+    draining = asyncio.Event()
+    work = asyncio.create_task(run_actor("nats://127.0.0.1:9", "r", ActorConfig(), BusConfig(), draining, "a1"))
+    await asyncio.sleep(0)
+    draining.set()
+    await work

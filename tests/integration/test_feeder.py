@@ -1,0 +1,271 @@
+"""The feeder on a real nats-server, with scripted actors and ranks that train nothing."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import Fenced
+from bus.messages import Done, Plan, Settle
+from bus.server import EmbeddedServer
+from learner import checkpoints
+from learner.config import LearnerConfig, StalenessConfig
+from learner.datasource import read_state
+from learner.errors import ConfigRefused, FeederFailed, NoProgress, RankFailed
+from learner.feed_client import FeedClient
+from learner.restart import CHECKPOINT_KEY
+from tests.feeder_kit import World
+
+OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
+
+
+@pytest.fixture
+def open_world(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> OpenWorld:
+    @asynccontextmanager
+    async def opened(**changes: Any) -> AsyncIterator[World]:
+        staleness = {key: changes.pop(key) for key in list(changes) if key in StalenessConfig.__dataclass_fields__}
+        settings = {key: changes.pop(key) for key in list(changes) if key in BusConfig.__dataclass_fields__}
+        values: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2}
+        learner = LearnerConfig(**(values | {"max_tokens_per_micro_batch": 16} | changes))
+        config = BusConfig(**({"lease_s": 5.0} | settings))
+        (tmp_path / "checkpoints").mkdir()
+        async with connect(nats_server.url, run_id, config, name="test", wait_s=10) as bus:
+            await bus.create_layout()
+            yield World(
+                url=nats_server.url,
+                run=run_id,
+                bus=bus,
+                root=tmp_path / "checkpoints",
+                learner=learner,
+                staleness=StalenessConfig(**({"max_lag": 1} | staleness)),
+                config=config,
+            )
+
+    return opened
+
+
+async def finish(world: World) -> None:
+    """A feeder and ranks to the end of the run."""
+    async with world.feeder() as (url, feeding):
+        await asyncio.gather(*(world.train(url, rank=rank) for rank in range(world.learner.data_parallel)))
+        await feeding
+
+
+async def check_history(world: World) -> list[Plan]:
+    """Every step planned once and done, nothing in two plans, the same batch at every serving."""
+    records = await world.records()
+    plans = [record for record in records if isinstance(record, Plan)]
+    assert [plan.step for plan in plans] == list(range(1, world.learner.steps + 1))
+    assert {record.step for record in records if isinstance(record, Done)} == {plan.step for plan in plans}
+    seqs = [int(seq) for record in records if isinstance(record, Plan | Settle) for seq in record.seqs]
+    assert len(seqs) == len(set(seqs))
+    assert all(len(found) == 1 for found in world.digests.values()), world.digests
+    return plans
+
+
+@pytest.mark.parametrize(("max_lag", "data_parallel"), [(0, 1), (1, 2), (3, 1)])
+async def test_five_steps(open_world: OpenWorld, max_lag: int, data_parallel: int) -> None:
+    async with open_world(max_lag=max_lag, data_parallel=data_parallel) as world:
+        async with world.actors():
+            await finish(world)
+        plans = await check_history(world)
+        lags = [int(part.lag_T.max(initial=-1)) for batch in world.batches for part in batch.micro_batches]
+        assert max(lags) <= max_lag
+        row = await world.bus.rows("run").get(CHECKPOINT_KEY)
+        assert row is not None
+        assert (row[0]["step"], row[0]["chain"]) == (5, plans[-1].chain)
+        tally = read_state(checkpoints.read_state(Path(row[0]["directory"])))["tally"]
+        assert (tally["trained"], tally["published"]) == (20, 20)
+        tasks = [task async for task in world.bus.tasks.scan()]
+        assert len(tasks) == 10  # no more than the run needs
+        assert [one.step for one in checkpoints.listed(world.root)] == [5, 4]
+
+
+async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWorld) -> None:
+    async with open_world(steps=1) as world:
+        async with world.actors():
+            await finish(world)
+        (plan,) = await world.plans()
+        (batch,) = world.batches
+        rows = [await world.bus.samples.fetch(int(seq)) for seq in plan.seqs]
+        assert batch.rewards_N.tolist() == [row.score for row in rows]
+        assert batch.num_tokens == sum(row.response_length for row in rows)
+        tokens = {int(row): [] for row in range(len(rows))}
+        for part in batch.micro_batches:
+            for token, row in zip(part.tokens_T, part.sample_T, strict=True):
+                if row >= 0:
+                    tokens[int(row)].append(int(token))
+        assert tokens == {number: row.tokens.tolist() for number, row in enumerate(rows)}
+
+
+@pytest.mark.parametrize("what", ["batch", "done", "checkpoint", "publish"])
+@pytest.mark.parametrize("step", [1, 3, 4])
+async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: str, step: int) -> None:
+    """Killed after it served a batch (plan recorded, no done), after the done, after the checkpoint, after the push."""
+    async with open_world() as world:
+        async with world.actors():
+            async with world.feeder() as (url, _):
+                await world.train(url, stop=lambda did, at: (did, at) == (what, step))
+            before = await world.plans()
+            await finish(world)
+        assert [plan.chain for plan in await check_history(world)][: len(before)] == [plan.chain for plan in before]
+        assert len(before) >= step
+
+
+async def test_recorded_batches_say_so_and_none_is_pushed_twice(open_world: OpenWorld) -> None:
+    async with open_world(checkpoint_every=0) as world:
+        async with world.actors():
+            async with world.feeder() as (url, _):
+                await world.train(url, stop=lambda did, at: (did, at) == ("publish", 3))
+            served = len(world.batches)
+            recorded_until = len(await world.plans())
+            async with world.feeder() as (url, feeding):
+                start = await world.train(url)
+                await feeding
+        assert (start.step, start.checkpoint, start.epoch, start.recorded_until) == (0, None, 2, recorded_until)
+        assert [batch.recorded for batch in world.batches[served:]] == [step <= recorded_until for step in range(1, 6)]
+        await check_history(world)
+
+
+async def test_a_second_feeder_fences_the_first(open_world: OpenWorld) -> None:
+    async with open_world() as world, world.actors():
+        async with world.feeder() as (url, first):
+            ranks = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("batch", 1)))
+            await ranks
+            await finish(world)
+            await world.publish(99, 5)  # a version makes the first one want to issue or to plan
+            with pytest.raises(Fenced):
+                await first
+        await check_history(world)
+
+
+async def test_corrupt_checkpoint_is_passed_over_aloud(open_world: OpenWorld, caplog: pytest.LogCaptureFixture) -> None:
+    async with open_world(steps=6) as world, world.actors():
+        async with world.feeder() as (url, _):
+            await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
+        newest, before = checkpoints.listed(world.root)
+        (newest.path / "rank-0.bin").write_bytes(b"weights of step 9")
+        with caplog.at_level(logging.ERROR):
+            async with world.feeder() as (url, feeding):
+                start = await world.train(url)
+                await feeding
+        assert start.checkpoint == str(before.path)
+        assert (start.step, before.step) == (2, 2)
+        assert "CORRUPT" in caplog.text
+        assert "rank-0.bin" in caplog.text
+        await check_history(world)
+
+
+async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
+    async with open_world(max_lag=0, max_attempts=1) as world:
+        async with world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            async with connect(world.url, world.run, world.config, name="clumsy") as bus:
+                lease = await bus.tasks.lease(10)
+                assert lease is not None
+                assert await lease.fail("it always fails", actor="clumsy")
+            async with world.actors():
+                await training
+                await feeding
+        await check_history(world)
+        (settle,) = [record for record in await world.records() if isinstance(record, Settle)]
+        assert (settle.reason, settle.tasks.tolist()) == ("dead", [lease.task.id])
+
+
+async def test_a_task_nobody_has_is_issued_again(open_world: OpenWorld) -> None:
+    async with open_world(max_lag=0, steps=1, lease_s=0.3) as world:
+        async with world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            async with connect(world.url, world.run, world.config, name="liar") as bus:
+                lease = await bus.tasks.lease(10)
+                assert lease is not None
+                await lease.settle()  # without a sample
+            async with world.actors():
+                await training
+                await feeding
+        await check_history(world)
+        again = [task async for task in world.bus.tasks.scan() if task.reissues]
+        assert [(task.reissue_of, task.offset) for task in again] == [(lease.task.id, lease.task.offset)]
+
+
+async def test_the_bus_may_be_killed(open_world: OpenWorld, nats_server: EmbeddedServer) -> None:
+    async with open_world() as world, world.actors():
+        async with world.feeder() as (url, feeding):
+
+            def kill(did: str, at: int) -> bool:
+                if (did, at) == ("done", 2):
+                    nats_server.kill()
+                    nats_server.start()
+                return False
+
+            await world.train(url, stop=kill)
+            await feeding
+        await check_history(world)
+
+
+async def test_streams_are_trimmed_behind_the_oldest_kept_checkpoint(open_world: OpenWorld) -> None:
+    async with open_world(history_samples=0, steps=6) as world, world.actors():
+        await finish(world)
+        oldest = checkpoints.listed(world.root)[-1]
+        floor = read_state(checkpoints.read_state(oldest.path))["samples"]["floor"]
+        assert (await world.bus.samples.info()).first_seq == floor + 1 > 1
+        row = await world.bus.rows("run").get("task_floor")
+        assert row is not None
+        assert row[0]["floor"] > 0
+
+
+async def test_a_step_without_data_ends_with_what_it_waits_for(open_world: OpenWorld) -> None:
+    async with open_world(batch_timeout_s=0.5) as world:
+        async with world.feeder() as (url, feeding):
+            with pytest.raises(FeederFailed, match="2 more groups for step 1"):
+                await world.train(url)
+            with pytest.raises(NoProgress, match="4 in flight"):
+                await feeding
+
+
+async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: OpenWorld) -> None:
+    async with open_world(data_parallel=2) as world:
+        async with world.feeder() as (url, feeding):
+            waiting = asyncio.create_task(world.train(url, rank=1))
+            with FeedClient(url, rank=0, dp_rank=0, dp_size=2) as client:
+                await asyncio.to_thread(client.hello)
+                client.failed("out of memory")
+                with pytest.raises(RankFailed, match="rank 0: out of memory"):
+                    await feeding
+            with pytest.raises(FeederFailed, match="rank 0: out of memory"):
+                await waiting
+
+
+async def test_a_rank_of_another_layout_is_refused(open_world: OpenWorld) -> None:
+    async with open_world(data_parallel=2) as world, world.feeder() as (url, _):
+        with FeedClient(url, rank=0, dp_rank=0, dp_size=1) as client:
+            with pytest.raises(FeederFailed, match="want dp_rank of dp_size 2, got"):
+                await asyncio.to_thread(client.hello)
+
+
+async def test_another_layout_cannot_repeat_recorded_plans(open_world: OpenWorld) -> None:
+    async with open_world(checkpoint_every=0) as world, world.actors():
+        async with world.feeder() as (url, _):
+            await world.train(url, stop=lambda did, at: (did, at) == ("batch", 2))
+        other = LearnerConfig(steps=5, groups_per_step=2, group_size=2, data_parallel=2)
+        async with world.feeder(learner=other) as (_, feeding):
+            with pytest.raises(ConfigRefused, match=r"learner\.data_parallel: want 1 until the recorded step 1"):
+                await feeding
+
+
+async def test_draining_ends_when_the_ranks_have_left(open_world: OpenWorld) -> None:
+    async with open_world() as world, world.actors():
+        draining = asyncio.Event()
+        async with world.feeder(draining=draining) as (url, feeding):
+            await world.train(url, stop=lambda did, at: (did, at) == ("checkpoint", 2))
+            draining.set()
+            await feeding
+        row = await world.bus.rows("run").get(CHECKPOINT_KEY)
+        assert row is not None
+        assert row[0]["step"] == 2

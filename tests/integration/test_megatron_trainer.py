@@ -1,0 +1,199 @@
+"""The real Megatron on the CPU: it computes what transformers computes, however the step is split, and goes on after a restart."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.config import AlgorithmConfig
+from learner.megatron import parallel, state
+from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.integration import megatron_ranks
+from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
+from tests.learner_steps import free_port, make_batches, make_samples, rank_environment, run_ranks
+from tests.tiny_models import write_tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[parallel.Parallel]:
+    """A world of one in this process."""
+    before = dict(os.environ)
+    os.environ.update(rank_environment(0, 1, free_port()))
+    torch.use_deterministic_algorithms(True)
+    joined = parallel.join(tensor_parallel_size=1, device=CPU, seed=0)
+    yield joined
+    parallel.leave()
+    torch.use_deterministic_algorithms(False)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+@pytest.fixture
+def make(here: parallel.Parallel, model_dir: Path) -> Any:
+    """``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
+
+    def build(*, with_proximal: bool = True, **algorithm: Any) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
+        policy = build_policy(model_dir, dtype="float32", parallel=here)
+        optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+        proximal = WeightBackup(policy) if with_proximal else None
+        settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
+        return Trainer(policy, optimizer, settings, max_lag=2, proximal=proximal), policy, optimizer, proximal
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3", {}), ("qwen3", {"tied": True}), ("qwen2", {}), ("llama", {}), ("llama", {"tied": True})],
+    ids=["qwen3", "qwen3-tied", "qwen2", "llama", "llama-tied"],
+)
+def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+    """Packed rows of many lengths give the log-probs of each sequence alone, at the sampling temperature; export is exact."""
+    directory = write_tiny_model(tmp_path, family, **changes)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    policy = build_policy(directory, dtype="float32", parallel=here)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
+    batch = make_batches(samples, max_tokens=100)[0]
+    assert len(batch.micro_batches) > 1
+    for row, ours_T in zip(batch.micro_batches, trainer.log_probs(batch), strict=True):
+        for sample in np.unique(row.sample_T[row.sample_T >= 0]):
+            at = np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)
+            tokens = torch.from_numpy(samples[sample].tokens).long()
+            with torch.no_grad():
+                logits = reference(tokens[None]).logits[0] / 0.7
+            wanted = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[-len(at) :, 0]
+            torch.testing.assert_close(ours_T[at], wanted, atol=2e-5, rtol=0)
+    exported = dict(policy.export())
+    wanted_weights = {name: tensor for name, tensor in reference.named_parameters()}
+    assert exported.keys() == wanted_weights.keys()
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, wanted_weights[name]), name
+
+
+def _train(trainer: Trainer, *, max_tokens: int = 1 << 20) -> list[dict[str, float]]:
+    batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=max_tokens)[0] for step in STEPS]
+    return [trainer.train(batch) for batch in batches]
+
+
+def _assert_same(ours: list[dict[str, float]], wanted: list[dict[str, float]], *, tolerance: float = 1e-5) -> None:
+    assert len(ours) == len(wanted)
+    for step, other in zip(ours, wanted, strict=True):
+        assert step.keys() == other.keys()
+        for name in step.keys() - {"train/step_seconds", "train/tokens_per_second"}:
+            assert step[name] == pytest.approx(other[name], rel=tolerance, abs=tolerance), name
+
+
+def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> None:
+    whole = _train(make()[0])
+    assert whole[0]["train/grad_norm"] > 0
+    _assert_same(_train(make()[0], max_tokens=60), whole)  # several micro-batches
+    _assert_same(_train(make()[0], max_tokens=1), whole)  # every sequence alone: nothing packed
+
+
+def test_the_step_is_that_of_plain_torch(make: Any, model_dir: Path) -> None:
+    """Loss and gradient norm against ten lines of transformers and torch, sequence by sequence."""
+    samples = make_samples(vocab=VOCAB)
+    metrics = make(with_proximal=False, entropy_coef=0.0)[0].train(make_batches(samples)[0])
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    rewards = torch.tensor([sample.score for sample in samples]).view(-1, 4)
+    advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1)
+    total = torch.zeros(())
+    for sample, advantage in zip(samples, advantages, strict=True):
+        tokens = torch.from_numpy(sample.tokens).long()
+        log_probs = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[-sample.response_length :, 0]
+        weights = (log_probs.detach() - torch.from_numpy(sample.rollout_log_probs)).exp().clamp(0, 2)
+        total = total - (weights * (log_probs - log_probs.detach()).exp() * advantage).sum()
+    loss = total / sum(sample.response_length for sample in samples)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert metrics["train/ppo_clip_fraction"] == 0
+
+
+def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, model_dir: Path, tmp_path: Path) -> None:
+    """Data and tensor parallel (two processes) against one rank: loss, gradient norm and every metric to 1e-5."""
+    trainer, policy, optimizer, proximal = make()
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    metrics = []
+    for step in STEPS:
+        metrics.append(trainer.train(make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0]))
+        if step == STEPS[0]:
+            state.save(checkpoint, step=step, policy=policy, optimizer=optimizer, proximal=proximal)
+    results = run_ranks(megatron_ranks.__name__, [str(model_dir), str(checkpoint)], world=2, out=tmp_path)
+    for result in results:
+        _assert_same(result["dp2"]["metrics"], metrics)
+        _assert_same(result["tp2"]["metrics"], metrics)
+        _assert_same(result["dp2_resumed"]["metrics"], metrics[1:])
+        _assert_same(result["tp2_resumed"]["metrics"], metrics[1:])
+    for kind in ("dp2", "dp2_resumed", "tp2", "tp2_resumed"):
+        assert results[0][kind]["digest"] == results[1][kind]["digest"], kind
+
+
+def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path) -> None:
+    """Weights, Adam, proximal copy and random generators come back exactly; the proximal policy is not the present one."""
+    batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4, 5)]
+    trainer, policy, optimizer, proximal = make()
+    trainer.train(batches[0])
+    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+    drawn = (torch.rand(1).item(), np.random.random())
+    undisturbed = [trainer.train(batch) for batch in batches[1:]]
+
+    resumed, other, its_optimizer, its_proximal = make()
+    before = other.digest()
+    assert state.load(tmp_path, policy=other, optimizer=its_optimizer, proximal=its_proximal) == 3
+    assert other.digest() != before
+    assert (torch.rand(1).item(), np.random.random()) == drawn
+    _assert_same([resumed.train(batch) for batch in batches[1:]], undisturbed, tolerance=0)
+    assert other.digest() == policy.digest()
+
+
+def test_the_proximal_policy_is_the_backed_up_one(make: Any) -> None:
+    """Old log-probs come from the copy: right after a refresh they are the present ones, later they are not."""
+    trainer, policy, _, proximal = make()
+    batch = make_batches(make_samples(vocab=VOCAB))[0]
+    first = trainer.log_probs(batch)[0]
+    trainer.train(batch)
+    digest = policy.digest()
+    with proximal.switch():
+        assert torch.equal(trainer.log_probs(batch)[0], first)
+    assert policy.digest() == digest
+    stale = trainer.train(batch)
+    assert stale["train/ppo_clip_fraction"] > 0
+    proximal.refresh()
+    assert trainer.train(batch)["train/ppo_clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("correction", ["tis", "bypass", "none"])
+def test_every_correction_trains_and_names_its_metrics(make: Any, correction: str) -> None:
+    metrics = _train(make(correction=correction, with_proximal=False)[0])[-1]
+    assert ("offpolicy/tis_weight_mean" in metrics) == (correction == "tis")
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["offpolicy/lag_share/0"] + metrics["offpolicy/lag_share/1"] == pytest.approx(1)
+
+
+def test_a_gradient_that_is_not_finite_is_refused(make: Any) -> None:
+    trainer, policy, _, _ = make()
+    digest = policy.digest()
+    samples = make_samples(vocab=VOCAB)
+    batch = make_batches(samples)[0]
+    batch.rewards_N[0] = np.nan
+    with pytest.raises(FloatingPointError, match="step 3"):
+        trainer.train(batch)
+    assert policy.digest() == digest

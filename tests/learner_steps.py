@@ -1,0 +1,110 @@
+"""Steps to train on, made of real Samples and a real Plan; and a real rank or two to train them with."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bus.messages import Plan, Sample, Sampling, Span, Status
+from learner.batch import StepBatch, build_batches
+from learner.packing import assign
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_samples(
+    *, vocab: int, groups: int = 4, group_size: int = 4, step: int = 3, seed: int = 0, temperature: float = 1.0
+) -> list[Sample]:
+    """Random samples whose two spans have lags 1 and 0 when step ``step`` trains them (version v is the weights of step v)."""
+    generator = np.random.default_rng((seed, step))
+    samples = []
+    for task in range(1, groups + 1):
+        prompt = generator.integers(3, vocab, int(generator.integers(2, 7)))
+        for index in range(group_size):
+            length = int(generator.integers(2, 13))
+            tokens = np.concatenate([prompt, generator.integers(3, vocab, length)]).astype(np.int32)
+            old = int(generator.integers(1, length))
+            samples.append(
+                Sample(
+                    run="r",
+                    task=task,
+                    index=index,
+                    group_size=group_size,
+                    attempt="a",
+                    prompt="p",
+                    tokens=tokens,
+                    response_length=length,
+                    response="x",
+                    rollout_log_probs=(-np.log(vocab) + generator.normal(0, 0.3, length)).clip(max=0).astype(np.float32),
+                    loss_mask=np.ones(length, np.uint8),
+                    spans=(Span(version=max(0, step - 2), num_tokens=old), Span(version=step - 1, num_tokens=length - old)),
+                    reward=float(generator.integers(0, 3)),
+                    status=Status.COMPLETED,
+                    sampling=Sampling(temperature=temperature),
+                )
+            )
+    return samples
+
+
+def make_batches(
+    samples: list[Sample], *, step: int = 3, data_parallel: int = 1, max_tokens: int = 1 << 20, recorded: bool = False, state: bytes = b""
+) -> tuple[StepBatch, ...]:
+    """The batch of every data-parallel rank."""
+    tasks = sorted({sample.task for sample in samples})
+    placed = assign([len(sample.tokens) for sample in samples], data_parallel=data_parallel, max_tokens=max_tokens)
+    plan = Plan(
+        epoch=1,
+        step=step,
+        tasks=np.array(tasks, np.int64),
+        seqs=np.arange(len(samples), dtype=np.int64),
+        group_sizes=np.array([sum(sample.task == task for sample in samples) for task in tasks], np.int32),
+        ranks=placed.ranks,
+        micro_batches=placed.micro_batches,
+        version_steps={version: version for version in range(step)},
+        oldest_step=None,
+        data_parallel=data_parallel,
+        num_micro_batches=placed.num_micro_batches,
+        config_digest="",
+        chain="",
+    )
+    return build_batches(plan, samples, recorded=recorded, state=state)
+
+
+def free_port() -> int:
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
+
+
+def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torch.distributed wants to find in the environment of a rank."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_ranks(module: str, arguments: list[str], *, world: int, out: Path, timeout_s: float = 120.0) -> list[dict[str, Any]]:
+    """``python -m module arguments`` in ``world`` processes; each writes ``out/rank-<r>.json``; what they wrote."""
+    port = free_port()
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", module, *arguments, str(out)],
+            cwd=ROOT,
+            env={**os.environ, **rank_environment(rank, world, port)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    for child, output in zip(children, outputs, strict=True):
+        assert child.returncode == 0, output
+    return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]

@@ -1,0 +1,343 @@
+"""The DataSource under random histories: what must hold after every event, and that a restart changes nothing."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from bus.errors import WireError
+from bus.messages import Kind, Plan, Sample, Settle, Status, Task
+from learner.batch import trainable_lags
+from learner.datasource import DataSource, FateName, Waits
+from learner.rules import DataRules
+from tests.data_kit import rules, sample, task
+
+NUM_PROMPTS = 5
+REACHED: Counter[str] = Counter()
+
+
+class History(RuleBasedStateMachine):
+    """The world outside of the DataSource: three streams and the registry, all of which survive a crash."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks: list[Task] = []
+        self.stream: list[Sample | WireError] = []
+        self.log: list[Plan | Settle] = []
+        self.steps: dict[int, int] = {}
+        self.dead: list[int] = []
+        self.snapshots: dict[int, bytes] = {}
+        self.read_to = 0
+        self.now = 0.0
+        self.next_id = 1
+
+    @initialize(
+        max_lag=st.integers(0, 2), gate=st.sampled_from(["mask", "drop", "train"]), filtering=st.booleans(), data_parallel=st.integers(1, 2)
+    )
+    def begin(self, max_lag: int, gate: str, filtering: bool, data_parallel: int) -> None:
+        self.rules: DataRules = rules(
+            steps=6,
+            max_lag=max_lag,
+            gate=gate,
+            filter_zero_variance=filtering,
+            max_reissues=1,
+            max_refill=1.0,
+            order_deadline_s=1.0,
+            data_parallel=data_parallel,
+        )
+        self.source = DataSource(self.rules)
+        self.steps[0] = 0
+        self.source.published(0, 0)
+
+    # ---- events
+
+    @rule(count=st.integers(1, 6))
+    def issue_some(self, count: int) -> None:
+        for _ in range(count):
+            self.issue(True, 0, 1)
+
+    @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8))
+    def turns(self, seed: int, count: int) -> None:
+        """What a more or less healthy run does all the time; the other events disturb it."""
+        chance = random.Random(seed)
+        for _ in range(count):
+            self.confirm()
+            for _ in range(chance.randint(0, self.rules.admitted)):
+                self.issue(True, chance.randint(0, 1), chance.randint(0, 9))
+            self.complete(chance)
+            self.read(chance.randint(0, 12))
+            if chance.random() < 0.7:
+                self.tell_versions()
+            if chance.random() < 0.8:
+                self.propose()
+            if chance.random() < 0.7:
+                self.publish(chance)
+            if chance.random() < 0.1:
+                self.bury(chance)
+            self.now += chance.uniform(0, 2)
+
+    @rule(confirmed=st.booleans(), gap=st.integers(0, 1), evaluation=st.integers(0, 5))
+    def issue(self, confirmed: bool, gap: int, evaluation: int) -> None:
+        wanted = self.source.wanted()
+        if wanted is None or any(one.id > self.seen_task for one in self.tasks):
+            return
+        self.next_id += gap  # a fence stands between
+        epoch, offset = wanted.prompt_epoch, wanted.offset
+        if offset >= NUM_PROMPTS:
+            epoch, offset = epoch + 1, 0
+        new = task(
+            self.next_id,
+            prompt_epoch=epoch,
+            offset=offset,
+            reissue_of=wanted.reissue_of,
+            reissues=wanted.reissues,
+            min_version=wanted.min_version,
+            issue_step=wanted.issue_step,
+        )
+        if evaluation == 0:
+            new = replace(new, kind=Kind.EVAL)
+        self.next_id += 1
+        self.tasks.append(new)
+        if confirmed:
+            self.source.issued(new, self.now)
+
+    @rule()
+    def confirm(self) -> None:
+        for one in self.tasks:
+            self.source.issued(one, self.now)
+
+    @precondition(lambda self: self.tasks and self.steps)
+    @rule(data=st.data())
+    def respond(self, data: st.DataObject) -> None:
+        of = data.draw(st.sampled_from(self.tasks[-8:]))
+        index = data.draw(st.integers(0, of.group_size - 1))
+        old = [version for version in self.steps if version >= of.min_version]
+        first = data.draw(st.sampled_from(old))
+        second = data.draw(st.sampled_from([version for version in old if version >= first]))
+        status = data.draw(st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED]))
+        reward = float(data.draw(st.integers(0, 1)))
+        attempt = str(len(self.stream))
+        self.stream.append(sample(of, index, ((first, 2), (second, 1)), status=status, reward=reward, attempt=attempt))
+
+    def complete(self, chance: random.Random) -> None:
+        """Whole groups of some of the tasks nobody has worked on yet; now and then a sample comes twice."""
+        worked = {one.task for one in self.stream if isinstance(one, Sample)}
+        for of in [one for one in self.tasks if one.id not in worked and chance.random() < (0.1 if one.id % 4 == 0 else 0.7)]:
+            versions = sorted(version for version in self.steps if version >= of.min_version)
+            equal = chance.random() < 0.2
+            for index in [*range(of.group_size), *chance.choices(range(of.group_size), k=chance.randint(0, 1))]:
+                first = chance.choice(versions)
+                second = chance.choice([version for version in versions if version >= first])
+                reward = 1.0 if equal else float(index)
+                self.stream.append(sample(of, index, ((first, 2), (second, 1)), attempt=str(len(self.stream)), reward=reward))
+
+    @rule()
+    def garble(self) -> None:
+        self.stream.append(WireError("tokens", "bytes", None))
+
+    @rule(count=st.integers(1, 20))
+    def read(self, count: int) -> None:
+        for seq in range(self.read_to + 1, min(len(self.stream), self.read_to + count) + 1):
+            self.source.add(seq, self.stream[seq - 1], self.now)
+            self.read_to = seq
+
+    def bury(self, chance: random.Random) -> None:
+        for id in chance.choices([one.id for one in self.tasks[-8:] if one.id <= self.seen_task] or [1]):
+            if chance.random() < 0.5:
+                self.dead.append(id)
+                self.source.dead(id)
+            elif id in self.source.overdue(self.now + 1, 0.5):
+                self.source.lost(id)
+                self.propose()  # nobody will say it again after a restart: it counts once it is recorded
+
+    @rule(chance=st.randoms(use_true_random=False))
+    def publish(self, chance: random.Random) -> None:
+        version = max(self.steps) + 1
+        step = chance.choice([self.source.step, self.source.step, chance.randint(max(self.steps.values()), self.source.step)])
+        self.steps[version] = step
+        if chance.random() < 0.7:
+            self.source.published(version, step)
+
+    @rule()
+    def tell_versions(self) -> None:
+        for version in self.source.unknown_versions():
+            self.source.version(version, self.steps[version])
+
+    @rule(seconds=st.floats(0.1, 4.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule()
+    def propose(self) -> None:
+        """Everything that can be recorded now."""
+        while self.source.step < self.rules.steps and not isinstance(record := self.source.plan(self.now), Waits):
+            self.record(record)
+
+    def record(self, record: Plan | Settle) -> None:
+        self.log.append(record)
+        self.source.apply(record, len(self.log))
+        if isinstance(record, Plan):
+            self.snapshots[record.step] = self.source.snapshot()
+
+    @rule(chance=st.randoms(use_true_random=False), before_apply=st.booleans())
+    def crash(self, chance: random.Random, before_apply: bool) -> None:
+        """The process ends, perhaps between writing a record and applying it; another one begins, from any checkpoint or none."""
+        old = self.source
+        self.confirm()
+        self.tell_versions()
+        if before_apply and old.step < self.rules.steps and not isinstance(record := old.plan(self.now), Waits):
+            self.log.append(record)
+            old.apply(record, len(self.log))
+        checkpoint = chance.choice([0, *self.snapshots])
+        self.source = new = DataSource.restore(self.rules, self.snapshots[checkpoint]) if checkpoint else DataSource(self.rules)
+        self.confirm()
+        for id in self.dead:
+            new.dead(id)
+        self.replay()
+        if old.head is not None:
+            new.published(*old.head)
+        self.tell_versions()
+        assert new.snapshot() == old.snapshot()
+        assert new.books() == old.books()
+        assert new.held() == old.held()
+        assert new.wanted() == old.wanted()
+        late = self.now + 100
+        assert _same(new.plan(late), old.plan(late)) or _same(new.plan(late + 100), old.plan(late + 100))
+
+    def replay(self) -> None:
+        new = self.source
+        settled, position = set(new.cursor().settled), new.cursor().floor
+        for number, record in list(enumerate(self.log, 1))[new.plan_seq :]:
+            while new.lacks(record):
+                position += 1
+                if position not in settled:
+                    new.add(position, self.stream[position - 1], self.now)
+            new.apply(record, number)
+            if isinstance(record, Plan):
+                self.snapshots[record.step] = new.snapshot()
+        for seq in range(position + 1, self.read_to + 1):
+            if seq not in settled:
+                new.add(seq, self.stream[seq - 1], self.now)
+
+    # ---- what must hold
+
+    @property
+    def seen_task(self) -> int:
+        return self.source._tasks.seen_to
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [record for record in self.log if isinstance(record, Plan)]
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "source"):
+            return
+        books = self.source.books()
+        assert books.balanced, books
+        messages = self.stream[: self.read_to]
+        assert books.published == sum(1 for one in messages if isinstance(one, WireError) or one.kind is Kind.TRAIN)
+        assert books.trained == sum(len(plan.seqs) for plan in self.plans)
+
+    @invariant()
+    def admission_is_bounded(self) -> None:
+        if not hasattr(self, "source") or self.source.head is None:
+            return
+        gone = {int(id) for record in self.log if isinstance(record, Settle) for id in record.tasks}
+        gone |= {int(id) for plan in self.plans if plan.step <= self.source.head[1] for id in plan.tasks}
+        out = [one for one in self.tasks if one.id not in gone and one.kind is Kind.TRAIN]
+        assert len(out) <= (self.rules.max_lag + 1) * self.rules.groups_per_step
+        planned = {int(id) for plan in self.plans for id in plan.tasks}
+        short = sum(self.rules.groups_per_step - len(plan.tasks) for plan in self.plans)  # whose groups are left over
+        left = (self.rules.steps - self.source.step) * self.rules.groups_per_step + short
+        assert len([one for one in out if one.id not in planned]) <= left
+
+    @invariant()
+    def nothing_is_used_twice(self) -> None:
+        for name in ("seqs", "tasks"):
+            used = [int(value) for record in self.log for value in getattr(record, name)]
+            assert len(used) == len(set(used))
+        places = [(one.prompt_epoch, one.offset) for one in self.tasks if not one.reissues and one.kind is Kind.TRAIN]
+        assert len(places) == len(set(places))
+        again = [(one.reissue_of, one.reissues) for one in self.tasks if one.reissues and one.kind is Kind.TRAIN]
+        assert len(again) == len(set(again))
+
+    @invariant()
+    def plans_hold_whole_groups_of_first_valid_samples(self) -> None:
+        for plan in self.plans:
+            rows = [self.stream[int(seq) - 1] for seq in plan.seqs]
+            wanted = [(int(id), index) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for index in range(size)]
+            assert [(row.task, row.index) for row in rows if isinstance(row, Sample)] == wanted
+            for row, seq in zip(rows, plan.seqs, strict=True):
+                assert isinstance(row, Sample)
+                assert not any(_valid(one) and (one.task, one.index) == (row.task, row.index) for one in self.stream[: int(seq) - 1])  # type: ignore[union-attr]
+
+    @invariant()
+    def nothing_too_old_is_trained(self) -> None:
+        for plan in self.plans:
+            for seq in plan.seqs:
+                row = self.stream[int(seq) - 1]
+                assert isinstance(row, Sample)
+                everything = trainable_lags(row, self.steps, plan.step, None)
+                trained = trainable_lags(row, plan.version_steps, plan.step, plan.oldest_step)
+                if self.rules.gate != "train":
+                    assert trained.max(initial=-1) <= self.rules.max_lag
+                if self.rules.gate == "drop":
+                    assert everything.max(initial=-1) <= self.rules.max_lag
+                if self.rules.gate == "train":
+                    assert (trained == everything).all()
+
+
+def _valid(one: Any) -> bool:
+    return isinstance(one, Sample) and one.status in (Status.COMPLETED, Status.TRUNCATED)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Plan):
+        return bool(one.chain == other.chain)
+    if isinstance(one, Settle):
+        return (one.reason, one.tasks.tolist(), one.seqs.tolist()) == (other.reason, other.tasks.tolist(), other.seqs.tolist())
+    return bool(one.missing == other.missing)
+
+
+History.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+TestHistory = History.TestCase
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_histories(seed: int) -> None:
+    """Deeper than what hypothesis builds from small steps: until the last step is planned, with crashes on the way."""
+    chance, history = random.Random(seed), History()
+    history.begin(chance.randint(0, 2), ("mask", "drop", "train")[seed % 3], chance.random() < 0.3, chance.randint(1, 2))
+    for _ in range(80):
+        history.turns(chance.randint(0, 1 << 32), 1)
+        if chance.random() < 0.2:
+            history.crash(chance, chance.random() < 0.5)
+        for check in (
+            history.books_balance,
+            history.admission_is_bounded,
+            history.nothing_is_used_twice,
+            history.nothing_too_old_is_trained,
+            history.plans_hold_whole_groups_of_first_valid_samples,
+        ):
+            check()
+    REACHED.update(record.reason for record in history.log if isinstance(record, Settle))
+    REACHED.update(name for name, count in history.source.books().tokens.items() if count)
+    REACHED["steps"] += history.source.step
+    REACHED["given up"] += history.source.books().given_up
+
+
+def test_long_histories_reach_every_outcome() -> None:
+    for outcome in ("stale", "filtered", "dead", "lost", "masked", "too_old", "trained", "given up"):
+        assert REACHED[outcome], (outcome, REACHED)
+
+
+def test_fates_are_words() -> None:
+    assert {name.value for name in FateName} == {"buffered", "duplicate", "invalid", "dropped", "eval", "seen"}

@@ -1,0 +1,129 @@
+"""Starts `tidemill up` as a user would, watches it over the bus, kills what it started, and reads what it leaves."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bus.connection import Bus, connect
+from bus.live import processes
+from bus.messages import Done, LiveRow, Plan
+
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE = ROOT / "launch/configs/smoke.yaml"
+UP_LIMIT_S = 300.0
+
+
+@dataclass
+class Up:
+    """A running `tidemill up` and its run directory."""
+
+    process: subprocess.Popen[str]
+    directory: Path
+    run: str
+
+    @property
+    def log(self) -> str:
+        return (self.directory.parent / "up.log").read_text()
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(UP_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"`tidemill up` did not end within {UP_LIMIT_S:.0f} s; its last words:\n{self.log[-3000:]}") from None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.directory / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+
+    @contextlib.asynccontextmanager
+    async def bus(self) -> AsyncIterator[Bus]:
+        """A connection to its bus, once the address stands in the run directory."""
+        address = self.directory / "bus.url"
+        deadline = time.monotonic() + 60
+        while not address.exists():
+            assert self.process.poll() is None and time.monotonic() < deadline, f"no bus came up:\n{self.log[-3000:]}"
+            await asyncio.sleep(0)
+        async with connect(address.read_text().strip(), self.run, name="test") as bus:
+            yield bus
+
+
+@contextlib.contextmanager
+def up(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Iterator[Up]:
+    """`tidemill up` with its run directory under ``tmp_path``; ended, with all its children, when the block is left."""
+    directory = tmp_path / "run"
+    command = [sys.executable, "-m", "launch", "up", str(config), *flags]
+    for setting in (f"directory={directory}", *settings):
+        command += ["--set", setting]
+    with (tmp_path / "up.log").open("a") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+    try:
+        yield Up(process, directory, run="smoke")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+async def steps_done(bus: Bus) -> AsyncIterator[Done]:
+    """Outcomes of steps as they stand in, and come to, the log PLAN."""
+    async for _, record in bus.plans.follow():
+        if isinstance(record, Done):
+            yield record
+
+
+async def until_step(bus: Bus, step: int) -> None:
+    """Wait until a step is done. (Bounded by the test's own limit.)"""
+    async for done in steps_done(bus):
+        if done.step >= step:
+            return
+
+
+async def live(bus: Bus, role: str) -> LiveRow:
+    """The row of the process of this role that is there."""
+    while True:
+        for row, _ in await processes(bus):
+            if row.role == role and _alive(row.pid):
+                return row
+        await asyncio.sleep(0)
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def records(bus: Bus) -> tuple[list[Plan], list[Done]]:
+    found = [record async for _, record in bus.plans.scan()]
+    return [r for r in found if isinstance(r, Plan)], [r for r in found if isinstance(r, Done)]
+
+
+def assert_books_balance(summary: dict[str, Any], *, max_lag: int) -> None:
+    """The guarantees that hold for every run, whatever was killed in it."""
+    assert summary["samples_lost"] == 0, summary
+    assert summary["samples_trained_twice"] == 0, summary
+    assert summary["requests_aborted_by_pushes"] == 0, summary
+    assert summary["max_lag_trained"] <= max_lag, summary

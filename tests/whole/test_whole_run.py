@@ -1,0 +1,71 @@
+"""The main job, small: `tidemill up` from nothing to a trained model, every part real and in a process of its own."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.whole.running import ROOT, assert_books_balance, up
+
+
+def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -> None:
+    with up(tmp_path, "learner.steps=6", "staleness.max_lag=2") as run:
+        assert run.wait() == 0, run.log[-4000:]
+    summary = run.summary
+    assert_books_balance(summary, max_lag=2)
+    assert summary["steps"] == 6
+    assert summary["samples_trained"] == 6 * 8 * 4
+    assert summary["samples_published"] >= summary["samples_trained"]
+    assert summary["pushes"] >= 5
+    assert summary["tokens_trained"] > 0
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert (run.directory / "curves.png").stat().st_size > 5000
+    code = "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; M.from_pretrained(sys.argv[1]); T.from_pretrained(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(run.directory / "final")], check=True, cwd=ROOT)
+
+
+def test_at_lag_0_all_is_on_policy_and_both_sides_agree(tmp_path: Path) -> None:
+    """Synchronous training is the same mechanism with another number: no token is older than its weights."""
+    with up(tmp_path, "learner.steps=4", "staleness.max_lag=0") as run:
+        assert run.wait() == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=0)
+    for line in run.metrics:
+        assert line["lag/max"] == 0, line
+        assert line["offpolicy/logprob_abs_diff"] < 1e-4, line
+        assert line["offpolicy/tis_clip_fraction"] == 0, line
+
+
+def test_two_data_parallel_ranks_train_the_same_steps_as_one(tmp_path: Path) -> None:
+    """First step: same samples (same seeds, same weights), so the same loss and gradient norm."""
+    firsts = []
+    for ranks in (1, 2):
+        directory = tmp_path / str(ranks)
+        directory.mkdir()
+        with up(directory, "learner.steps=2", "staleness.max_lag=0", f"learner.data_parallel={ranks}") as run:
+            assert run.wait() == 0, run.log[-4000:]
+        assert_books_balance(run.summary, max_lag=0)
+        firsts.append(run.metrics[0])
+    for name in ("train/loss", "train/grad_norm", "train/reward_mean"):
+        assert firsts[0][name] == pytest.approx(firsts[1][name], rel=1e-4, abs=1e-6), name
+
+
+def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
+    async def stop_after_step_2() -> None:
+        from tests.whole.running import until_step
+
+        async with run.bus() as bus:
+            await until_step(bus, 2)
+
+    with up(tmp_path, "learner.steps=200", "learner.checkpoint_every=2") as run:
+        asyncio.run(asyncio.wait_for(stop_after_step_2(), 120))
+        run.process.send_signal(signal.SIGINT)
+        assert run.wait() in (0, 75), run.log[-4000:]
+    assert "--resume" in run.log
+    reached = max(line["step"] for line in run.metrics)
+    with up(tmp_path, f"learner.steps={reached + 4}", "learner.checkpoint_every=2", flags=("--resume",)) as run:
+        assert run.wait() == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=2)
+    assert sorted({line["step"] for line in run.metrics}) == list(range(1, reached + 5))

@@ -1,0 +1,184 @@
+"""A process group of its own: one sender (rank 0) and its receivers, beside whatever groups the process has.
+
+Built from torch's classes directly, so no default group is touched. Store keys are laid out as by SGLang's own constructor
+(``<name>`` then ``<name>/`` then ``<device>/``, one group for each device the backend can serve), so that either end may be SGLang.
+Every operation has a deadline; nothing here can be interrupted before it. Blocking: call it in a thread.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weightstore.errors import PeerLost
+
+T = TypeVar("T")
+
+BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}
+"""Devices for which torch makes a group of the backend each; all members must make the same."""
+_NCCL_OWN_TIMEOUT = timedelta(days=1)
+"""NCCL's watchdog ends the whole process at its timeout: never let it; the deadline here comes first."""
+_POLL_S = 0.001
+
+
+class BroadcastGroup:
+    """One end of a group. Made by ``host`` (rank 0) or ``join``; raises PeerLost when a peer is dead or beyond the deadline."""
+
+    def __init__(self, store: dist.TCPStore, *, name: str, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.name, self.rank, self.world_size, self.backend = name, rank, world_size, backend
+        self.timeout_s = timeout_s
+        """Deadline of an operation that is given none."""
+        self.port: int = store.port
+        self._store: dist.TCPStore | None = store
+        self._groups: list[Any] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @classmethod
+    def host(cls, host: str, name: str, world_size: int, backend: str, timeout_s: float) -> Self:
+        """First half of rank 0: listen on ``host`` at a free port (``port``). Then tell the peers, and call ``meet``."""
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        port = listener.getsockname()[1]
+        with _translated(name, "opening its store"):
+            store = dist.TCPStore(
+                host, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
+
+    @classmethod
+    def join(cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Self:
+        """Any other rank: find rank 0 and meet."""
+        if not 0 < rank < world_size:
+            raise ValueError(f"rank: want 1 to {world_size - 1}, got {rank}")
+        with _translated(name, f"joining at {host}:{port}"):
+            socket.create_connection((host, port), timeout=timeout_s).close()  # torch would retry a refusal until its timeout, loudly
+
+        def enter() -> Self:
+            with _translated(name, f"joining at {host}:{port}"):
+                store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+            group = cls(store, name=name, rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
+            group.meet()
+            return group
+
+        try:
+            return _in_thread(enter, f"join {name}").result(timeout_s)
+        except TimeoutError:
+            raise PeerLost(name, f"joining at {host}:{port}", f"no answer within {timeout_s:g} s") from None
+
+    def meet(self) -> None:
+        """Wait until every rank is there and connected."""
+        assert self._store is not None, "closed"
+        outer = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
+        with _translated(self.name, f"meeting {self.world_size - 1} peers"):
+            for device in BACKENDS[self.backend]:
+                store = dist.PrefixStore(f"{device}/", outer)
+                self._groups.append(self._gloo(store) if self.backend == "gloo" else self._nccl(store))
+
+    def send(self, flat: Tensor, timeout_s: float | None = None) -> None:
+        """Rank 0: broadcast a flat uint8 tensor to all; returns when it has left this process."""
+        assert self.rank == 0 and flat.dtype == torch.uint8 and flat.is_contiguous()
+        self._broadcast(flat, "sending", timeout_s)
+
+    def receive(self, nbytes: int, timeout_s: float | None = None) -> Tensor:
+        """Any other rank: the next broadcast, flat uint8 [nbytes]. Its memory is used again by the next ``receive``."""
+        assert self.rank > 0
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        flat = self._buffer[:nbytes]
+        self._broadcast(flat, "receiving", timeout_s)
+        return flat
+
+    def close(self) -> None:
+        """Drop the connections; an operation that is under way in another thread ends by its own deadline."""
+        self._groups, self._store = [], None
+        self._buffer = self._buffer[:0]
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cpu") if self.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+
+    def _gloo(self, store: dist.Store) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timedelta(seconds=self.timeout_s)
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
+        options._threads = 1
+        return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)  # type: ignore[arg-type]
+
+    def _nccl(self, store: dist.Store) -> Any:
+        if not dist.is_nccl_available():
+            raise RuntimeError("this torch has no NCCL; cure: weights.backend: gloo")
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = _NCCL_OWN_TIMEOUT
+        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+
+    def _own_address(self) -> str:
+        """Address of the interface that leads to the store: peers must reach this process there."""
+        assert self._store is not None
+        host = self._store.host
+        if self.rank == 0:
+            return host
+        family, kind, protocol, _, address = socket.getaddrinfo(host, self.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+
+    def _broadcast(self, flat: Tensor, doing: str, timeout_s: float | None) -> None:
+        if not self._groups:
+            raise PeerLost(self.name, doing, "the group is closed")
+        group, timeout_s = self._groups[0], self.timeout_s if timeout_s is None else timeout_s
+        if flat.device.type != self._device.type:
+            flat = flat.to(self._device)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        options.timeout = timedelta(seconds=timeout_s) if self.backend == "gloo" else _NCCL_OWN_TIMEOUT
+        with _translated(self.name, f"{doing} {flat.numel()} bytes"):
+            work = group.broadcast([flat], options)
+            if self.backend == "gloo":
+                work.wait()
+            else:
+                _wait_polling(group, work, timeout_s)
+
+
+def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
+    """Run it in a thread that may be left behind: torch waits without bound for a store that is silent (stopped, or cut off)."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return done
+
+
+def _wait_polling(group: Any, work: Any, timeout_s: float) -> None:
+    """NCCL cannot bound a wait without ending the process, so look, and abort the communicator at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            group.abort()
+            raise RuntimeError(f"not done within {timeout_s:g} s")
+        time.sleep(_POLL_S)
+    work.wait()
+
+
+@contextmanager
+def _translated(group: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:  # torch's DistError and its kin are RuntimeErrors
+        text = str(error).strip()
+        if text.startswith("["):  # gloo puts its source line first
+            text = text.partition("] ")[2]
+        raise PeerLost(group, doing, text.splitlines()[0] if text else type(error).__name__) from None

@@ -1,0 +1,90 @@
+"""The error tree of the weightstore. Errors of torch.distributed, HTTP and the file system are translated into these at the edge.
+
+A learner that has been replaced meets ``bus.errors.Fenced`` here as everywhere.
+"""
+
+
+class WeightstoreError(Exception):
+    """Something went wrong between the weights of the learner and those of an engine."""
+
+
+class BadManifest(WeightstoreError, ValueError):
+    """Tensors that are not those of the manifest: says which, what was wanted, what came."""
+
+    def __init__(self, where: str, want: object, got: object) -> None:
+        super().__init__(where, want, got)
+        self.where, self.want, self.got = where, want, got
+
+    def __str__(self) -> str:
+        return f"{self.where}: want {self.want}, got {self.got}"
+
+
+class PeerLost(WeightstoreError):
+    """The other end of a process group died, hung beyond the deadline, or never came."""
+
+    def __init__(self, group: str, doing: str, reason: str) -> None:
+        super().__init__(group, doing, reason)
+        self.group, self.doing, self.reason = group, doing, reason
+
+    def __str__(self) -> str:
+        return f"group {self.group}: {self.doing}: peer lost: {self.reason}"
+
+
+class ReceiverFailed(WeightstoreError):
+    """An engine refused, failed or outlasted a phase of a push."""
+
+    def __init__(self, url: str, phase: str, reason: str) -> None:
+        super().__init__(url, phase, reason)
+        self.url, self.phase, self.reason = url, phase, reason
+
+    def __str__(self) -> str:
+        return f"engine {self.url}: {self.phase}: {self.reason}"
+
+
+class PushFailed(WeightstoreError):
+    """A version that was not published; the head is what it was. ``evicted`` says which engines failed, and why."""
+
+    def __init__(self, version: int, reason: str, evicted: dict[str, str] | None = None) -> None:
+        super().__init__(version, reason, evicted)
+        self.version, self.reason, self.evicted = version, reason, evicted or {}
+
+    def __str__(self) -> str:
+        engines = "".join(f"; {engine}: {why}" for engine, why in self.evicted.items())
+        return f"push of version {self.version}: {self.reason}{engines}"
+
+
+class PublisherClosed(WeightstoreError):
+    """The publisher's thread is not running (any more); says why."""
+
+
+class SnapshotBroken(WeightstoreError):
+    """A file of a snapshot is missing, cut short or changed."""
+
+    def __init__(self, file: str, want: object, got: object) -> None:
+        super().__init__(file, want, got)
+        self.file, self.want, self.got = file, want, got
+
+    def __str__(self) -> str:
+        return f"{self.file}: want {self.want}, got {self.got}"
+
+
+class SnapshotUnavailable(WeightstoreError):
+    """A snapshot cannot be downloaded: its publisher has gone, or has removed it."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(url, reason)
+        self.url, self.reason = url, reason
+
+    def __str__(self) -> str:
+        return f"snapshot {self.url}: {self.reason}"
+
+
+class CatchUpTimeout(WeightstoreError):
+    """An engine did not come to the head within its deadline; says what it was waiting for."""
+
+    def __init__(self, deadline_s: float, waited_for: str) -> None:
+        super().__init__(deadline_s, waited_for)
+        self.deadline_s, self.waited_for = deadline_s, waited_for
+
+    def __str__(self) -> str:
+        return f"catching up: not done within {self.deadline_s:g} s; waited for {self.waited_for}"

@@ -1,0 +1,97 @@
+"""An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang ignores."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+
+from bus.errors import Fenced
+from weightstore.errors import ReceiverFailed
+from weightstore.manifest import TensorSpec
+from weightstore.port import Rendezvous
+
+STALE_EPOCH = 409
+
+
+class HttpReceiver:
+    """``weightstore.port.WeightReceiver`` for one engine URL. The session belongs to the caller."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadline_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._session, self._epoch, self._deadline_s = session, epoch, deadline_s
+        self._group = ""
+        self._version = -1
+
+    async def join(self, rendezvous: Rendezvous) -> None:
+        self._group = rendezvous.name
+        with suppress(ReceiverFailed):  # SGLang refuses a name it has; whoever has no such group refuses this
+            await self.leave()
+        await self._post(
+            "init_weights_update_group",
+            {
+                "master_address": rendezvous.host,
+                "master_port": rendezvous.port,
+                "rank_offset": rendezvous.rank,
+                "world_size": rendezvous.world_size,
+                "group_name": rendezvous.name,
+                "backend": rendezvous.backend,
+            },
+        )
+
+    async def begin(self, version: int) -> None:
+        self._version = version
+        await self._post("begin_weight_update", {"weight_version": str(version)})
+
+    async def bucket(self, specs: Sequence[TensorSpec]) -> None:
+        await self._post(
+            "update_weights_from_distributed",
+            {
+                "names": [spec.name for spec in specs],
+                "dtypes": [spec.dtype for spec in specs],
+                "shapes": [list(spec.shape) for spec in specs],
+                "group_name": self._group,
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+                "weight_version": str(self._version),
+            },
+        )
+
+    async def end(self) -> float:
+        answer = await self._post("end_weight_update", {"weight_version": str(self._version)})
+        return float(answer.get("stall_s", 0.0))
+
+    async def leave(self) -> None:
+        await self._post("destroy_weights_update_group", {"group_name": self._group})
+
+    async def load_snapshot(self, directory: str, version: int) -> float:
+        answer = await self._post("update_weights_from_disk", {"model_path": directory, "weight_version": str(version), "flush_cache": False})
+        return float(answer.get("stall_s", 0.0))
+
+    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer's JSON map. Every foreign error becomes one of ours here."""
+        body = {**body, "epoch": self._epoch, "timeout_s": self._deadline_s}
+        try:
+            timeout = aiohttp.ClientTimeout(total=self._deadline_s)
+            async with self._session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
+                status, text = response.status, await response.text()
+        except (TimeoutError, asyncio.TimeoutError):
+            raise ReceiverFailed(self.url, path, f"no answer within {self._deadline_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise ReceiverFailed(self.url, path, str(error) or type(error).__name__) from None
+        answer = _json_map(text)
+        if status == STALE_EPOCH:
+            raise Fenced(f"engine {self.url}: {path}", self._epoch, int(answer.get("epoch", self._epoch)))
+        if status != 200 or answer.get("success") is False:
+            raise ReceiverFailed(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}")
+        return answer
+
+
+def _json_map(text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

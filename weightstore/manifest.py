@@ -1,0 +1,129 @@
+"""What a set of weights consists of: names, shapes, dtypes, their digest, and their division into flat buckets.
+
+A bucket on the wire is the plain concatenation of its tensors' bytes, which is what SGLang calls a ``flattened_bucket``. Imports
+torch only where tensors are touched.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from weightstore.errors import BadManifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Names of dtypes, as torch and SGLang spell them, and their sizes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One tensor, without its values."""
+
+    name: str
+    """Hugging Face name."""
+    shape: tuple[int, ...]
+    dtype: str
+    """A key of ``ITEM_BYTES``."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise BadManifest(f"{self.name}: dtype", f"one of {', '.join(ITEM_BYTES)}", repr(self.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Tensors that travel together."""
+
+    specs: tuple[TensorSpec, ...]
+    num_bytes: int
+
+    def places(self) -> Iterator[tuple[TensorSpec, slice]]:
+        """Each tensor with its bytes' place in the bucket."""
+        start = 0
+        for spec in self.specs:
+            yield spec, slice(start, start + spec.num_bytes)
+            start += spec.num_bytes
+
+
+class Manifest:
+    """All tensors of a model, in the order in which they travel. Raises BadManifest for a name that comes twice."""
+
+    def __init__(self, specs: Iterable[TensorSpec]) -> None:
+        self.specs = tuple(specs)
+        self.by_name = {spec.name: spec for spec in self.specs}
+        if len(self.by_name) != len(self.specs):
+            names = [spec.name for spec in self.specs]
+            raise BadManifest("manifest", "every name once", next(f"{name} twice" for name in names if names.count(name) > 1))
+
+    @classmethod
+    def of(cls, tensors: "Iterable[tuple[str, Tensor]]") -> "Manifest":
+        """The manifest of named tensors."""
+        return cls(spec_of(name, tensor) for name, tensor in tensors)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hexadecimal) of names, shapes and dtypes; the order of the tensors does not matter."""
+        rows = sorted([spec.name, list(spec.shape), spec.dtype] for spec in self.specs)
+        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(spec.num_bytes for spec in self.specs)
+
+    def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
+        """Buckets of at most ``bucket_bytes``, in order; a larger tensor has one to itself, none is split.
+
+        Every tensor starts at a multiple of its item size, so that a receiver can view it in place.
+        """
+        found: list[Bucket] = []
+        specs: list[TensorSpec] = []
+        size = 0
+        for spec in self.specs:
+            if specs and (size + spec.num_bytes > bucket_bytes or size % ITEM_BYTES[spec.dtype]):
+                found.append(Bucket(specs=tuple(specs), num_bytes=size))
+                specs, size = [], 0
+            specs.append(spec)
+            size += spec.num_bytes
+        if specs:
+            found.append(Bucket(specs=tuple(specs), num_bytes=size))
+        return tuple(found)
+
+
+def spec_of(name: str, tensor: "Tensor") -> TensorSpec:
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+
+
+def unflatten(bucket: Bucket, flat: "Tensor") -> "Iterator[tuple[str, Tensor]]":
+    """The tensors of a bucket as views of its flat uint8 tensor, by name.
+
+    Raises BadManifest when the sizes differ.
+    """
+    import torch
+
+    if flat.dtype != torch.uint8 or flat.numel() != bucket.num_bytes:
+        raise BadManifest("flat bucket", f"{bucket.num_bytes} bytes of uint8", f"{flat.numel()} of {flat.dtype}")
+    for spec, place in bucket.places():
+        yield spec.name, flat[place].view(getattr(torch, spec.dtype)).view(spec.shape)

@@ -1,0 +1,106 @@
+"""One engine in the push: its receiver, the process group it shares with the learner, and the phases of a push.
+
+An engine's trouble stays its own: the group has two ends, and what blocks runs in a thread of this engine alone.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bus.messages import LiveRow
+from weightstore.broadcast import BroadcastGroup
+from weightstore.errors import PeerLost, ReceiverFailed
+from weightstore.manifest import Bucket
+from weightstore.port import Rendezvous, WeightReceiver
+
+T = TypeVar("T")
+
+GROUP = "tidemill"
+"""Name of every pair's group: an engine that still has one of that name leaves it first."""
+_LEAVE_S = 2.0
+
+
+class Member:
+    """A live engine. ``join``, then ``update`` for each version; after any error it must be ``close``d and made anew."""
+
+    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float) -> None:
+        self.id, self.identity = row.id, identity(row)
+        self._receiver, self._deadline_s = receiver, deadline_s
+        self._group: BroadcastGroup | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {row.id}")
+
+    async def join(self, host: str, backend: str) -> None:
+        """Form the pair. Raises ReceiverFailed, Fenced."""
+        async with self._phase("join"):
+            group = self._group = await self._blocking(lambda: BroadcastGroup.host(host, GROUP, 2, backend, self._deadline_s))
+            rendezvous = Rendezvous(host=host, port=group.port, rank=1, world_size=2, name=GROUP, backend=backend)
+            await self._together(self._receiver.join(rendezvous), group.meet)
+
+    async def update(self, version: int, buckets: Sequence[tuple[Bucket, Tensor]]) -> float:
+        """Push a version; seconds for which the engine held up generation. Raises ReceiverFailed naming the phase, Fenced."""
+        assert self._group is not None, "not joined"
+        group = self._group
+        async with self._phase("begin"):
+            await self._receiver.begin(version)
+        for number, (bucket, flat) in enumerate(buckets, 1):
+            async with self._phase(f"bucket {number} of {len(buckets)}"):
+                await self._together(self._receiver.bucket(bucket.specs), lambda flat=flat: group.send(flat, self._deadline_s))  # type: ignore[misc]
+        async with self._phase("end"):
+            return await self._receiver.end()
+
+    async def close(self, *, leave: bool) -> None:
+        """Forget the pair; with ``leave`` the engine is told, if it answers quickly."""
+        if leave and self._group is not None:
+            try:
+                async with asyncio.timeout(_LEAVE_S):
+                    await self._receiver.leave()
+            except (Exception, TimeoutError):  # noqa: S110 - a courtesy to an engine that may be dead
+                pass
+        if self._group is not None:
+            self._group.close()
+        self._thread.shutdown(wait=False)
+
+    @asynccontextmanager
+    async def _phase(self, name: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                yield
+        except TimeoutError:
+            raise ReceiverFailed(self._receiver.url, name, f"not done within {self._deadline_s:g} s") from None
+        except ReceiverFailed as error:
+            raise ReceiverFailed(error.url, name, error.reason) from None
+        except PeerLost as error:
+            raise ReceiverFailed(self._receiver.url, name, str(error)) from None
+
+    def _blocking(self, work: Callable[[], T]) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _together(self, asked: Coroutine[Any, Any, None], blocking: Callable[[], None]) -> None:
+        """Ask the engine and do our part meanwhile; the first error of either is raised at once.
+
+        Our part cannot be interrupted: after an error its thread ends by the group's deadline, unheard.
+        """
+        asking, doing = asyncio.ensure_future(asked), self._blocking(blocking)
+        try:
+            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_EXCEPTION)
+            for part in (asking, doing):
+                if part.done():
+                    part.result()
+        finally:
+            asking.cancel()
+            doing.add_done_callback(_unheard)
+            await asyncio.gather(asking, return_exceptions=True)
+
+
+def identity(row: LiveRow) -> tuple[str, str, int]:
+    """Another one of these means another process: it has no group, whatever its name."""
+    return row.id, row.address, row.pid
+
+
+def _unheard(future: "asyncio.Future[None]") -> None:
+    if not future.cancelled():
+        future.exception()

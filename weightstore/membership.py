@@ -1,0 +1,89 @@
+"""Who takes part in a push: the engines that say they live, less those that failed lately."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from bus.errors import Fenced
+from bus.live import LiveView
+from bus.messages import LiveRow
+from weightstore.errors import ReceiverFailed
+from weightstore.member import Member, identity
+from weightstore.port import WeightReceiver
+
+_log = logging.getLogger(__name__)
+
+PHASES = ("joining", "catching up", "serving", "stale")
+"""An engine in one of these phases takes part."""
+_LONGEST_REST_S = 600.0
+
+
+@dataclass(slots=True)
+class _Rest:
+    """An engine that failed is asked again at once, then after ever longer rests: each try may cost a deadline."""
+
+    failures: int = 0
+    until_s: float = field(default=0.0)
+
+
+class Membership:
+    """The members, reconciled with the live rows before every push."""
+
+    def __init__(self, view: LiveView, open_receiver: Callable[[str], WeightReceiver], *, host: str, backend: str, deadline_s: float) -> None:
+        self._view, self._open_receiver = view, open_receiver
+        self._host, self._backend, self._deadline_s = host, backend, deadline_s
+        self._members: dict[str, Member] = {}
+        self._rests: dict[tuple[str, str, int], _Rest] = {}
+
+    async def reconcile(self) -> tuple[list[Member], dict[str, str]]:
+        """Vanished engines leave, new ones join, all at once; (members, engine -> why it could not join). Raises Fenced, BusUnavailable."""
+        rows = {row.id: row for row in await self._view.alive("engine") if row.phase in PHASES and row.address}
+        for member in list(self._members.values()):
+            row = rows.get(member.id)
+            if row is None or identity(row) != member.identity:
+                _log.info("push group: left engine=%s reason=%s", member.id, "no longer live" if row is None else "restarted")
+                await self._drop(member, leave=row is None)
+        new = [row for row in rows.values() if row.id not in self._members and self._rested(row)]
+        reasons = await asyncio.gather(*[self._join(row) for row in new])
+        failed = {row.id: reason for row, reason in zip(new, reasons, strict=True) if reason is not None}
+        return list(self._members.values()), failed
+
+    async def evict(self, member: Member, reason: str) -> None:
+        """Take no further part in this push; the engine is stale until a completed update."""
+        rest = self._rests.setdefault(member.identity, _Rest())
+        rest.failures += 1
+        pause_s = min(self._deadline_s * 2 ** (rest.failures - 2), _LONGEST_REST_S) if rest.failures > 1 else 0.0
+        rest.until_s = time.monotonic() + pause_s
+        _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, rest.failures, pause_s, reason)
+        await self._drop(member, leave=True)
+
+    def succeeded(self, member: Member) -> None:
+        self._rests.pop(member.identity, None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
+
+    async def _join(self, row: LiveRow) -> str | None:
+        member = Member(row, self._open_receiver(row.address), deadline_s=self._deadline_s)
+        try:
+            await member.join(self._host, self._backend)
+        except ReceiverFailed as error:
+            await self.evict(member, str(error))
+            return str(error)
+        except Fenced:
+            await member.close(leave=False)
+            raise
+        self._members[row.id] = member
+        _log.info("push group: joined engine=%s url=%s", row.id, row.address)
+        return None
+
+    async def _drop(self, member: Member, *, leave: bool) -> None:
+        if self._members.get(member.id) is member:
+            del self._members[member.id]
+        await member.close(leave=leave)
+
+    def _rested(self, row: LiveRow) -> bool:
+        rest = self._rests.get(identity(row))
+        return rest is None or time.monotonic() >= rest.until_s

@@ -1,0 +1,160 @@
+"""Which versions there are: one row each, and the head, in the bucket ``weights``.
+
+    v.<n>   the version's row: written as ``pushing`` before any engine sees it, so whoever meets a token of it finds its step
+    head    the newest published version, moved by compare-and-set; ``fence`` in it is the newest learner's epoch
+    want    the version an engine wants a snapshot of (see ``weightstore.joining``)
+
+A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+from bus.connection import Bus
+from bus.errors import Fenced, NotFound, RowConflict, WireError
+from bus.messages import VersionRow
+
+_log = logging.getLogger(__name__)
+
+HEAD, WANT = "head", "want"
+_FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
+
+
+class VersionRegistry:
+    """The versions of one run. Every method raises BusUnavailable when the bus stays away."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rows = bus.rows("weights")
+        self._steps: dict[int, int] = {}
+        self._next = 0
+
+    async def head(self) -> VersionRow | None:
+        """The newest published version; None before the first."""
+        found = await self._rows.get(HEAD)
+        return None if found is None else _parse(HEAD, found[0])
+
+    async def row(self, version: int) -> VersionRow | None:
+        found = await self._rows.get(_key(version))
+        return None if found is None else _parse(_key(version), found[0])
+
+    async def steps(self) -> dict[int, int]:
+        """Step of every version that an engine may have seen; each row is read once in the life of this object."""
+        for version in await self._versions():
+            if version not in self._steps:
+                await self.step_of(version)
+        return dict(self._steps)
+
+    async def step_of(self, version: int) -> int:
+        """Step of one version. Raises NotFound."""
+        if version not in self._steps:
+            row = await self.row(version)
+            if row is None:
+                raise NotFound("weights", f"version {version}")
+            self._steps[version] = row.step
+        return self._steps[version]
+
+    async def fence(self, epoch: int) -> VersionRow | None:
+        """Shut out the learners of lower epochs; the head. Raises Fenced when this one is shut out itself."""
+        while True:
+            found = await self._rows.get(HEAD)
+            value = {} if found is None else found[0]
+            _check_fence(value, epoch)
+            try:
+                await self._rows.update(HEAD, {**value, "fence": epoch}, 0 if found is None else found[1])
+                return _parse(HEAD, value)
+            except RowConflict:
+                continue
+
+    async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
+        """Version 0 of step 0, which every engine loads by itself from its model directory; the head, if there is one already."""
+        head = await self.head()
+        if head is not None:
+            return head
+        row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where)
+        await self._rows.put(_key(0), dataclasses.asdict(row))
+        return await self.publish(row)
+
+    async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
+        """A new version, ``pushing``: its number has never been used. Raises Fenced."""
+        found = await self._rows.get(HEAD)
+        _check_fence({} if found is None else found[0], epoch)
+        if not self._next:
+            self._next = max(await self._versions(), default=0) + 1
+        while True:
+            row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
+            self._next += 1
+            try:
+                await self._rows.create(_key(row.version), dataclasses.asdict(row))
+                return row
+            except RowConflict:  # a learner that has been replaced, or is about to replace us, took it
+                continue
+
+    async def publish(self, row: VersionRow) -> VersionRow:
+        """Make it the head. Raises Fenced when a newer learner has been here: by its epoch, or by a higher version."""
+        row = dataclasses.replace(row, state="published")
+        while True:
+            found = await self._rows.get(HEAD)
+            value = {} if found is None else found[0]
+            _check_fence(value, row.epoch)
+            head = _parse(HEAD, value)
+            if head is not None and head.version >= row.version:
+                if (head.version, head.epoch) == (row.version, row.epoch):
+                    break
+                raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
+            new = {**dataclasses.asdict(row), "fence": max(row.epoch, int(value.get("fence", 0)))}
+            try:
+                await self._rows.update(HEAD, new, 0 if found is None else found[1])
+                break
+            except RowConflict:
+                continue
+        await self._change(_key(row.version), row.version, state="published")
+        return row
+
+    async def fail(self, row: VersionRow) -> None:
+        """Say that its push failed. The number stays used: an engine may have it."""
+        await self._change(_key(row.version), row.version, state="failed")
+
+    async def set_snapshot(self, version: int, where: str) -> None:
+        """Say where a snapshot of the version is ("" = nowhere any more). Raises NotFound for a version that does not exist."""
+        if not await self._change(_key(version), version, snapshot=where):
+            raise NotFound("weights", f"version {version}")
+        await self._change(HEAD, version, snapshot=where)
+
+    async def want(self, version: int, by: str, nonce: str) -> None:
+        """Ask the learner for a snapshot of a version. All want the head, so the last one to ask asks for all."""
+        await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
+
+    async def _versions(self) -> list[int]:
+        return [int(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
+
+    async def _change(self, key: str, version: int, **changes: str) -> bool:
+        """Change fields of a row as long as it speaks of this version; whether it does."""
+        while True:
+            found = await self._rows.get(key)
+            if found is None or found[0].get("version") != version:
+                return False
+            try:
+                await self._rows.update(key, {**found[0], **changes}, found[1])
+                return True
+            except RowConflict:
+                continue
+
+
+def _key(version: int) -> str:
+    return f"v.{version}"
+
+
+def _check_fence(head: dict[str, Any], epoch: int) -> None:
+    if int(head.get("fence", 0)) > epoch:
+        raise Fenced(f"weights.{HEAD}", epoch, int(head["fence"]))
+
+
+def _parse(key: str, value: dict[str, Any]) -> VersionRow | None:
+    """None for a head that only holds a fence."""
+    if "version" not in value:
+        return None
+    try:
+        return VersionRow(**{name: item for name, item in value.items() if name in _FIELDS})
+    except TypeError as error:
+        raise WireError(f"weights.{key}", "a version's row", str(error)) from None

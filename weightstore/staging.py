@@ -1,0 +1,87 @@
+"""Copies of the weights in flat buckets on the host: what is pushed, and what a snapshot of the head is written from.
+
+One copy may be the head, which joiners want snapshots of, while the next one is filled and pushed: so there are two, and a third
+user waits. The trainer's thread fills, the publisher's thread reads.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from weightstore.errors import BadManifest
+from weightstore.manifest import Bucket, Manifest, spec_of, unflatten
+
+
+class Staging:
+    """One copy; its memory is used again and again."""
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
+        self.manifest = manifest
+        self.version = self.step = -1
+        pinned = torch.cuda.is_available()
+        self.buckets: list[tuple[Bucket, Tensor]] = [
+            (bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=pinned)) for bucket in manifest.buckets(bucket_bytes)
+        ]
+        self._views: dict[str, Tensor] = dict(self.tensors())
+        self.users = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the copy, by name."""
+        for bucket, flat in self.buckets:
+            yield from unflatten(bucket, flat)
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is strange, doubled or missing."""
+        missing = set(self._views)
+        for name, tensor in tensors:
+            if name not in missing:
+                raise BadManifest(name, "every tensor of the manifest once", "it twice" if name in self._views else "a tensor that is not in it")
+            want, got = self.manifest.by_name[name], spec_of(name, tensor)
+            if want != got:
+                raise BadManifest(name, f"{want.dtype}{list(want.shape)}", f"{got.dtype}{list(got.shape)}")
+            self._views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            missing.discard(name)
+        if missing:
+            raise BadManifest(min(missing), "every tensor of the manifest once", f"{len(missing)} of {len(self._views)} tensors missing")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+
+class StagingPool:
+    """Two copies, lent out. Thread-safe."""
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2) -> None:
+        self.manifest = manifest
+        self._bucket_bytes, self._size = bucket_bytes, size
+        self._all: list[Staging] = []
+        self._changed = threading.Condition()
+
+    def take(self, timeout_s: float) -> Staging:
+        """A copy that nobody uses; the caller is its one user. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free() is not None or len(self._all) < self._size, timeout_s):
+                raise TimeoutError(f"staging: all {self._size} copies are in use after {timeout_s:g} s")
+            staging = self._free()
+            if staging is None:
+                staging = Staging(self.manifest, self._bucket_bytes)
+                self._all.append(staging)
+            staging.users = 1
+            return staging
+
+    def hold(self, staging: Staging) -> Staging:
+        """Be one more user of a copy that is in use."""
+        with self._changed:
+            assert staging.users > 0
+            staging.users += 1
+            return staging
+
+    def release(self, staging: Staging) -> None:
+        with self._changed:
+            assert staging.users > 0
+            staging.users -= 1
+            self._changed.notify_all()
+
+    def _free(self) -> Staging | None:
+        return next((staging for staging in self._all if not staging.users), None)
