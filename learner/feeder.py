@@ -33,7 +33,7 @@ from learner.errors import NoProgress
 from learner.feed_messages import Start
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes, facts_of
-from learner.patience import patiently
+from learner.patience import cancellable, patiently
 from learner.prompts import PromptFile, sampler_seed
 from learner.restart import Resumed, resume
 from learner.rules import DataRules
@@ -119,7 +119,7 @@ async def run_feeder(
             on_listening(server.url)
         async with connect(bus_url, run, config, name="feeder") as connected:
             await connected.create_layout()
-            await Feeder(connected, feeder_rules, rules, prompts, server).run(draining or asyncio.Event())
+            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining or asyncio.Event()))
     except BaseException as error:
         first = _first(error)
         await server.fail(f"{type(first).__name__}: {first}")
@@ -185,8 +185,8 @@ class Feeder:
                 loops.append(group.create_task(self._beat(heartbeat), name="beat"))
                 await self._begin()
                 for loop in (self._issue, self._read, self._follow_dead, self._follow_head, self._look_up, self._feed, self._find_lost):
-                    loops.append(group.create_task(loop(), name=loop.__name__))
-                loops.append(group.create_task(self._outcomes.run(), name="outcomes"))
+                    loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
+                loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
                 await self._over(draining)
                 for loop_task in loops:
                     loop_task.cancel()
@@ -200,7 +200,7 @@ class Feeder:
         resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
         head = await self._bus.rows("weights").get("head")
-        if head is not None:
+        if head is not None and "version" in head[0]:  # a publisher that only has fenced it has written none
             self._source.published(int(head[0]["version"]), int(head[0]["step"]))
         self._outcomes = self._make_outcomes(resumed)
         version, step = self._source.head or (-1, -1)
@@ -314,7 +314,7 @@ class Feeder:
 
     async def _follow_head(self) -> None:
         async for row in self._bus.rows("weights").watch("head"):
-            if row is not None:
+            if row is not None and "version" in row[0]:
                 self._published(int(row[0]["version"]), int(row[0]["step"]))
 
     def _published(self, version: int, step: int) -> None:

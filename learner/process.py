@@ -151,7 +151,7 @@ async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Even
 
 def _judge(child: _Child, code: int, *, drained: bool) -> None:
     log.info("ended child=%s code=%d", child.name, code)
-    if code != 0 and not (drained and code == 75):
+    if code != 0 and not (drained and code in (75, -signal.SIGTERM)):  # the latter: it had not begun
         raise ChildFailed(child.name, code, tuple(child.lines))
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,33 +64,37 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
 
     0: the last step is done, or drained after SIGTERM. 1: an error, which the log and the feeder have been told.
     """
-    rank = int(os.environ["RANK"])
+    number = int(os.environ["RANK"])
     try:
         with ExitStack() as stack:
             here = _join(stack, learner)
+            idle = Idle()
             feed = stack.enter_context(
-                FeedClient(places.feeder_url, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=_log_wait)
+                FeedClient(places.feeder_url, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=idle)
             )
             try:
                 policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here)
-                Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus).run()
+                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
+                idle.work = rank.pushes.collect
+                rank.run()
             except Exception as error:
                 feed.failed(f"{type(error).__name__}: {error}")
                 raise
     except Draining:  # the last step was done; it was waiting for the feeder to say so
         return 0
     except Exception:
-        log.exception("rank %d failed", rank)
+        log.exception("rank %d failed", number)
         return 1
     return 0
 
 
 def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it names every parameter
     torch.manual_seed(learner.seed)
     torch.set_num_threads(learner.threads)
     if learner.deterministic:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every new tensor; nothing reads one
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor; nothing reads one
     device = parallel.choose_device(learner.device)
     timeout_s = learner.batch_timeout_s + 600  # a peer may be waiting for its batch, or writing a checkpoint
     here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=timeout_s)
@@ -98,8 +102,16 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
     return here
 
 
-def _log_wait(text: str) -> None:
-    log.debug("waiting for=%s", text)
+class Idle:
+    """Called every second while a rank waits for the feeder: a push may have ended meanwhile."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] | None = None
+
+    def __call__(self, waits_for: str) -> None:
+        log.debug("waiting for=%s", waits_for)
+        if self.work is not None:
+            self.work()
 
 
 class Rank:
@@ -121,7 +133,7 @@ class Rank:
         self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._trainer = Trainer(policy, self._optimizer, learner.algorithm, max_lag=staleness.max_lag, proximal=self._proximal)
-        self._pushes = Pushes(
+        self.pushes = Pushes(
             policy,
             feed,
             run=places.run,
@@ -143,7 +155,7 @@ class Rank:
             if start.checkpoint is not None:
                 state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
-            with self._pushes.open(start):
+            with self.pushes.open(start):
                 if self._take_steps(start):
                     self._end(start)
 
@@ -159,6 +171,7 @@ class Rank:
 
     def _step(self, batch: StepBatch, start: Start) -> None:
         metrics = self._trainer.train(batch) | self._clock.metrics()
+        self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:
             self._proximal.refresh()
@@ -166,9 +179,9 @@ class Rank:
         if batch.recorded:  # it was pushed by the start that recorded it; the newest weights become head + 1
             push = batch.step == start.recorded_until
         if push:
-            self._pushes.publish(batch.step)
+            self.pushes.publish()
         if self._here.rank == 0:
-            self._feed.done(batch.step, metrics | self._pushes.metrics(), digest)
+            self._feed.done(batch.step, metrics | self.pushes.metrics(), digest)
             log.info(
                 "step=%d reward=%.4f loss=%.5f grad_norm=%.4f lag=%.2f wait_share=%.3f step_s=%.3f",
                 batch.step,
@@ -198,8 +211,8 @@ class Rank:
 
     def _end(self, start: Start) -> None:
         """Write the trained model, see the last push through, hear that all is settled."""
-        self._pushes.write_model(self._places.final_dir)
-        self._pushes.collect(wait=True)
+        self.pushes.collect(wait=True)
+        self.pushes.write_model(self._places.final_dir)
         if self._here.rank == 0:
             log.info("trained model=%s", self._places.final_dir)
         with self._waiting():
@@ -209,7 +222,7 @@ class Rank:
     def _next(self, step: int) -> StepBatch | None:
         """The batch of ``step``; None when any rank has been told to drain: then no rank takes it."""
         batch: StepBatch | End | None = None
-        self._pushes.collect()
+        self.pushes.collect()
         if not self._terminated:
             try:
                 with self._waiting():

@@ -50,10 +50,10 @@ class Served:
         return await asyncio.gather(*tasks)
 
     async def until(self, reached: Any) -> None:
-        """The thread's state changes without telling the loop: look again with every turn of it."""
+        """The thread's state changes without telling the loop: look again after every step of it."""
         async with asyncio.timeout(LIMIT_S):
             while not reached():
-                await asyncio.sleep(0.001)
+                await asyncio.wrap_future(self.engine.scheduler.call(lambda: None))
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:
@@ -63,7 +63,7 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 @asynccontextmanager
 async def serving(model_dir: Path, phase: str = "serving", version: int = 0, **config: Any) -> AsyncIterator[Served]:
     engine = BuiltinEngine(model_dir, EngineConfig(**config), version=version)
-    engine.load()
+    await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     engine.phase = phase
     try:
@@ -80,15 +80,28 @@ def prompts(count: int, *, seed: int = 0, low: int = 3, high: int = 40, vocab: i
     return [random.integers(3, vocab, random.integers(low, high)).tolist() for _ in range(count)]
 
 
-@torch.inference_mode()
-def scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+async def scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Scores of every response token from one full forward pass, [R, V]."""
+    return await asyncio.to_thread(_scores, model, prompt, tokens)
+
+
+async def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """What transformers' generate gives."""
+    return await asyncio.to_thread(_greedy, model, prompt, max_new_tokens)
+
+
+async def scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    """Scores when the weights changed on the way and the keys and values were kept: ``models`` = (model, its number of tokens)."""
+    return await asyncio.to_thread(_scores_across, models, prompt, tokens)
+
+
+@torch.inference_mode()
+def _scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     return model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
 
 
 @torch.inference_mode()
-def scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """The same when the weights changed on the way and the keys and values were kept: ``models`` = (model, its number of tokens)."""
+def _scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     from transformers import DynamicCache
 
     cache, found, fed, position = DynamicCache(config=models[0][0].config), [], [*prompt, *tokens], 0
@@ -114,8 +127,7 @@ def told_log_probs(answer: Any) -> np.ndarray:
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What transformers' generate gives."""
+def _greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
     given = torch.tensor([list(prompt)])
     out = model.generate(given, attention_mask=torch.ones_like(given), do_sample=False, max_new_tokens=max_new_tokens)
     return out[0, len(prompt) :].tolist()

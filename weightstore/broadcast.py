@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weightstore.errors import PeerLost
-
-T = TypeVar("T")
 
 BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}
 """Devices for which torch makes a group of the backend each; all members must make the same."""
@@ -55,14 +53,14 @@ class BroadcastGroup:
         return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
 
     @classmethod
-    def join(cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> Self:
+    def join(cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> "BroadcastGroup":
         """Any other rank: find rank 0 and meet."""
         if not 0 < rank < world_size:
             raise ValueError(f"rank: want 1 to {world_size - 1}, got {rank}")
         with _translated(name, f"joining at {host}:{port}"):
             socket.create_connection((host, port), timeout=timeout_s).close()  # torch would retry a refusal until its timeout, loudly
 
-        def enter() -> Self:
+        def enter() -> BroadcastGroup:
             with _translated(name, f"joining at {host}:{port}"):
                 store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
             group = cls(store, name=name, rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
@@ -107,7 +105,7 @@ class BroadcastGroup:
         return torch.device("cpu") if self.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
     def _gloo(self, store: dist.Store) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self.timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
         options._threads = 1
@@ -148,9 +146,9 @@ class BroadcastGroup:
                 _wait_polling(group, work, timeout_s)
 
 
-def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
+def _in_thread(work: Callable[[], BroadcastGroup], name: str) -> "Future[BroadcastGroup]":
     """Run it in a thread that may be left behind: torch waits without bound for a store that is silent (stopped, or cut off)."""
-    done: Future[T] = Future()
+    done: Future[BroadcastGroup] = Future()
 
     def run() -> None:
         try:

@@ -1,6 +1,5 @@
 """An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang ignores."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -67,7 +66,8 @@ class HttpReceiver:
         await self._post("destroy_weights_update_group", {"group_name": self._group})
 
     async def load_snapshot(self, directory: str, version: int) -> float:
-        answer = await self._post("update_weights_from_disk", {"model_path": directory, "weight_version": str(version), "flush_cache": False})
+        body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
+        answer = await self._post("update_weights_from_disk", body)
         return float(answer.get("stall_s", 0.0))
 
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class HttpReceiver:
             timeout = aiohttp.ClientTimeout(total=self._deadline_s)
             async with self._session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
                 status, text = response.status, await response.text()
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             raise ReceiverFailed(self.url, path, f"no answer within {self._deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ReceiverFailed(self.url, path, str(error) or type(error).__name__) from None

@@ -6,11 +6,12 @@ An engine's trouble stays its own: the group has two ends, and what blocks runs 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from torch import Tensor
 
+from bus.errors import Fenced
 from bus.messages import LiveRow
 from weightstore.broadcast import BroadcastGroup
 from weightstore.errors import PeerLost, ReceiverFailed
@@ -21,7 +22,7 @@ T = TypeVar("T")
 
 GROUP = "tidemill"
 """Name of every pair's group: an engine that still has one of that name leaves it first."""
-_LEAVE_S = 2.0
+_LEAVE_S = 1.0
 
 
 class Member:
@@ -55,11 +56,9 @@ class Member:
     async def close(self, *, leave: bool) -> None:
         """Forget the pair; with ``leave`` the engine is told, if it answers quickly."""
         if leave and self._group is not None:
-            try:
+            with suppress(ReceiverFailed, Fenced, TimeoutError):  # a courtesy to an engine that may be dead
                 async with asyncio.timeout(_LEAVE_S):
                     await self._receiver.leave()
-            except (Exception, TimeoutError):  # noqa: S110 - a courtesy to an engine that may be dead
-                pass
         if self._group is not None:
             self._group.close()
         self._thread.shutdown(wait=False)

@@ -31,7 +31,9 @@ class _Rest:
 class Membership:
     """The members, reconciled with the live rows before every push."""
 
-    def __init__(self, view: LiveView, open_receiver: Callable[[str], WeightReceiver], *, host: str, backend: str, deadline_s: float) -> None:
+    def __init__(
+        self, view: LiveView, open_receiver: Callable[[str], WeightReceiver], *, host: str, backend: str, deadline_s: float
+    ) -> None:
         self._view, self._open_receiver = view, open_receiver
         self._host, self._backend, self._deadline_s = host, backend, deadline_s
         self._members: dict[str, Member] = {}
@@ -39,15 +41,19 @@ class Membership:
 
     async def reconcile(self) -> tuple[list[Member], dict[str, str]]:
         """Vanished engines leave, new ones join, all at once; (members, engine -> why it could not join). Raises Fenced, BusUnavailable."""
-        rows = {row.id: row for row in await self._view.alive("engine") if row.phase in PHASES and row.address}
+        alive = {row.id: row for row in await self._view.alive("engine")}
+        rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
         for member in list(self._members.values()):
             row = rows.get(member.id)
             if row is None or identity(row) != member.identity:
-                _log.info("push group: left engine=%s reason=%s", member.id, "no longer live" if row is None else "restarted")
-                await self._drop(member, leave=row is None)
+                _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
+                await self._drop(member, leave=row is None and member.id in alive)
         new = [row for row in rows.values() if row.id not in self._members and self._rested(row)]
-        reasons = await asyncio.gather(*[self._join(row) for row in new])
-        failed = {row.id: reason for row, reason in zip(new, reasons, strict=True) if reason is not None}
+        reasons = await asyncio.gather(*[self._join(row) for row in new], return_exceptions=True)
+        for reason in reasons:
+            if isinstance(reason, BaseException):
+                raise reason
+        failed = {row.id: reason for row, reason in zip(new, reasons, strict=True) if isinstance(reason, str)}
         return list(self._members.values()), failed
 
     async def evict(self, member: Member, reason: str) -> None:

@@ -1,8 +1,8 @@
 """A version as an ordinary Hugging Face model directory, with checksums: written whole or not at all, verified before use.
 
-    config.json, tokenizer files, ...     copied from the model directory
-    model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
-    manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of every file; written last
+config.json, tokenizer files, ...     copied from the model directory
+model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
+manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of every file; written last
 """
 
 import hashlib
@@ -77,7 +77,13 @@ class SnapshotInfo:
 
 
 def write(
-    directory: Path, tensors: Mapping[str, Tensor], *, version: int, step: int, model_dir: Path | None = None, shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    version: int,
+    step: int,
+    model_dir: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> SnapshotInfo:
     """Write the directory aside, make it durable, and rename it into place; what stood there is replaced.
 
@@ -180,7 +186,7 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
         out.write(text)
         for spec in specs:
             flat = tensors[spec.name].detach().to("cpu").contiguous().reshape(-1)
-            out.write(memoryview(flat.view(torch.uint8).numpy()))
+            out.write(flat.view(torch.uint8).numpy().data)
     return out.size, out.digest.hexdigest()
 
 

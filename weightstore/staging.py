@@ -13,19 +13,22 @@ from torch import Tensor
 from weightstore.errors import BadManifest
 from weightstore.manifest import Bucket, Manifest, spec_of, unflatten
 
+_ONCE = "every tensor of the manifest once"
+
 
 class Staging:
-    """One copy; its memory is used again and again."""
+    """One copy; its memory is used again and again. Whoever reads it holds it."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int) -> None:
+    def __init__(self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition) -> None:
         self.manifest = manifest
         self.version = self.step = -1
+        self.users = 0
+        self._changed = changed
         pinned = torch.cuda.is_available()
         self.buckets: list[tuple[Bucket, Tensor]] = [
             (bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=pinned)) for bucket in manifest.buckets(bucket_bytes)
         ]
         self._views: dict[str, Tensor] = dict(self.tensors())
-        self.users = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the copy, by name."""
@@ -37,16 +40,29 @@ class Staging:
         missing = set(self._views)
         for name, tensor in tensors:
             if name not in missing:
-                raise BadManifest(name, "every tensor of the manifest once", "it twice" if name in self._views else "a tensor that is not in it")
+                raise BadManifest(name, _ONCE, "it twice" if name in self._views else "one that is not in it")
             want, got = self.manifest.by_name[name], spec_of(name, tensor)
             if want != got:
                 raise BadManifest(name, f"{want.dtype}{list(want.shape)}", f"{got.dtype}{list(got.shape)}")
             self._views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
             missing.discard(name)
         if missing:
-            raise BadManifest(min(missing), "every tensor of the manifest once", f"{len(missing)} of {len(self._views)} tensors missing")
+            raise BadManifest(min(missing), _ONCE, f"{len(missing)} of {len(self._views)} missing")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def hold(self) -> "Staging":
+        """Be one more user of a copy that is in use."""
+        with self._changed:
+            assert self.users > 0, "nobody holds it: it may be filled anew at any time"
+            self.users += 1
+            return self
+
+    def release(self) -> None:
+        with self._changed:
+            assert self.users > 0
+            self.users -= 1
+            self._changed.notify_all()
 
 
 class StagingPool:
@@ -65,23 +81,10 @@ class StagingPool:
                 raise TimeoutError(f"staging: all {self._size} copies are in use after {timeout_s:g} s")
             staging = self._free()
             if staging is None:
-                staging = Staging(self.manifest, self._bucket_bytes)
+                staging = Staging(self.manifest, self._bucket_bytes, self._changed)
                 self._all.append(staging)
             staging.users = 1
             return staging
-
-    def hold(self, staging: Staging) -> Staging:
-        """Be one more user of a copy that is in use."""
-        with self._changed:
-            assert staging.users > 0
-            staging.users += 1
-            return staging
-
-    def release(self, staging: Staging) -> None:
-        with self._changed:
-            assert staging.users > 0
-            staging.users -= 1
-            self._changed.notify_all()
 
     def _free(self) -> Staging | None:
         return next((staging for staging in self._all if not staging.users), None)

@@ -119,6 +119,14 @@ class BuiltinEngine:
             await self._server.close()
         await self.updates.close()
 
+    async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
+        """Take weights from a directory on this machine, whole or not at all; gives the seconds that decoding was held up.
+
+        Raises UpdateRefused or StaleEpoch, and serves what it served.
+        """
+        self.updates.admit(epoch, "load_snapshot")
+        return await self.updates.carry_out(self.updates.load_directory(Path(directory), version))
+
     # -- what it is -----------------------------------------------------------------------------------------------------
 
     @property

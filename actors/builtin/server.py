@@ -275,11 +275,8 @@ class Server:
         body = await _body(request)
         if body.get("action") != "checksum":
             raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
-        return _done(
-            "Success.",
-            ranks=[{"checksums": await self._updates.carry_out(self._updates.checksums())}],
-            weight_version=str(self._engine.version),
-        )
+        found = await self._updates.carry_out(self._updates.checksums())
+        return _done("Success.", ranks=[{"checksums": found}], weight_version=str(self._engine.version))
 
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from actors.builtin.scheduler import Scheduler
 from actors.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
 from actors.errors import StaleEpoch, UpdateRefused
+from weightstore import snapshot
 from weightstore.errors import WeightstoreError
 from weightstore.manifest import Bucket, TensorSpec
 
@@ -274,7 +275,12 @@ class WeightUpdates:
 
 
 def fill_from_directory(weights: Weights, directory: Path) -> None:
-    """Fill and seal a set of weights; raises UpdateRefused unless every tensor is there once, with its shape."""
+    """Fill and seal a set of weights; raises UpdateRefused unless every tensor is there once, with its shape.
+
+    A snapshot is verified first, byte by byte (SnapshotBroken); a plain model directory has no checksums.
+    """
+    if (directory / snapshot.MANIFEST).exists():
+        snapshot.verify(directory)
     filled: set[str] = set()
     for name, tensor in read_safetensors(directory):
         target = weights.named.get(name)

@@ -54,7 +54,7 @@ def load(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proxima
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory))
         policy.module.load_state_dict(loaded["model"])
-        pass
+        optimizer.inner.load_state_dict(loaded["optimizer"])
     if proximal is not None:
         proximal.restore(loaded["proximal"])
     if same_world:

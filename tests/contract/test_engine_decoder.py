@@ -137,5 +137,5 @@ def test_what_it_cannot_decode_is_refused_by_name(tmp_path: Path, changes: dict[
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="config.json"):
+    with pytest.raises(UnsupportedModel, match=r"config\.json"):
         ModelShape.read(tmp_path)

@@ -29,7 +29,7 @@ def model(family: str) -> Any:
 async def test_greedy_is_transformers_greedy_alone_and_in_a_full_batch(model_dir: Path, model: Any) -> None:
     given = prompts(10)
     given += given[:3]  # some share a prompt
-    want = [greedy(model, prompt, 24) for prompt in given]
+    want = [await greedy(model, prompt, 24) for prompt in given]
     for share_prefix in (True, False):
         # Fewer rows than requests: rows are freed and taken again on the way.
         async with serving(model_dir, max_running=6, share_prefix=share_prefix) as served:
@@ -41,7 +41,7 @@ async def test_greedy_is_transformers_greedy_alone_and_in_a_full_batch(model_dir
                 place = index if index < 3 else index - 3
                 limit = 24 if index < 3 else 24 - place % 5
                 assert answer["output_ids"] == want[place][:limit]
-                reference = log_probs_of(scores(model, given[place], answer["output_ids"]), answer["output_ids"])
+                reference = log_probs_of(await scores(model, given[place], answer["output_ids"]), answer["output_ids"])
                 np.testing.assert_allclose(told_log_probs(answer), reference, atol=1e-4)
 
 
@@ -68,9 +68,9 @@ async def test_a_latecomer_shares_with_one_that_is_running(model_dir: Path, mode
         (answer,) = await answer_task
         await first.aclose()
         assert answer["meta_info"]["cached_tokens"] == len(prompt)
-        assert answer["output_ids"] == greedy(model, prompt, 8)
+        assert answer["output_ids"] == await greedy(model, prompt, 8)
         np.testing.assert_allclose(
-            told_log_probs(answer), log_probs_of(scores(model, prompt, answer["output_ids"]), answer["output_ids"]), atol=1e-4
+            told_log_probs(answer), log_probs_of(await scores(model, prompt, answer["output_ids"]), answer["output_ids"]), atol=1e-4
         )
 
 
@@ -110,7 +110,7 @@ async def test_log_probs_are_of_the_distribution_sampled_from(model_dir: Path, m
     async with serving(model_dir) as served:
         for prompt in prompts(2, seed=3):
             answer = await served.generate(prompt, max_new_tokens=16, sampling_seed=11, ignore_eos=True, **params)
-            want = reference_filtered(scores(model, prompt, answer["output_ids"]), **({"top_k": -1, "top_p": 1.0} | params))
+            want = reference_filtered(await scores(model, prompt, answer["output_ids"]), **({"top_k": -1, "top_p": 1.0} | params))
             chosen = [want[place, token].item() for place, token in enumerate(answer["output_ids"])]
             np.testing.assert_allclose(told_log_probs(answer), chosen, atol=1e-4)
 
@@ -120,7 +120,10 @@ async def test_a_seed_fixes_a_response_whatever_company_it_has(model_dir: Path) 
     params = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 20, "sampling_seed": 7}
     async with serving(model_dir) as served:
         alone = await served.generate(mine, **params)
-        crowd = [(prompt, {"max_new_tokens": 5 + index, "temperature": 0.5 + index / 10}) for index, prompt in enumerate(others)]
+        crowd = [
+            (prompt, {"max_new_tokens": 5 + index, "temperature": 0.5 + index / 10, "sampling_seed": index, "ignore_eos": True})
+            for index, prompt in enumerate(others)
+        ]
         crowded = (await served.together([*crowd[:5], (mine, params), *crowd[5:]]))[5]
         other_seed = await served.generate(mine, **(params | {"sampling_seed": 8}))
         unseeded = [await served.generate(mine, **(params | {"sampling_seed": None, "ignore_eos": True})) for _ in range(2)]
@@ -148,7 +151,7 @@ async def test_first_tokens_are_distributed_as_the_model_says(model_dir: Path, m
             "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "n": count, "sampling_seed": 0, "top_k": 6}}
         )
         assert status == 200
-    want = reference_filtered(scores(model, prompt, [3]), temperature=1.0, top_k=6, top_p=1.0)[0].exp().numpy()
+    want = reference_filtered(await scores(model, prompt, [3]), temperature=1.0, top_k=6, top_p=1.0)[0].exp().numpy()
     drawn = np.bincount([answer["output_ids"][0] for answer in answers], minlength=len(want))
     chi_squared = (((drawn - count * want) ** 2)[want > 0] / (count * want[want > 0])).sum()
     assert drawn[want == 0].sum() == 0

@@ -1,4 +1,4 @@
-"""New weights for an engine that decodes: flips between tokens, spans, standby copies that are discarded, epochs. Over real HTTP and gloo."""
+"""New weights for an engine that decodes: flips between tokens, spans, discarded standby copies, epochs. Real HTTP and gloo."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
@@ -117,9 +117,9 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
             assert 0 <= answer["stall_s"] < 1
             batch = await served.together([(prompt, {"temperature": 0, "max_new_tokens": 12}) for prompt in given])
             for prompt, told in zip(given, batch, strict=True):
-                assert told["output_ids"] == greedy(models[version], prompt, 12)
+                assert told["output_ids"] == await greedy(models[version], prompt, 12)
                 assert told["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": len(told["output_ids"])}]
-                want = log_probs_of(scores(models[version], prompt, told["output_ids"]), told["output_ids"])
+                want = log_probs_of(await scores(models[version], prompt, told["output_ids"]), told["output_ids"])
                 np.testing.assert_allclose(told_log_probs(told), want, atol=1e-4)
         assert (await served.get("/model_info"))[1]["weight_version"] == "2"
         assert served.engine.epoch == 3
@@ -151,7 +151,7 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: l
             assert [spans[0]["start"], *(span["end"] for span in spans)] == [0, *(span["start"] for span in spans[1:]), len(ids)]
             assert answer["meta_info"]["weight_version"] == "2"
             told = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
-            want = (scores_across(told, prompt, ids) / params["temperature"]).log_softmax(-1)
+            want = (await scores_across(told, prompt, ids) / params["temperature"]).log_softmax(-1)
             chosen = want.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
             np.testing.assert_allclose(told_log_probs(answer), chosen, atol=1e-4)
         assert served.engine.stats()["requests_aborted"] == 0
@@ -184,7 +184,7 @@ async def test_a_prompt_read_under_old_weights_is_not_shared_under_new_ones(dire
         await served.engine.load_snapshot(directories[1], 1)
         answer = await served.generate(prompt, temperature=0, max_new_tokens=8)
         assert answer["meta_info"]["cached_tokens"] == 0
-        assert answer["output_ids"] == greedy(models[1], prompt, 8)
+        assert answer["output_ids"] == await greedy(models[1], prompt, 8)
         await served.client.abort()
         await task
 
@@ -198,7 +198,7 @@ async def test_weights_come_from_a_directory_whole_or_not_at_all(directories: li
         status, answer = await served.post("/update_weights_from_disk", body)
         assert (status, answer["success"]) == (200, True)
         assert (served.engine.version, served.engine.epoch, served.engine.phase) == (5, 2, "serving")
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
         tensors = load_file(directories[2] / "model.safetensors")
         dropped = tensors.pop("model.norm.weight")
         for wrong, why in (
@@ -214,7 +214,7 @@ async def test_weights_come_from_a_directory_whole_or_not_at_all(directories: li
         status, answer = await served.post("/update_weights_from_disk", body | {"weight_version": "4"})
         assert (status, "want >= 5" in answer["message"]) == (400, True)
         assert (served.engine.version, served.engine.epoch) == (5, 2)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
 
 
 async def test_torn_weights_are_impossible(directories: list[Path], models: list[Any]) -> None:
@@ -256,7 +256,7 @@ async def test_torn_weights_are_impossible(directories: list[Path], models: list
         assert again["output_ids"] == want["output_ids"]
         np.testing.assert_array_equal(told_log_probs(again), told_log_probs(want))
         await push.whole(models[1], 1)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
 
 
 async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: list[Path], models: list[Any]) -> None:
@@ -277,11 +277,11 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
             status, answer = await asked
             assert (status, "lost" in answer["message"]) == (400, True)
         told = await served.generate(prompt, temperature=0, max_new_tokens=8)
-        assert told["output_ids"] == greedy(models[0], prompt, 8)
+        assert told["output_ids"] == await greedy(models[0], prompt, 8)
         async with joined(served) as push:
             await push.whole(models[1], 1)
         told = await served.generate(prompt, temperature=0, max_new_tokens=8)
-        assert told["output_ids"] == greedy(models[1], prompt, 8)
+        assert told["output_ids"] == await greedy(models[1], prompt, 8)
         assert (await served.post("/destroy_weights_update_group", {"group_name": "push"}))[0] == 200
         assert (await served.post("/destroy_weights_update_group", {"group_name": "push"}))[0] == 400
 
@@ -301,7 +301,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
         await push.bucket(named(models[2]))
         assert (await push.end(2))[0] == 200
         (prompt,) = prompts(1)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[2], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[2], prompt, 8)
 
 
 async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], models: list[Any]) -> None:
@@ -312,7 +312,7 @@ async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], mo
         await push.begin(1)
         assert (await push.bucket(tensors, flat=False))[0] == 200
         assert (await push.end(1))[0] == 200
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
         whole = named(models[2])
         mixed = [(name, tensor.bfloat16() if name.endswith("norm.weight") else tensor) for name, tensor in whole]
         odd = ("model.norm.weight", dict(mixed)["model.norm.weight"])
@@ -320,7 +320,7 @@ async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], mo
         assert (await push.bucket([odd, *[each for each in mixed if each[0] != odd[0]]]))[0] == 200
         assert (await push.end(2))[0] == 200
         told = await served.generate(prompt, temperature=0, max_new_tokens=8)
-        want = log_probs_of(scores(models[2], prompt, told["output_ids"]), told["output_ids"])
+        want = log_probs_of(await scores(models[2], prompt, told["output_ids"]), told["output_ids"])
         np.testing.assert_allclose(told_log_probs(told), want, atol=0.2)
 
 
@@ -360,7 +360,7 @@ async def test_a_request_can_wait_for_a_version(directories: list[Path], models:
         assert not waiting.done()
         await served.engine.load_snapshot(directories[2], 2)
         told = await waiting
-        assert (told.tokens.tolist(), told.version) == (greedy(models[2], prompt, 8), 2)
+        assert (told.tokens.tolist(), told.version) == (await greedy(models[2], prompt, 8), 2)
 
 
 async def test_a_tied_output_projection_may_be_sent_if_it_is_the_same(tmp_path: Path) -> None:
@@ -383,7 +383,7 @@ async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
 
     heard: list[tuple[int, int]] = []
     engine = BuiltinEngine(directories[0], on_update=lambda version, epoch: heard.append((version, epoch)))
-    engine.load()
+    await asyncio.to_thread(engine.load)
     await engine.start()
     try:
         await engine.load_snapshot(directories[1], 3, epoch=2)

@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from learner.config import AlgorithmConfig
+from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.megatron import parallel, state
+from learner.megatron.attention import packed_row
 from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import Trainer
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
@@ -150,6 +153,8 @@ def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path) -> Non
     """Weights, Adam, proximal copy and random generators come back exactly; the proximal policy is not the present one."""
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4, 5)]
     trainer, policy, optimizer, proximal = make()
+    trainer.train(batches[1])
+    proximal.refresh()
     trainer.train(batches[0])
     state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, proximal=proximal)
     drawn = (torch.rand(1).item(), np.random.random())
@@ -186,6 +191,42 @@ def test_every_correction_trains_and_names_its_metrics(make: Any, correction: st
     assert ("offpolicy/tis_weight_mean" in metrics) == (correction == "tis")
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["offpolicy/lag_share/0"] + metrics["offpolicy/lag_share/1"] == pytest.approx(1)
+
+
+def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(make: Any) -> None:
+    """Equal rewards give no gradient: what changes is the decay alone."""
+    trainer, policy, _, _ = make(entropy_coef=0.0)
+    before = {name: tensor.clone() for name, tensor in policy.export()}
+    batch = make_batches(make_samples(vocab=VOCAB))[0]
+    batch.rewards_N[:] = 1
+    assert trainer.train(batch)["train/grad_norm"] == 0
+    rate = learning_rate(OPTIMIZER, 3, 10)
+    for name, tensor in policy.export():
+        kept = 1.0 if "norm" in name else 1 - rate * OPTIMIZER.weight_decay
+        torch.testing.assert_close(tensor, before[name] * kept, atol=0, rtol=1e-6)
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    def rates(decay: str) -> list[float]:
+        config = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=2, lr_decay=decay)
+        return [learning_rate(config, step, 6) for step in range(1, 8)]
+
+    assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1]
+    assert rates("linear") == pytest.approx([0.5, 1, 0.775, 0.55, 0.325, 0.1, 0.1])
+    assert rates("cosine") == pytest.approx([0.5, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1, 0.1])
+
+
+@settings(deadline=None)
+@given(lengths=st.lists(st.integers(1, 70), min_size=1, max_size=30))
+def test_packed_rows_find_every_token_and_waste_less_than_half(lengths: list[int]) -> None:
+    cu_seqlens = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    row = packed_row(cu_seqlens, torch.arange(sum(lengths)))
+    places = sum(count * width for count, width in row.buckets)
+    assert places < 2 * sum(lengths)
+    assert sum(count for count, _ in row.buckets) == len(lengths)
+    if row.take_P is not None and row.give_T is not None:
+        assert len(row.take_P) == places
+        assert torch.equal(row.take_P[row.give_T], torch.arange(sum(lengths)))
 
 
 def test_a_gradient_that_is_not_finite_is_refused(make: Any) -> None:

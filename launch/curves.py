@@ -1,0 +1,50 @@
+"""The picture of a run: curves.png. Loads matplotlib."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    ("reward", (("data/reward_mean", "mean of the step"),)),
+    ("lag (steps)", (("offpolicy/lag_mean", "mean"), ("offpolicy/lag_max", "max"))),
+    ("mismatch", (("offpolicy/logprob_diff_abs", "|log pi - log mu|"), ("offpolicy/k3", "k3"))),
+    ("entropy (nats)", (("train/entropy", "policy"),)),
+    ("learner", (("train/wait_share", "waiting share"), ("offpolicy/ess", "effective sample size"))),
+    ("seconds", (("train/step_seconds", "step"), ("push/seconds", "push"))),
+)
+SMOOTH_STEPS = 5
+
+
+def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
+    """Draw the panels that have data into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 6.5), constrained_layout=True)
+    for axis, (name, curves) in zip(axes.flat, PANELS, strict=True):
+        for key, label in curves:
+            points = [(line["step"], line[key]) for line in lines if key in line]
+            if not points:
+                continue
+            steps, values = zip(*points, strict=True)
+            (drawn,) = axis.plot(steps, values, linewidth=0.8, alpha=0.35)
+            axis.plot(steps, smooth(values), linewidth=1.8, color=drawn.get_color(), label=label)
+        axis.set_title(name, fontsize=10)
+        axis.set_xlabel("step", fontsize=8)
+        axis.grid(alpha=0.2)
+        axis.tick_params(labelsize=8)
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=8, frameon=False)
+    axes.flat[0].set_ylim(0, 1.02)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean of the last few."""
+    return [sum(part) / len(part) for end in range(1, len(values) + 1) for part in [values[max(0, end - SMOOTH_STEPS) : end]]]

@@ -1,0 +1,169 @@
+"""``tidemill status`` and ``tidemill tail``: looking into a run, from anywhere that reaches its bus. They read, and disturb nobody."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bus.connection import Bus, connect
+from bus.errors import BusError, WireError
+from bus.live import processes
+from bus.messages import Done, Plan, Sample
+from launch.roles import BUS_URL_FILE
+from launch.up import CONFIG_FILE
+
+CONNECT_S = 10.0
+
+
+def find_run(run_dir: str, bus: str, run: str) -> tuple[str, str]:
+    """URL and name of the run to look at. Raises ValueError saying what is missing."""
+    if run_dir:
+        root = Path(run_dir)
+        if not (root / CONFIG_FILE).exists():
+            raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {run_dir}")
+        config = yaml.safe_load((root / CONFIG_FILE).read_text())
+        address = root / BUS_URL_FILE
+        url = bus or config["bus"]["url"] or (address.read_text().strip() if address.exists() else "")
+        return url, run or config["run"]
+    if not bus or not run:
+        raise ValueError("want --run-dir DIRECTORY, or --bus URL and --run RUN")
+    return bus, run
+
+
+async def show_status(url: str, run: str, *, as_json: bool) -> int:
+    """Print who is there and where tasks and samples are."""
+    try:
+        async with connect(url, run, name="status", wait_s=CONNECT_S) as bus:
+            status = await read_status(bus)
+    except BusError as error:
+        raise ValueError(str(error)) from None
+    if as_json:
+        print(json.dumps(status))
+    else:
+        _print_status(Console(highlight=False), status)
+    return 0
+
+
+async def read_status(bus: Bus) -> dict[str, Any]:
+    """Everything ``status`` says, as plain values."""
+    rows = await processes(bus, look_s=1.5)
+    state, backlog = await bus.samples.info(), await bus.tasks.backlog()
+    head = await bus.rows("weights").get("head")
+    step, planned = 0, 0
+    metrics: dict[str, float] = {}
+    async for _, record in bus.plans.scan():
+        if isinstance(record, Plan):
+            planned = record.step
+        elif isinstance(record, Done) and record.step >= step:
+            step, metrics = record.step, record.metrics
+    return {
+        "run": bus.run,
+        "step": step,
+        "planned": planned,
+        "reward": metrics.get("data/reward_mean"),
+        "lag_mean": metrics.get("offpolicy/lag_mean"),
+        "lag_max": metrics.get("offpolicy/lag_max"),
+        "head": head[0] if head else None,
+        "tasks": {"waiting": backlog[0], "leased": backlog[1], "last_id": await bus.tasks.last_id()},
+        "samples": {"first_seq": state.first_seq, "last_seq": state.last_seq, "messages": state.messages, "bytes": state.bytes},
+        "processes": [
+            {
+                "role": row.role,
+                "id": row.id,
+                "host": row.host,
+                "pid": row.pid,
+                "phase": row.phase,
+                "waits_for": row.waits_for,
+                "version": row.version,
+                "silent_s": round(age, 1),
+                "address": row.address,
+                "load": row.load,
+            }
+            for row, age in rows
+        ],
+    }
+
+
+def _print_status(console: Console, status: dict[str, Any]) -> None:
+    head = status["head"]
+    version = f"version {head['version']} (step {head['step']})" if head else "no version yet"
+    console.print(f"[bold]{status['run']}[/]  step {status['step']}, planned {status['planned']}, {version}")
+    if status["reward"] is not None:
+        console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
+    tasks, samples = status["tasks"], status["samples"]
+    console.print(f"tasks: {tasks['waiting']} waiting, {tasks['leased']} leased")
+    console.print(f"samples: sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("process", "host", "pid", "phase", "version", "waits for"):
+        table.add_column(name)
+    for row in status["processes"]:
+        phase = f"[red]silent for {row['silent_s']} s or more[/]" if row["silent_s"] else row["phase"]
+        version = str(row["version"]) if row["version"] >= 0 else ""
+        table.add_row(f"{row['role']} {row['id']}", row["host"], str(row["pid"]), phase, version, row["waits_for"])
+    console.print(table)
+
+
+async def show_tail(url: str, run: str, *, last: int, follow: bool, as_json: bool) -> int:
+    """Print samples as they stand in, and come to, the stream."""
+    if last < 0:
+        raise ValueError(f"--last: want >= 0, got {last}")
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        async with connect(url, run, name="tail", wait_s=CONNECT_S) as bus:
+            async for received in bus.samples.tail(last=last, follow=follow):
+                if as_json:
+                    print(json.dumps(as_map(received.seq, received.sample)), flush=True)
+                else:
+                    console.print(as_text(received.seq, received.sample))
+    except BusError as error:
+        raise ValueError(str(error)) from None
+    return 0
+
+
+def as_map(seq: int, sample: Sample | WireError) -> dict[str, Any]:
+    """A sample as JSON can hold it."""
+    if isinstance(sample, WireError):
+        return {"seq": seq, "error": str(sample)}
+    return {
+        "seq": seq,
+        "task": sample.task,
+        "index": sample.index,
+        "attempt": sample.attempt,
+        "kind": sample.kind.value,
+        "status": sample.status.value,
+        "reward": sample.reward,
+        "score": sample.score,
+        "prompt": sample.prompt,
+        "response": sample.response,
+        "label": sample.label,
+        "tokens": sample.tokens.tolist(),
+        "response_length": sample.response_length,
+        "rollout_log_probs": [round(float(value), 6) for value in sample.rollout_log_probs],
+        "spans": [[span.version, span.num_tokens] for span in sample.spans],
+        "actor": sample.actor,
+        "engine": sample.engine,
+        "finish_reason": sample.finish_reason,
+        "generating_s": sample.timings.generating_s,
+        "created_s": sample.created_s,
+        "metadata": sample.metadata,
+    }
+
+
+def as_text(seq: int, sample: Sample | WireError) -> Text:
+    """A sample as a person reads it: where it comes from, what was asked, what was said, what it is worth."""
+    text = Text()
+    if isinstance(sample, WireError):
+        return text.append(f"#{seq} broken: {sample}", style="red")
+    versions = f"v{sample.min_version}" if sample.min_version == sample.max_version else f"v{sample.min_version}-{sample.max_version}"
+    text.append(f"#{seq} ", style="dim")
+    text.append(f"task {sample.task}.{sample.index} {versions} {sample.actor} ", style="cyan")
+    text.append(f"{sample.status.value} ", style="green" if sample.status == "completed" else "yellow")
+    text.append(f"reward {sample.score:.3f}\n", style="bold green" if sample.score > 0.99 else "bold yellow")
+    prompt = sample.prompt if isinstance(sample.prompt, str) else "\n".join(f"{m.get('role')}: {m.get('content')}" for m in sample.prompt)
+    text.append(prompt, style="dim")
+    text.append(f"{sample.response}", style="bold")
+    return text

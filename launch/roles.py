@@ -1,0 +1,171 @@
+"""The body of every process, made from the run's configuration: the one place where settings become arguments."""
+
+import asyncio
+import logging
+import os
+import socket
+from pathlib import Path
+
+from launch.config import RunConfig
+from launch.process import first_of
+
+log = logging.getLogger(__name__)
+
+BUS_URL_FILE = "bus.url"
+"""In the run's directory: where its embedded bus answers."""
+CHECK_SERVER_S = 0.2
+
+
+def run_prepare(config: RunConfig) -> int:
+    """Make model and prompts, if the configuration asks for it."""
+    if config.prepare is not None:
+        from launch.prepare import prepare
+
+        prepare(config.prepare, config.root / "prepared")
+    return 0
+
+
+async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
+    """The embedded nats-server: started again at once, on the same port, whenever it ends; stopped when drained."""
+    from bus.connection import connect
+    from bus.live import Heartbeat
+    from bus.messages import LiveRow
+    from bus.server import EmbeddedServer
+
+    server = EmbeddedServer(config.root / "bus", config.bus)
+    url = await asyncio.to_thread(server.start)
+    try:
+        write_aside(config.root / BUS_URL_FILE, url)
+        log.info("listening url=%s pid=%d", url, server.pid)
+        async with connect(url, config.run, config.bus, name="bus") as bus:
+            await bus.create_layout()
+            row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=server.pid, phase="serving", address=url)
+            async with Heartbeat(bus, row) as heartbeat:
+
+                async def keep_up() -> None:
+                    while True:
+                        await asyncio.sleep(CHECK_SERVER_S)
+                        if not server.running:
+                            log.warning("nats-server ended and is started again; its last words:\n%s", server.log_tail(5))
+                            await asyncio.to_thread(server.start)
+                            heartbeat.update(pid=server.pid)
+
+                await first_of(keep_up(), draining.wait())
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def run_engine(config: RunConfig, bus_url: str, id: str, draining: asyncio.Event) -> None:
+    from actors import engine_process
+    from launch.wiring import engine_factory
+
+    await engine_process.run_engine(
+        bus_url,
+        config.run,
+        Path(config.model.path),
+        config.engine,
+        config.bus,
+        draining,
+        id or None,
+        factory=engine_factory(config.engine),
+        max_lag=config.staleness.max_lag,
+    )
+
+
+async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
+    from actors import actor_process
+
+    await actor_process.run_actor(
+        bus_url, run, config.actor if config is not None else None, config.bus if config is not None else None, draining, id or None
+    )
+
+
+async def run_learner(config: RunConfig, arguments: list[str], draining: asyncio.Event) -> None:
+    from learner.process import run_learner
+
+    await run_learner(
+        arguments,
+        num_ranks=config.learner.data_parallel * config.learner.tensor_parallel,
+        threads=config.learner.threads,
+        draining=draining,
+        drain_s=config.up.drain_s,
+    )
+
+
+async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining: asyncio.Event) -> None:
+    from bus.messages import Sampling
+    from learner import feeder
+    from learner.prompts import PromptFile, model_tokenizer
+
+    model = Path(config.model.path)
+    vocab_size, max_context = _shape(model)
+    sampling = Sampling(
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop=config.sampling.stop,
+    )
+    tokenize = model_tokenizer(str(model), apply_chat_template=config.data.apply_chat_template)
+    data = config.data
+    prompts = PromptFile(
+        Path(data.path),
+        tokenize=tokenize,
+        max_tokens=data.max_prompt_tokens or max_context - config.sampling.max_new_tokens,
+        keys=(data.prompt_key, data.label_key, data.metadata_key),
+        template=data.template,
+        shuffle=data.shuffle,
+        seed=data.seed,
+    )
+    await first_of(
+        feeder.run_feeder(
+            run=config.run,
+            bus_url=bus_url,
+            root=config.checkpoints,
+            prompts=prompts,
+            learner=config.learner,
+            staleness=config.staleness,
+            sampling=sampling,
+            seed=config.data.seed,
+            push_every=config.weights.push_every,
+            listen=feeder_url,
+            bus=config.bus,
+            vocab_size=vocab_size,
+            max_context=max_context,
+        ),
+        draining.wait(),
+    )
+
+
+def run_rank(config: RunConfig, bus_url: str, feeder_url: str) -> int:
+    from learner import rank
+
+    places = rank.RankPlaces(
+        run=config.run,
+        bus_url=bus_url,
+        feeder_url=feeder_url,
+        model_dir=Path(config.model.path),
+        checkpoints=config.checkpoints,
+        snapshots=config.root / "snapshots",
+        final_dir=config.root / "final",
+    )
+    return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus)
+
+
+def _shape(model: Path) -> tuple[int, int]:
+    """Tokens in the vocabulary, and of a context. Raises ValueError for a directory that holds no model."""
+    import json
+
+    file = model / "config.json"
+    if not file.exists():
+        raise ValueError(f"model.path: want a directory with a Hugging Face model (config.json), got {model}")
+    values = json.loads(file.read_text())
+    return int(values["vocab_size"]), int(values["max_position_embeddings"])
+
+
+def write_aside(file: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.new")
+    aside.write_text(text)
+    os.replace(aside, file)

@@ -1,0 +1,97 @@
+"""What a run leaves: summary.json from its books, metrics.jsonl from its outcomes, and whether its promises were kept."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bus.messages import Done, VersionRow
+from launch.audit import Books, mean
+
+LAST_STEPS = 10
+"""Rewards of the end are means over so many steps: a peak proves nothing."""
+REWARD = "data/reward_mean"
+
+
+def metric_lines(outcomes: Sequence[Done]) -> list[dict[str, Any]]:
+    """One flat map a step, in order; of a step that was taken again after a restart the newest outcome counts."""
+    newest = {done.step: done for done in outcomes}
+    return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
+
+
+def summarize(
+    books: Books,
+    lines: Sequence[Mapping[str, Any]],
+    versions: Sequence[VersionRow],
+    *,
+    run: str,
+    seconds: float,
+    seconds_to_reward: float | None,
+    max_lag: int,
+    loads: Mapping[str, Mapping[str, float]],
+    restarts: Mapping[str, int],
+) -> dict[str, Any]:
+    """Everything that summary.json holds. ``loads``: the last counters each process told of itself, by ``role.id``."""
+    rewards = [float(line[REWARD]) for line in lines if REWARD in line]
+    pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}
+    stalls = [line["push/stall_seconds"] for line in pushes.values() if "push/stall_seconds" in line]
+    actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
+    aborted_by_pushes = sum(int(load.get("requests_aborted_by_pushes", 0)) for who, load in loads.items() if who.startswith("engine."))
+    return {
+        "run": run,
+        "steps": len(lines),
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
+        "seconds": round(seconds, 2),
+        "seconds_to_reward_0.9": seconds_to_reward,
+        "samples_published": books.published,
+        "samples_trained": books.trained,
+        "samples_lost": books.lost,
+        "samples_trained_twice": books.trained_twice,
+        "samples_dropped": dict(sorted(books.dropped.items())),
+        "samples_duplicate": books.duplicates,
+        "samples_invalid": books.invalid,
+        "samples_buffered": books.buffered,
+        "samples_aborted": books.aborted,
+        "books_balance": books.balance(),
+        "requests_aborted_by_pushes": aborted_by_pushes,
+        "multi_version_samples": books.multi_version,
+        "max_lag": max_lag,
+        "max_lag_trained": books.max_lag_trained,
+        "lag_histogram_tokens": {str(lag): books.lag_tokens[lag] for lag in sorted(books.lag_tokens)},
+        "learner_wait_share": float(lines[-1].get("train/wait_share", 0.0)) if lines else None,
+        "actor_wait_share": mean(actors) if actors else None,
+        "tokens_generated": books.tokens_generated,
+        "tokens_trained": books.tokens_trained,
+        "versions": len(versions),
+        "pushes": sum(row.version > 0 and row.state == "published" for row in versions),
+        "push_seconds_mean": mean([line["push/seconds"] for line in pushes.values() if "push/seconds" in line]),
+        "stall_seconds_mean": mean(stalls),
+        "tasks_issued": books.tasks_issued,
+        "tasks_open": books.tasks_open,
+        "restarts": dict(restarts),
+        "problems": books.problems,
+    }
+
+
+def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> list[str]:
+    """What a run must not end with, in words; empty = all is well."""
+    wrong = [
+        f"{name} = {summary[name]}, want 0"
+        for name in ("samples_lost", "samples_trained_twice", "requests_aborted_by_pushes")
+        if summary[name] != 0
+    ]
+    if not summary["books_balance"]:
+        wrong.append("the books of the stream SAMPLES do not balance")
+    if summary["max_lag_trained"] > summary["max_lag"]:
+        wrong.append(f"max_lag_trained = {summary['max_lag_trained']}, want <= {summary['max_lag']}")
+    if summary["reward_last"] is None or summary["reward_last"] < require_reward:
+        wrong.append(f"reward_last = {summary['reward_last']}, want >= {require_reward}")
+    return wrong
+
+
+def write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """JSON lines, whole or not at all."""
+    from launch.roles import write_aside
+
+    write_aside(file, "".join(json.dumps(line) + "\n" for line in lines))

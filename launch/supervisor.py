@@ -1,0 +1,100 @@
+"""Keeps the processes of one machine as they are wanted: starts them, starts them again when they end badly, and gives up loudly.
+
+One *keeper* a process. Consumes the ends of its child; produces a running child; waits for the child, and between two starts for a
+back-off; unblocked by the child's end or by the supervisor's.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launch.process import Child
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 15.0
+
+
+class GaveUp(RuntimeError):
+    """A process ended badly more often than its budget allows."""
+
+    def __init__(self, name: str, code: int, times: int, window_s: float, last_lines: str) -> None:
+        super().__init__(name, code, times, window_s, last_lines)
+        self.name, self.code, self.times, self.window_s, self.last_lines = name, code, times, window_s, last_lines
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ended with code {self.code}, {self.times} times within {self.window_s:.0f} s, and is not started again; its last lines:\n"
+            f"{self.last_lines}"
+        )
+
+
+class Supervisor:
+    """The processes of a run on this machine."""
+
+    def __init__(self, logs: Path, *, restarts: int, window_s: float, on_event: Callable[[str], None] = log.warning) -> None:
+        """``on_event`` is told, in words, of every restart."""
+        self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
+        self._children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self.restarted: dict[str, int] = {}
+        """Times each process was started again."""
+
+    def keep(self, name: str, arguments: Sequence[str]) -> asyncio.Task[None]:
+        """Run ``python -m launch ARGUMENTS`` until it ends with code 0. The task raises GaveUp."""
+        assert name not in self._keepers, f"{name} is kept already"
+        self._children[name] = Child(name, arguments, self._logs / f"{name}.log")
+        self._keepers[name] = asyncio.create_task(self._keep(self._children[name]), name=f"keep {name}")
+        return self._keepers[name]
+
+    async def _keep(self, child: Child) -> None:
+        bad_ends: deque[float] = deque()
+        while True:
+            await child.start()
+            log.info("started process=%s pid=%d", child.name, child.pid)
+            code = await child.wait()
+            if code == 0:
+                log.info("ended process=%s", child.name)
+                return
+            now = time.monotonic()
+            bad_ends.append(now)
+            while now - bad_ends[0] > self._window_s:
+                bad_ends.popleft()
+            if len(bad_ends) > self._restarts:
+                raise GaveUp(child.name, code, len(bad_ends), self._window_s, child.last_lines())
+            backoff_s = min(FIRST_BACKOFF_S * 2 ** (len(bad_ends) - 1), LONGEST_BACKOFF_S)
+            self.restarted[child.name] = self.restarted.get(child.name, 0) + 1
+            self._on_event(f"{child.name} ended with code {code}; started again in {backoff_s:.1f} s (log: {child.log_file})")
+            await asyncio.sleep(backoff_s)
+
+    async def failed(self) -> None:
+        """Wait until some process has been given up; raises its GaveUp."""
+        while True:
+            done, _ = await asyncio.wait(self._keepers.values(), return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
+            for keeper in done:
+                keeper.result()
+            if done and len(done) == len(self._keepers):
+                return
+            if done:
+                await asyncio.sleep(1.0)
+
+    async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
+        """Ask processes to drain, all at once; kill those that do not in time. Their exit codes."""
+        for name in names:
+            self._keepers[name].cancel()
+        await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
+        codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
+        return dict(zip(names, codes, strict=True))
+
+    def names(self, role: str) -> list[str]:
+        """Processes of a role: the role itself, or ``role-...``."""
+        return [name for name in self._keepers if name == role or name.startswith(f"{role}-")]
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: child.pid for name, child in self._children.items() if child.running}

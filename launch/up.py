@@ -1,0 +1,251 @@
+"""``tidemill up``: all of a run on this machine, shown working, and its books at the end.
+
+    prepare -> bus -> engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
+            -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
+
+Consumes the end of the learner; waits for it, for a process that cannot be kept, or for Ctrl-C, which drains in the order actors and
+learner, engines, bus: then ``--resume`` goes on.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from bus.connection import Bus, connect
+from bus.messages import VersionRow
+from launch import process, roles, summary, view
+from launch.audit import audit, read_claims
+from launch.config import RunConfig
+from launch.settings import to_map
+from launch.supervisor import GaveUp, Supervisor
+from launch.watch import Watch
+
+log = logging.getLogger(__name__)
+
+CONFIG_FILE = "config.yaml"
+BUS_START_S = 60.0
+LATER_STARTS_S = 86_400.0
+BROKEN_PROMISE = 3
+"""Exit code when the run went through and its books or its reward are not as promised."""
+
+
+class CannotBegin(ValueError):
+    """The run's directory is not what the command needs."""
+
+
+def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
+    """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken."""
+    console = Console(highlight=False)
+    open_directory(config.root, resume=resume, fresh=fresh)
+    log_to_file(config.root / "logs" / "up.log")
+    run = Up(config, console, resume=resume)
+    code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False)
+    if run.failure:
+        console.print(f"[red]{run.failure}[/]", markup=True) if "[" not in run.failure else console.print(run.failure, markup=False)
+    return code or run.code
+
+
+def open_directory(root: Path, *, resume: bool, fresh: bool) -> None:
+    """Make the run's directory, or refuse. Raises CannotBegin with the cure."""
+    there = (root / CONFIG_FILE).exists()
+    if resume and not there:
+        raise CannotBegin(f"--resume: want a run in {root}, there is none")
+    if there and not resume and not fresh:
+        raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
+    if fresh and there:
+        shutil.rmtree(root)
+    if fresh and root.exists() and any(root.iterdir()):
+        raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
+    root.mkdir(parents=True, exist_ok=True)
+
+
+def log_to_file(file: Path) -> None:
+    """Everything this process logs goes to a file; the terminal belongs to the view."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("nats").setLevel(logging.CRITICAL)
+
+
+class Up:
+    """One start of a run on this machine."""
+
+    def __init__(self, config: RunConfig, console: Console, *, resume: bool) -> None:
+        self._config, self._console, self._resume = config, console, resume
+        self._root = config.root
+        self._supervisor = Supervisor(
+            self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self._event
+        )
+        self._watch: Watch | None = None
+        self.code = process.DONE
+        self.failure = ""
+
+    def _event(self, text: str) -> None:
+        self._watch.event(text) if self._watch is not None else log.warning("%s", text)
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """From the first process to the last."""
+        self._write_config()
+        self._say(f"{self._config.run}: files and logs in {self._root}")
+        try:
+            await self._prepare()
+            url = await self._start_bus()
+            async with connect(url, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
+                await bus.create_layout()
+                await bus.rows("run").put("config", to_map(self._config))
+                await self._train(bus, url, draining)
+        except GaveUp as error:
+            self.code, self.failure = process.CRASHED, str(error)
+        finally:
+            await self._supervisor.end(list(self._supervisor.running), within_s=self._config.up.drain_s)
+
+    def _say(self, text: str) -> None:
+        log.info("%s", text)
+        self._console.print(text, markup=False)
+
+    def _write_config(self) -> None:
+        roles.write_aside(self._root / CONFIG_FILE, yaml.safe_dump(to_map(self._config), sort_keys=False))
+
+    def _arguments(self, command: str) -> list[str]:
+        return [command, "--config", str(self._root / CONFIG_FILE)]
+
+    async def _prepare(self) -> None:
+        """In a process of its own: it loads torch, this one never does."""
+        if self._config.prepare is None:
+            return
+        child = process.Child("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
+        await child.start()
+        code = await child.wait()
+        if code:
+            raise GaveUp("prepare", code, 1, 0, child.last_lines())
+
+    async def _start_bus(self) -> str:
+        if self._config.bus.url:
+            return self._config.bus.url
+        address = self._root / roles.BUS_URL_FILE
+        address.unlink(missing_ok=True)
+        keeper = self._supervisor.keep("bus", self._arguments("bus"))
+        deadline = time.monotonic() + BUS_START_S
+        while not address.exists():
+            if keeper.done():
+                keeper.result()
+            if time.monotonic() > deadline:
+                raise GaveUp("bus", -1, 1, BUS_START_S, f"no address in {address} after {BUS_START_S:.0f} s; see {self._root}/logs/bus.log")
+            await asyncio.sleep(0.02)
+        return address.read_text().strip()
+
+    async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
+        began = time.monotonic()
+        metrics = self._root / "metrics.jsonl"
+        metrics.unlink(missing_ok=True)
+        self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics)
+        async with self._shown():
+            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url])
+            for role, count in (("engine", self._config.up.engines), ("actor", self._config.up.actors)):
+                for number in range(count):
+                    self._supervisor.keep(f"{role}-{number}", [*self._arguments(role), "--bus", url, "--id", f"{role}-{number}"])
+            finished = await self._until(learner, draining)
+            await self._drain(finished)
+        if not finished:
+            self._say(f"drained at step {self._watch.step} of {self._watch.steps}; go on with: tidemill up CONFIG --resume")
+            return
+        await self._close_books(bus, time.monotonic() - began)
+
+    @contextlib.asynccontextmanager
+    async def _shown(self) -> AsyncIterator[None]:
+        """The watch and the view run meanwhile."""
+        assert self._watch is not None
+        live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
+        title = f"tidemill {self._config.run}"
+        shown = view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
+        tasks = [asyncio.create_task(self._watch.run(), name="watch"), asyncio.create_task(shown, name="view")]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until(self, learner: asyncio.Task[None], draining: asyncio.Event) -> bool:
+        """True when the learner has ended well, False when told to drain. Raises GaveUp."""
+        failed = asyncio.create_task(self._supervisor.failed(), name="failed")
+        drain = asyncio.create_task(draining.wait(), name="drain")
+        try:
+            await asyncio.wait({learner, failed, drain}, return_when=asyncio.FIRST_COMPLETED)
+            if learner.done():
+                learner.result()
+                return True
+            if failed.done():
+                failed.result()
+            return False
+        finally:
+            for task in (failed, drain):
+                task.cancel()
+            await asyncio.gather(failed, drain, return_exceptions=True)
+
+    async def _drain(self, finished: bool) -> None:
+        within_s = self._config.up.drain_s
+        working = self._supervisor.names("actor") + ([] if finished else self._supervisor.names("learner"))
+        await self._supervisor.end(working, within_s=within_s + 10)
+        await self._supervisor.end(self._supervisor.names("engine"), within_s=within_s)
+
+    async def _close_books(self, bus: Bus, seconds: float) -> None:
+        assert self._watch is not None
+        claims = await asyncio.to_thread(read_claims, self._config.checkpoints)
+        books, outcomes = await audit(bus, claims)
+        reached = self._watch.reached_s
+        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
+        summary.write_lines(self._root / "metrics.jsonl", lines)
+        rows = await bus.rows("weights").all()
+        fields = VersionRow.__dataclass_fields__
+        versions = [
+            VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
+        ]
+        result = summary.summarize(
+            books,
+            lines,
+            versions,
+            run=self._config.run,
+            seconds=seconds,
+            seconds_to_reward=_seconds_to(lines, 0.9),
+            max_lag=self._config.staleness.max_lag,
+            loads=self._watch.loads,
+            restarts=self._supervisor.restarted,
+        )
+        broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
+        result["promises_broken"] = broken
+        roles.write_aside(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
+        await asyncio.to_thread(_draw, lines, self._root / "curves.png", f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s")
+        self._report(result, broken)
+
+    def _report(self, result: dict[str, object], broken: list[str]) -> None:
+        shown = ("steps", "reward_first", "reward_last", "seconds", "samples_published", "samples_trained", "samples_lost")
+        shown += ("samples_trained_twice", "samples_dropped", "multi_version_samples", "max_lag_trained", "pushes", "restarts")
+        self._say("\n".join(f"  {name:<24} {result[name]}" for name in shown))
+        self._say(f"  model {self._root}/final, picture {self._root}/curves.png, books {self._root}/summary.json")
+        if broken:
+            self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
+
+
+def _draw(lines: list[dict[str, object]], file: Path, title: str) -> None:
+    from launch.curves import draw
+
+    draw(lines, file, title=title)
+
+
+def _seconds_to(lines: list[dict[str, object]], reward: float, *, over: int = 5) -> float | None:
+    """Seconds at which the mean reward of ``over`` steps first reached ``reward``."""
+    values = [float(line.get(summary.REWARD, 0.0)) for line in lines]  # type: ignore[arg-type]
+    for end in range(over, len(values) + 1):
+        if sum(values[end - over : end]) / over >= reward:
+            return float(lines[end - 1]["seconds"])  # type: ignore[arg-type]
+    return None

@@ -1,0 +1,153 @@
+"""When versions are made of the weights, and what the feeder hears of them. Knows the publisher and the policy; no batch.
+
+Weights are copied in the trainer's thread and pushed beside the next step; at max_lag 0, or without overlap, the step waits for the push.
+Only rank 0 has a publisher. Its tensor-parallel peers help to gather the weights; the other ranks do nothing here.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from bus.config import BusConfig
+from learner.feed_client import FeedClient
+from learner.feed_messages import Start
+from learner.megatron.model import Policy
+from weightstore import snapshot
+from weightstore.config import WeightsConfig
+from weightstore.errors import PushFailed
+from weightstore.manifest import Manifest
+from weightstore.publisher import Publisher, PushHandle, PushReport
+
+log = logging.getLogger(__name__)
+
+
+class Pushes:
+    """The pushes of one start of the learner. Every rank calls every method at the same place, except ``collect`` and ``metrics``."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        feed: FeedClient,
+        *,
+        run: str,
+        bus_url: str,
+        bus: BusConfig,
+        weights: WeightsConfig,
+        model_dir: Path,
+        snapshots: Path,
+        wait: bool,
+    ) -> None:
+        """``wait``: a push has ended before ``publish`` returns."""
+        self._policy, self._feed, self._run, self._bus_url, self._bus = policy, feed, run, bus_url, bus
+        self._weights, self._model_dir, self._snapshots, self._wait = weights, model_dir, snapshots, wait
+        self._takes_part = policy.parallel.dp_rank == 0
+        self._leads = self._takes_part and policy.parallel.tp_rank == 0
+        self._publisher: Publisher | None = None
+        self._handle: PushHandle | None = None
+        self._report: PushReport | None = None
+        self.step = -1
+        """Step of the present weights; who changes them says so."""
+        self._waited_s = 0.0
+
+    @contextmanager
+    def open(self, start: Start) -> Iterator[None]:
+        """Publish what a start must publish before its first step: version 0, or head + 1 when nothing recorded is to be repeated.
+
+        Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
+        """
+        manifest = Manifest.of(self._policy.export()) if self._takes_part else None
+        if not self._leads:
+            self._begin(start)
+            yield
+            return
+        publisher = Publisher(
+            self._weights,
+            bus_url=self._bus_url,
+            run=self._run,
+            epoch=start.epoch,
+            directory=self._snapshots,
+            model_dir=self._model_dir,
+            manifest=manifest,
+            bus_config=self._bus,
+        )
+        try:
+            publisher.start()
+            self._publisher = publisher
+            self._begin(start)
+            yield
+        finally:
+            publisher.close()
+
+    def _begin(self, start: Start) -> None:
+        self.step = start.step
+        if start.head_version >= 0:
+            if start.recorded_until == start.step:
+                self.publish()
+        elif self._publisher is not None:
+            row = self._publisher.publish_initial(self._model_dir)
+            self._feed.published(row.version, row.step)
+
+    def publish(self) -> None:
+        """Make the present weights the next version. Waits for the push before. Raises as ``open`` does."""
+        self.collect(wait=True)
+        if not self._takes_part:
+            return
+        if self._publisher is None:
+            for _ in self._policy.export():  # the gathering is collective
+                pass
+            return
+        self._handle = self._publisher.publish(self.step, self._policy.export(), wait=False)
+        self.collect(wait=self._wait)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Tell the feeder of a push that has ended; with ``wait``, of the one under way when it has.
+
+        A push that reached fewer engines than it must is made again with the weights as they are (its phases are bounded, so this does
+        not spin). Raises PushFailed where they cannot be gathered by this rank alone.
+        """
+        while self._handle is not None and (wait or self._handle.done):
+            began = time.monotonic()
+            try:
+                self._report = self._handle.result()
+            except PushFailed as error:
+                if self._policy.parallel.tp_size > 1:
+                    raise
+                assert self._publisher is not None
+                log.error("pushing again, now the weights of step %d: %s", self.step, error)
+                self._handle = self._publisher.publish(self.step, self._policy.export(), wait=False)
+                if not wait:
+                    return
+            else:
+                self._handle = None
+                self._feed.published(self._report.version, self._report.step)
+            self._waited_s += time.monotonic() - began
+
+    def metrics(self) -> dict[str, float]:
+        """Of the newest push that has ended, and the time waited for pushes since the last call; on rank 0."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        if self._report is None:
+            return {}
+        report = self._report
+        return {
+            "push/version": report.version,
+            "push/engines": len(report.engines),
+            "push/prepare_seconds": report.prepare_s,
+            "push/seconds": report.seconds,
+            "push/transfer_seconds": report.transfer_s,
+            "push/stall_seconds_max": max(report.stall_s.values(), default=0.0),
+            "push/bytes": report.bytes,
+            "push/wait_seconds": waited_s,
+        }
+
+    def write_model(self, directory: Path) -> None:
+        """The present weights as a model directory in Hugging Face format, with configuration and tokenizer."""
+        if not self._takes_part:
+            return
+        tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
+        if self._leads:
+            version = self._report.version if self._report is not None and self._report.step == self.step else -1
+            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._model_dir)

@@ -1,0 +1,28 @@
+"""A real rank in a process of its own, as ``launch`` starts one; its settings come as JSON. Run by the test."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from bus.config import BusConfig
+from learner.config import LearnerConfig, OptimizerConfig, StalenessConfig
+from learner.rank import RankPlaces, main
+from weightstore.config import WeightsConfig
+
+
+def run(settings: dict[str, dict[str, object]]) -> int:
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
+    paths = {"model_dir", "checkpoints", "snapshots", "final_dir"}
+    places = RankPlaces(**{name: Path(str(value)) if name in paths else value for name, value in settings["places"].items()})  # type: ignore[arg-type]
+    return main(
+        places,
+        learner=LearnerConfig(optimizer=OptimizerConfig(lr=1e-2), **settings["learner"]),  # type: ignore[arg-type]
+        staleness=StalenessConfig(**settings["staleness"]),  # type: ignore[arg-type]
+        weights=WeightsConfig(**settings["weights"]),  # type: ignore[arg-type]
+        bus=BusConfig(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run(json.loads(sys.argv[1])))

@@ -1,0 +1,172 @@
+"""Real ranks on a real feeder and a real bus, with scripted actors: a run to its end, a killed one, a drained one."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.messages import Done, Plan
+from bus.server import EmbeddedServer
+from learner.config import LearnerConfig, StalenessConfig
+from tests.feeder_kit import World
+from tests.learner_steps import ROOT, free_port, rank_environment
+from tests.tiny_models import write_tiny_model
+from weightstore.registry import VersionRegistry
+
+SETTINGS: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2, "max_tokens_per_micro_batch": 16}
+
+
+@dataclass
+class Learner:
+    """A world, and ranks for it."""
+
+    world: World
+    directory: Path
+    settings: dict[str, Any]
+    staleness: dict[str, Any]
+    weights: dict[str, Any]
+    ranks: list[asyncio.subprocess.Process] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def started(self) -> AsyncIterator[None]:
+        """Feeder, actors and ranks; all are gone when the block is left."""
+        async with self.world.actors(), self.world.feeder() as (url, feeding):
+            world_size, port = self.world.learner.data_parallel, free_port()
+            places = {
+                "run": self.world.run,
+                "bus_url": self.world.url,
+                "feeder_url": url,
+                "model_dir": str(self.directory / "model"),
+                "checkpoints": str(self.world.root),
+                "snapshots": str(self.directory / "snapshots"),
+                "final_dir": str(self.directory / "final"),
+            }
+            told = json.dumps({"places": places, "learner": self.settings, "staleness": self.staleness, "weights": self.weights})
+            command = (sys.executable, "-W", "ignore", "-m", "tests.integration.megatron_rank_process", told)
+            self.ranks = [
+                await asyncio.create_subprocess_exec(*command, cwd=ROOT, env={**os.environ, **rank_environment(rank, world_size, port)})
+                for rank in range(world_size)
+            ]
+            self.feeding = feeding
+            try:
+                yield
+            finally:
+                for rank in self.ranks:
+                    if rank.returncode is None:
+                        rank.kill()
+                await asyncio.gather(*(rank.wait() for rank in self.ranks))
+
+    async def ended(self) -> list[int]:
+        return list(await asyncio.gather(*(rank.wait() for rank in self.ranks)))
+
+    async def finish(self) -> None:
+        async with self.started():
+            assert await self.ended() == [0] * len(self.ranks)
+            await self.feeding
+
+    async def until(self, step: int) -> None:
+        """The step's outcome stands in the log."""
+        async with asyncio.timeout(60):
+            async for _, record in self.world.bus.plans.follow():
+                if isinstance(record, Done) and record.step >= step:
+                    return
+
+    async def digests(self) -> dict[int, list[str | None]]:
+        """Digests of the weights after each step, as often as it was done."""
+        found: dict[int, list[str | None]] = {}
+        for record in await self.world.records():
+            if isinstance(record, Done):
+                found.setdefault(record.step, []).append(record.weights_digest)
+        return found
+
+
+OpenLearner = Callable[..., Any]
+
+
+@pytest.fixture
+def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> OpenLearner:
+    (tmp_path / "checkpoints").mkdir()
+    write_tiny_model(tmp_path / "model")
+
+    @asynccontextmanager
+    async def opened(*, staleness: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **changes: Any) -> AsyncIterator[Learner]:
+        settings = {**SETTINGS, "weights_digest": True, "device": "cpu", **changes}
+        lag = {"max_lag": 1, **(staleness or {})}
+        async with connect(nats_server.url, run_id, BusConfig(lease_s=5.0), name="test", wait_s=10) as bus:
+            await bus.create_layout()
+            world = World(
+                url=nats_server.url,
+                run=run_id,
+                bus=bus,
+                root=tmp_path / "checkpoints",
+                learner=LearnerConfig(**settings),
+                staleness=StalenessConfig(**lag),
+                config=BusConfig(lease_s=5.0),
+            )
+            yield Learner(world=world, directory=tmp_path, settings=settings, staleness=lag, weights=weights or {})
+
+    return opened
+
+
+async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path) -> None:
+    """Every step is done, every version is of a step, the final model is the last digest's and loads in transformers."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    async with open_learner(data_parallel=2) as learner:
+        await learner.finish()
+        assert sorted(await learner.digests()) == [1, 2, 3, 4, 5]
+        registry = VersionRegistry(learner.world.bus)
+        head = await registry.head()
+        assert head is not None and (head.version, head.step) == (5, 5)
+        assert await registry.steps() == {version: version for version in range(6)}
+        done = next(record for record in await learner.world.records() if isinstance(record, Done) and record.step == 5)
+        assert 0 <= done.metrics["train/wait_share"] <= 1 and done.metrics["offpolicy/lag_max"] <= 1
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-4-epoch-1", "step-5-epoch-1"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert not torch.equal(model.lm_head.weight, first.lm_head.weight)
+    assert AutoTokenizer.from_pretrained(tmp_path / "final").decode([5]) is not None
+
+
+@pytest.mark.parametrize(("staleness", "push_every"), [({"max_lag": 0}, 1), ({"max_lag": 2}, 2)], ids=["synchronous", "every-second-step"])
+async def test_a_killed_rank_resumes_with_the_same_bits(open_learner: OpenLearner, staleness: dict[str, Any], push_every: int) -> None:
+    """Killed after step 3, resumed from the checkpoint of step 2: step 3 is done again, with the digest it had."""
+    async with open_learner(staleness=staleness, weights={"push_every": push_every}) as learner:
+        async with learner.started():
+            await learner.until(3)
+            learner.ranks[0].kill()
+            await learner.ended()
+        before = await VersionRegistry(learner.world.bus).head()
+        await learner.finish()
+        digests = await learner.digests()
+        assert sorted(digests) == [1, 2, 3, 4, 5]
+        assert len(digests[3]) == 2 or len(digests[5]) == 2, f"nothing was done twice: {digests}"
+        assert all(len(set(same)) == 1 for same in digests.values()), digests
+        after = await VersionRegistry(learner.world.bus).head()
+        assert before is not None and after is not None and after.step == 5
+        assert after.version > before.version and after.epoch == 2
+        plans = [record for record in await learner.world.records() if isinstance(record, Plan)]
+        assert sorted({plan.step for plan in plans}) == [1, 2, 3, 4, 5]
+
+
+async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
+    """SIGTERM to both ranks: they leave together, with code 0, before the next step; a later start goes on."""
+    async with open_learner(data_parallel=2, steps=200, checkpoint_every=50) as learner:
+        async with learner.started():
+            await learner.until(2)
+            for rank in learner.ranks:
+                rank.send_signal(signal.SIGTERM)
+            assert await learner.ended() == [0, 0]
+        last = max(await learner.digests())
+        assert 2 <= last < 200

@@ -1,0 +1,264 @@
+"""Pushes to receivers in processes of their own, on a real bus: exact bytes, evictions, fences, snapshots on demand."""
+
+import asyncio
+import json
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import Fenced
+from bus.server import EmbeddedServer
+from safetensors.torch import load_file
+from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
+from weightstore import joining
+from weightstore.config import WeightsConfig
+from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed
+from weightstore.publisher import Publisher
+from weightstore.registry import VersionRegistry
+
+DEADLINE_S = 2.0
+GOOD = Behaviour()
+
+
+@pytest.fixture
+def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
+    async def layout() -> None:
+        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=10) as bus:
+            await bus.create_layout()
+
+    asyncio.run(layout())
+    return nats_server.url
+
+
+@contextmanager
+def publishing(bus_url: str, run: str, directory: Path, *, epoch: int = 1, model_dir: Path | None = None, **settings: Any) -> Iterator[Publisher]:
+    config = WeightsConfig(**{"bucket_bytes": 16_000, "phase_deadline_s": DEADLINE_S, **settings})
+    publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=model_dir)
+    try:
+        publisher.start()
+        yield publisher
+    finally:
+        publisher.close(drain=False)
+
+
+def state(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(f"{url}/state", timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def look(bus_url: str, run: str, what: str, *args: Any) -> Any:
+    """One question to the registry."""
+
+    async def ask() -> Any:
+        async with connect(bus_url, run, BusConfig(), name="look", wait_s=10) as bus:
+            return await getattr(VersionRegistry(bus), what)(*args)
+
+    return asyncio.run(ask())
+
+
+def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD, "b": GOOD, "away": Behaviour(phase="draining")}) as engines:
+        with publishing(bus_url, run_id, tmp_path) as publisher:
+            assert publisher.publish_initial(tmp_path / "model").version == 0
+            for step in (3, 5):
+                tensors = tiny_tensors(step)
+                report = publisher.publish(step, tensors.items(), wait=True).result(0)
+                for tensor in tensors.values():
+                    tensor.zero_()
+            assert (report.version, report.step, report.engines, report.evicted) == (2, 5, ("a", "b"), {})
+            assert report.stall_s == {"a": 0.001, "b": 0.001}
+            assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
+            for id in ("a", "b"):
+                assert state(engines[id][0]) == {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "groups": 1}
+            assert state(engines["away"][0])["version"] == 0
+            head = publisher.latest()
+            assert head is not None and (head.version, head.step, head.state) == (2, 5, "published")
+    assert look(bus_url, run_id, "steps") == {0: 0, 1: 3, 2: 5}
+    assert not torch.distributed.is_initialized()
+
+
+def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    phases = ("join", "begin", "bucket", "end")
+    bad = {f"{how}-{at}": Behaviour(fails=how, at=at, once_served=0 if at == "join" else 1) for how in ("kill", "stop", "refuse") for at in phases}
+    with receivers(bus_url, run_id, {"good-1": GOOD, "good-2": GOOD, **bad}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+        began = time.monotonic()
+        first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        assert time.monotonic() - began < 2 * DEADLINE_S + 2
+        assert sorted(first.evicted) == ["kill-join", "refuse-join", "stop-join"]
+        assert len(first.engines) == 2 + 9
+
+        began = time.monotonic()
+        second = publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
+        assert time.monotonic() - began < 2 * DEADLINE_S + 2
+        assert second.engines == ("good-1", "good-2")
+        for how in ("kill", "stop", "refuse"):
+            for at in ("begin", "bucket", "end"):
+                assert second.evicted[f"{how}-{at}"].startswith(at), second.evicted
+        for id in second.engines:
+            assert state(engines[id][0])["digest"] == digest(tiny_tensors(2))
+        for at in ("begin", "bucket", "end"):  # refused, and alive: it serves what it served
+            assert state(engines[f"refuse-{at}"][0])["digest"] == digest(tiny_tensors(1))
+
+
+def test_an_evicted_engine_comes_back_with_the_next_push(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    once = Behaviour(fails="refuse", at="bucket", only_once=True)
+    with receivers(bus_url, run_id, {"once": once}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+        first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        assert first.engines == () and "refused at bucket" in first.evicted["once"]
+        assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).engines == ("once",)
+        assert state(engines["once"][0])["digest"] == digest(tiny_tensors(2))
+
+
+def test_too_few_engines_fail_the_push_and_the_number_stays_used(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    once = Behaviour(fails="refuse", at="end", only_once=True)
+    with receivers(bus_url, run_id, {"once": once}), publishing(bus_url, run_id, tmp_path, min_engines=1) as publisher:
+        publisher.publish_initial(tmp_path / "model")
+        with pytest.raises(PushFailed, match=r"version 1: want >= 1 engines, 0 took it; once: end: HTTP 400: refused at end"):
+            publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        head = publisher.latest()
+        assert head is not None and head.version == 0
+        assert publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0).version == 2
+    assert look(bus_url, run_id, "row", 1).state == "failed"
+    assert look(bus_url, run_id, "steps") == {0: 0, 1: 1, 2: 1}
+
+
+def test_a_second_publish_waits_for_the_first_and_disturbs_nothing(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+        handles = [publisher.publish(step, tiny_tensors(step, scale=20).items(), wait=False) for step in range(1, 6)]
+        assert all(handle.done for handle in handles[:-1])
+        assert [handle.result(10).version for handle in handles] == [1, 2, 3, 4, 5]
+        assert state(engines["a"][0])["digest"] == digest(tiny_tensors(5, scale=20))
+
+
+def test_a_replaced_learner_cannot_push(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD}) as engines:
+        with publishing(bus_url, run_id, tmp_path / "old", epoch=1) as old, publishing(bus_url, run_id, tmp_path / "new", epoch=2) as new:
+            with pytest.raises(Fenced):
+                old.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+            with pytest.raises(Fenced):
+                old.publish(2, tiny_tensors(1).items(), wait=True)
+            assert new.publish(1, tiny_tensors(2).items(), wait=True).result(0).engines == ("a",)
+            assert state(engines["a"][0])["epoch"] == 2
+        with pytest.raises(Fenced), publishing(bus_url, run_id, tmp_path / "old", epoch=1):
+            pass
+
+
+def test_wrong_tensors_are_refused_before_anything_is_pushed(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with publishing(bus_url, run_id, tmp_path) as publisher:
+        assert publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0).version == 1
+        wrong = tiny_tensors(2)
+        del wrong["model.norm.weight"]
+        for _ in range(3):  # no staging is lost
+            with pytest.raises(BadManifest, match=r"model.norm.weight: want every tensor"):
+                publisher.publish(2, wrong.items(), wait=True)
+        assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).version == 2
+    with pytest.raises(PublisherClosed):
+        publisher.publish(3, tiny_tensors(3).items(), wait=True)
+
+
+def test_closing_ends_a_push_or_drains_it(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"hung": Behaviour(fails="stop", at="begin")}):
+        with publishing(bus_url, run_id, tmp_path / "1") as publisher:
+            handle = publisher.publish(1, tiny_tensors(1).items(), wait=False)
+            publisher.close(drain=False)
+            with pytest.raises(PublisherClosed):
+                handle.result(0)
+        with publishing(bus_url, run_id, tmp_path / "2", epoch=2) as publisher:
+            handle = publisher.publish(1, tiny_tensors(1).items(), wait=False)
+            publisher.close(drain=True)
+            assert "hung" in handle.result(0).evicted
+    assert not [thread for thread in threading.enumerate() if thread.name == "publisher"]
+
+
+class Loader:
+    """The engine's side of catching up, without an engine."""
+
+    def __init__(self) -> None:
+        self.version, self.loaded = -1, ""
+        self.said: list[str] = []
+
+    async def load(self, directory: Path, version: int, epoch: int) -> None:
+        self.loaded = digest(load_file(directory / "model.safetensors"))
+        assert json.loads((directory / "config.json").read_text()) == {"model_type": "tiny"}
+        self.version = version
+
+
+def catch_up(bus_url: str, run: str, directory: Path, loader: Loader, deadline_s: float = 20) -> Any:
+    async def run_it() -> Any:
+        async with connect(bus_url, run, BusConfig(), name="late", wait_s=10) as bus:
+            return await joining.catch_up(
+                bus,
+                engine="late",
+                version=lambda: loader.version,
+                load=loader.load,
+                directory=directory,
+                deadline_s=deadline_s,
+                say=loader.said.append,
+            )
+
+    return asyncio.run(run_it())
+
+
+def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    model = write_tiny_companions(tmp_path / "model")
+    loader = Loader()
+    with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model, keep_snapshots=2) as publisher:
+        publisher.publish_initial(model)
+        for step in range(1, 5):
+            publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0)
+            head = catch_up(bus_url, run_id, tmp_path / "late", loader)
+            assert (loader.version, head.step, loader.loaded) == (step, step, digest(tiny_tensors(step)))
+        assert any("a snapshot of version 1" in text for text in loader.said) and loader.said[-1] == ""
+        assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["v3", "v4"]
+        assert list((tmp_path / "late").iterdir()) == []
+    assert look(bus_url, run_id, "row", 2).snapshot == ""
+    assert look(bus_url, run_id, "head").snapshot.endswith("/v4")
+
+    # The learner is gone, so its server is too; the next one finds the snapshot on its disk, and puts it up again.
+    loader.version = -1
+    with pytest.raises(CatchUpTimeout, match="a snapshot of version 4 from the learner"):
+        catch_up(bus_url, run_id, tmp_path / "late", loader, deadline_s=1)
+    with publishing(bus_url, run_id, tmp_path / "snapshots", epoch=2, model_dir=model):
+        catch_up(bus_url, run_id, tmp_path / "late", loader)
+        assert (loader.version, loader.loaded) == (4, digest(tiny_tensors(4)))
+
+
+def test_a_snapshot_that_is_being_written_is_not_overwritten_by_the_next_versions(
+    bus_url: str, run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is made slow by a named pipe in place of the file: writing it waits for a reader."""
+    import os
+
+    model = write_tiny_companions(tmp_path / "model")
+    snapshots = tmp_path / "snapshots"
+    loader = Loader()
+    with publishing(bus_url, run_id, snapshots, model_dir=model, phase_deadline_s=10) as publisher:
+        publisher.publish(1, tiny_tensors(1, scale=20).items(), wait=True).result(0)
+        gate = model / "gate.json"
+        os.mkfifo(gate)  # copying it waits until somebody writes
+
+        late = threading.Thread(target=catch_up, args=(bus_url, run_id, tmp_path / "late", loader, 60))
+        late.start()
+        with gate.open("w") as file:  # opens when the snapshot of version 1 has begun
+            gate.unlink()
+            publisher.publish(2, tiny_tensors(2, scale=20).items(), wait=True).result(0)
+            third = threading.Thread(target=lambda: publisher.publish(3, tiny_tensors(3, scale=20).items(), wait=True).result(0))
+            third.start()
+            third.join(0.5)
+            assert third.is_alive(), "the third version overwrote the copy that a snapshot is written from"
+            file.write("{}")
+        third.join(20)
+        late.join(60)
+        assert not late.is_alive() and loader.version >= 3
+        assert loader.loaded == digest(tiny_tensors(loader.version, scale=20))
+        if (snapshots / "v1").exists():
+            assert digest(load_file(snapshots / "v1" / "model.safetensors")) == digest(tiny_tensors(1, scale=20))

@@ -1,0 +1,170 @@
+"""Parts of the built-in engine that need neither a socket nor a model: sequences, stop strings, progress, client errors."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.builtin.progress import Progress
+from actors.builtin.request import SamplingParams
+from actors.builtin.sequence import Sequence
+from actors.builtin.shape import ModelShape
+from actors.builtin.text import StopStrings, Text
+from actors.engine_client import _generation, _refusal
+from actors.errors import BadRequest, EngineFailed, EngineUnavailable, StaleEpoch, VersionUnavailable
+from bus.messages import Span
+from tests.tiny_models import FAMILIES, tiny_config, tiny_model, write_tiny_tokenizer
+
+
+def new_sequence(**params: object) -> Sequence:
+    return Sequence(
+        "rid",
+        np.array([5, 6, 7], np.int32),
+        SamplingParams(**params),  # type: ignore[arg-type]
+        seed=1,
+        eos_ids=frozenset({2}),
+        max_context=20,
+        text=None,
+        sink=lambda sequence, num_tokens, ended: None,
+    )
+
+
+def test_spans_cover_the_tokens_and_skip_versions_that_made_none() -> None:
+    sequence = new_sequence()
+    for version, count in ((0, 2), (1, 0), (2, 3), (2, 1)):
+        sequence.enter(version)
+        for _ in range(count):
+            sequence.append(9, -1.0)
+    assert sequence.weight_versions(6) == [{"version": "0", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 6}]
+    assert sequence.weight_versions(3) == [{"version": "0", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}]
+    assert sequence.weight_versions(2) == [{"version": "0", "start": 0, "end": 2}]
+    assert new_sequence().weight_versions(0) == []
+
+
+def test_what_ends_a_response() -> None:
+    sequence = new_sequence(max_new_tokens=3, stop_token_ids=frozenset({30}))
+    assert [sequence.append(token, -1.0) for token in (8, 9, 10)] == [False, False, True]
+    assert sequence.finish == {"type": "length", "length": 3}
+    for token in (2, 30):
+        sequence = new_sequence(stop_token_ids=frozenset({30}))
+        assert sequence.append(token, -1.0)
+        assert sequence.finish == {"type": "stop", "matched": token}
+        assert not new_sequence(stop_token_ids=frozenset({30}), ignore_eos=True).append(token, -1.0)
+    assert new_sequence(max_new_tokens=100).max_new_tokens == 17
+
+
+def test_a_retracted_sequence_has_another_key() -> None:
+    sequence = new_sequence()
+    first = sequence.key
+    sequence.append(9, -1.0)
+    sequence.retract()
+    assert sequence.key != first
+    assert sequence.context().tolist() == [5, 6, 7, 9]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
+    found = Text.read(write_tiny_tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("stop", ["seven", "\n", "é 日本", "0 1 2", "🙂"])
+def test_a_stop_string_is_found_with_the_token_that_completes_it(text: Text, stop: str) -> None:
+    """Also when it is spread over many tokens, and over the bytes of one character."""
+    ids = text.encode(f"three plus é is, well, {stop} and more")
+    stops = StopStrings(text, ("never", stop))
+    first = next(count for count in range(1, len(ids) + 1) if stops.find(ids[:count]))
+    assert stops.find(ids[:first]) == stop
+    assert stop in text.decode(ids[:first])
+    assert stop not in text.decode(ids[: first - 1])
+
+
+def test_the_tokenizers_own_end_is_known(text: Text) -> None:
+    assert text.eos_ids == (2,)
+    assert text.decode([2, *text.encode("four"), 2]) == "four"
+    assert text.decode([*text.encode("four"), 2], skip_special=False) == "four<|im_end|>"
+
+
+def test_progress_gives_the_newest_state_of_each() -> None:
+    async def main() -> None:
+        progress = Progress()
+        sequences = [new_sequence(), new_sequence()]
+        for sequence in sequences:
+            sequence.stream = True
+            progress.add(sequence)
+        changes = progress.changes()
+        for count in (1, 2, 3):
+            progress.tell(sequences[1], count, False)
+        assert await anext(changes) == (1, 3, False)
+        progress.tell(sequences[0], 4, True)
+        progress.tell(sequences[1], 5, True)
+        assert [change async for change in changes] == [(0, 4, True), (1, 5, True)]
+        assert progress.done
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    for tied in (False, True):
+        changes = {} if family == "qwen2" else {"attention_bias": True}
+        tiny_config(family, tied=tied, **changes).save_pretrained(tmp_path)
+        want = {name: tuple(tensor.shape) for name, tensor in tiny_model(family, tied=tied, **changes).named_parameters()}
+        assert ModelShape.read(tmp_path).tensors() == want
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, {"error": {"message": "why"}}, BadRequest),
+        (404, {}, BadRequest),
+        (409, {"message": "why", "epoch": 7}, StaleEpoch),
+        (429, {"message": "why"}, EngineUnavailable),
+        (500, {"error": {"message": "why"}}, EngineFailed),
+        (503, {"error": {"message": "why"}}, EngineUnavailable),
+        (503, {"error": {"message": "why"}, "unavailable": "VersionUnavailable"}, VersionUnavailable),
+    ],
+)
+def test_status_codes_become_our_errors(status: int, body: dict[str, object], kind: type[Exception]) -> None:
+    error = _refusal("http://x", status, json.dumps(body).encode())
+    assert type(error) is kind
+    if body:
+        assert "why" in str(error)
+    assert type(_refusal("http://x", status, b"<html>")) in (kind, EngineUnavailable)
+
+
+def test_an_answer_of_sglang_is_understood_and_a_broken_one_refused() -> None:
+    """An answer of SGLang 0.5.23, as recorded."""
+    meta = {
+        "id": "5b34",
+        "finish_reason": {"type": "length", "length": 3},
+        "prompt_tokens": 5,
+        "weight_version": "2",
+        "num_retractions": 0,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [[-5.59, 83, None], [-0.5, 196, None], [-1.5, 289, None]],
+        "completion_tokens": 3,
+        "cached_tokens": 0,
+        "weight_versions": [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}],
+        "cached_tokens_details": None,
+        "e2e_latency": 0.1217,
+    }
+    answer = {"text": "...", "output_ids": [83, 196, 289], "meta_info": meta}
+    found = _generation("http://x", answer)
+    assert found.tokens.tolist() == [83, 196, 289]
+    assert found.spans == (Span(version=1, num_tokens=1), Span(version=2, num_tokens=2))
+    assert (found.version, found.finish) == (2, "length")
+    for wrong in (
+        {"output_token_logprobs": meta["output_token_logprobs"][:2]},  # type: ignore[index]
+        {"weight_versions": []},
+        {"weight_versions": [{"version": "default", "start": 0, "end": 3}]},
+        {"finish_reason": 3},
+        {"id": None, "prompt_tokens": None, "output_token_logprobs": None},
+    ):
+        with pytest.raises(EngineFailed):
+            _generation("http://x", answer | {"meta_info": meta | wrong})
+    with pytest.raises(EngineFailed, match="broken"):
+        _generation("http://x", {"error": {"message": "broken"}})

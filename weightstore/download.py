@@ -1,0 +1,84 @@
+"""Fetching a snapshot over HTTP: resumed where it was cut off, checked while it arrives, never half there under its name."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from weightstore.errors import SnapshotBroken, SnapshotUnavailable
+from weightstore.snapshot import ASIDE, MANIFEST, SnapshotInfo, settle
+
+_CHUNK_BYTES = 1 << 20
+_SILENCE_S = 30.0
+"""A server that sends nothing for so long is given up."""
+_TRIES = 3
+
+
+async def fetch(url: str, directory: Path) -> SnapshotInfo:
+    """Download the snapshot at ``url`` into ``directory``; what an earlier try has brought (aside) is used again.
+
+    Raises SnapshotUnavailable when the server is gone or has no such snapshot, SnapshotBroken when bytes arrive wrong every time.
+    """
+    url = url.rstrip("/")
+    aside = directory.with_name(directory.name + ASIDE)
+    aside.mkdir(parents=True, exist_ok=True)
+    timeout = aiohttp.ClientTimeout(total=None, connect=_SILENCE_S, sock_read=_SILENCE_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+            text = await _read(session, f"{url}/{MANIFEST}")
+            info = SnapshotInfo.parse(f"{url}/{MANIFEST}", text)
+            for name, (size, digest) in info.files.items():
+                await _fetch_file(session, f"{url}/{name}", aside / name, size, digest)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise SnapshotUnavailable(url, str(error) or type(error).__name__) from None
+    (aside / MANIFEST).write_bytes(text)
+    for path in aside.iterdir():
+        if path.name not in info.files and path.name != MANIFEST:  # of another snapshot that was begun here
+            path.unlink()
+    settle(aside, directory)
+    return info
+
+
+async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size: int, digest: str) -> None:
+    for _ in range(_TRIES):
+        found = await _resume(session, url, path, size)
+        if found == digest:
+            return
+        await asyncio.to_thread(path.unlink)  # it holds bytes of something else: begin anew
+    raise SnapshotBroken(url, f"SHA-256 {digest}", found)
+
+
+async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
+    """Bring the file to its full size; its SHA-256."""
+    hashed = hashlib.sha256()
+    with path.open("ab+") as file:
+        if file.tell() > size:
+            file.truncate(0)
+        file.seek(0)
+        while block := file.read(_CHUNK_BYTES):
+            hashed.update(block)
+        have = file.tell()
+        if have == size:
+            return hashed.hexdigest()
+        async with session.get(url, headers={"Range": f"bytes={have}-"} if have else {}) as response:
+            _check(url, response)
+            if have and response.status != 206:  # the server begins at the start
+                file.truncate(0)
+                hashed = hashlib.sha256()
+            async for block in response.content.iter_chunked(_CHUNK_BYTES):
+                file.write(block)
+                hashed.update(block)
+    return hashed.hexdigest()
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    async with session.get(url) as response:
+        _check(url, response)
+        return await response.read()
+
+
+def _check(url: str, response: Any) -> None:
+    if response.status not in (200, 206):
+        raise SnapshotUnavailable(url, f"HTTP {response.status}")

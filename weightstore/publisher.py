@@ -1,0 +1,192 @@
+"""The learner's end of the weightstore: a thread that pushes versions to the engines and serves snapshots of the head.
+
+    trainer's thread                     publisher's thread (own loop, own bus connection; see pusher.py)
+    publish(step, tensors)
+      waits for the push before
+      copies into a staging  --------->  push: reserve, reconcile members, transfer, head
+    handle.result()  <-----------------  PushReport | PushFailed | Fenced
+                                         meanwhile: snapshots of the head, for engines that come late
+
+Consumes tensors, live rows and wants; produces rows in ``weights``, pushes and snapshots. Every wait has a bound.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import Fenced
+from bus.messages import VersionRow
+from weightstore.config import WeightsConfig
+from weightstore.errors import PublisherClosed
+from weightstore.manifest import Manifest
+from weightstore.push import PushHandle, PushReport
+from weightstore.pusher import Pusher
+from weightstore.staging import StagingPool
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_S = 60.0
+_CLOSE_S = 10.0
+_STAGING_S = 600.0
+"""A snapshot that is being written holds its staging for as long as the disk takes."""
+_DEFAULT_BUS = BusConfig()
+
+
+class Publisher:
+    """Owned by rank 0, and used by one thread, the trainer's. Takes the host memory of two copies of the weights."""
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        bus_url: str,
+        run: str,
+        epoch: int,
+        directory: Path,
+        model_dir: Path | None = None,
+        manifest: Manifest | None = None,
+        bus_config: BusConfig = _DEFAULT_BUS,
+    ) -> None:
+        """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
+
+        Without ``manifest`` the first publish makes it, for which it needs all tensors at once.
+        """
+        self.config, self.run, self.epoch = config, run, epoch
+        self._bus_url, self._bus_config = bus_url, bus_config
+        self._directory, self._model_dir = Path(directory), model_dir
+        self._pool = None if manifest is None else StagingPool(manifest, config.bucket_bytes)
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._last: PushHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pusher: Pusher | None = None
+        self._closing: asyncio.Event | None = None
+        self._pushing: asyncio.Task[Any] | None = None
+
+    # -- the trainer's thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect, shut out older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
+        self._thread.start()
+        if not self._ready.wait(START_S + _CLOSE_S):
+            raise PublisherClosed(f"publisher: not ready after {START_S + _CLOSE_S:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def publish_initial(self, model_dir: Path) -> VersionRow:
+        """Make the model directory version 0 of step 0, unless there is a head already; the head. Raises BusUnavailable, Fenced."""
+        pusher = self._living()
+        digest = "" if self._pool is None else self._pool.manifest.digest
+        return self._submit(pusher.publish_initial(str(model_dir), digest)).result(START_S)
+
+    def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
+        """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
+
+        Waits first for the end of the push before (each of its phases has a deadline), and, should a snapshot of the version before the
+        head still be written, for that. Raises BadManifest, Fenced, PublisherClosed; how the push went is told by the handle.
+        """
+        if self._last is not None:
+            self._last.wait()
+        self._living()
+        if self._pool is None:
+            tensors = list(tensors)
+            self._pool = StagingPool(Manifest.of(tensors), self.config.bucket_bytes)
+        since = time.perf_counter()
+        staging = self._pool.take(_STAGING_S)
+        try:
+            staging.fill(tensors)
+        except BaseException:
+            staging.release()
+            raise
+        handle = PushHandle(self._submit(self._push(staging, step, time.perf_counter() - since)))
+        self._last = handle
+        if wait:
+            handle.wait()
+        return handle
+
+    def latest(self) -> VersionRow | None:
+        """The head as this publisher last knew it."""
+        return None if self._pusher is None else self._pusher.head
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the thread; with ``drain`` the push under way is finished first. Safe to call twice, and without ``start``."""
+        if drain and self._last is not None and self._thread.is_alive():
+            self._last.wait()
+        if self._loop is not None and self._closing is not None:
+            with suppress(RuntimeError):  # its loop has ended already
+                self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S + self.config.phase_deadline_s)
+
+    def _living(self) -> Pusher:
+        if isinstance(self._failure, Fenced):
+            raise self._failure
+        if self._pusher is None or not self._thread.is_alive():
+            raise PublisherClosed(f"publisher: not running ({self._failure!r})" if self._failure else "publisher: not running")
+        return self._pusher
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        assert self._loop is not None
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # its loop has just ended
+            work.close()
+            raise PublisherClosed(f"publisher: {error}") from None
+
+    # -- the publisher's thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._main())
+        except BaseException as error:  # told to whoever calls next
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            self._failure = error
+            _log.error("publisher ended error=%r", error)
+        finally:
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        async with AsyncExitStack() as stack:
+            name = f"publisher-{self.epoch}"
+            bus = await stack.enter_async_context(connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S))
+            pusher = Pusher(bus, self.config, epoch=self.epoch, directory=self._directory, model_dir=self._model_dir)
+            await pusher.open(stack)
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(pusher.look(), name="publisher: live rows"),
+                    group.create_task(pusher.answer_wants(), name="publisher: wants"),
+                ]
+                self._pusher = pusher
+                self._ready.set()
+                await self._closing.wait()
+                for task in [*background, self._pushing]:
+                    if task is not None:
+                        task.cancel()
+                if self._pushing is not None:
+                    await asyncio.gather(self._pushing, return_exceptions=True)
+
+    async def _push(self, staging: Any, step: int, prepare_s: float) -> PushReport:
+        assert self._pusher is not None
+        self._pushing = asyncio.current_task()
+        try:
+            return await self._pusher.push(staging, step, prepare_s)
+        except Fenced as error:
+            self._failure = error
+            raise
+        finally:
+            self._pushing = None

@@ -1,0 +1,183 @@
+"""One push after the other, and snapshots of the head in between: the work of the publisher's thread.
+
+reserve a version -> reconcile members -> each member, at its own pace: begin, buckets, end -> head moves
+                                                      | fails: evicted
+an engine wants a snapshot -> written from the head's staging, served over HTTP
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import aiohttp
+
+from bus.connection import Bus
+from bus.errors import BusError, Fenced
+from bus.live import LiveView
+from bus.messages import VersionRow
+from weightstore.config import WeightsConfig
+from weightstore.errors import PushFailed, ReceiverFailed
+from weightstore.http_receiver import HttpReceiver
+from weightstore.member import Member
+from weightstore.membership import Membership
+from weightstore.push import PushReport
+from weightstore.registry import WANT, VersionRegistry
+from weightstore.shelf import Shelf
+from weightstore.staging import Staging
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+
+
+class Pusher:
+    """Everything it owns lives in one loop. ``open`` it, run ``look`` and ``answer_wants`` beside, ``push`` one at a time."""
+
+    def __init__(self, bus: Bus, config: WeightsConfig, *, epoch: int, directory: Path, model_dir: Path | None) -> None:
+        self._bus, self._config, self._epoch = bus, config, epoch
+        self._view = LiveView(bus)
+        self._registry = VersionRegistry(bus)
+        self._shelf = Shelf(directory, self._registry, host=config.host, keep=config.keep_snapshots, model_dir=model_dir)
+        self._head_staging: Staging | None = None
+        self.head: VersionRow | None = None
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Shut out older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
+        config = self._config
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        self._members = Membership(
+            self._view,
+            lambda url: HttpReceiver(session, url, epoch=self._epoch, deadline_s=config.phase_deadline_s),
+            host=config.host,
+            backend=resolve_backend(config.backend),
+            deadline_s=config.phase_deadline_s,
+        )
+        stack.push_async_callback(self._members.close)
+        self.head = await self._registry.fence(self._epoch)
+        stack.push_async_callback(self._shelf.close)
+        await self._shelf.open(self.head)
+
+    async def publish_initial(self, where: str, digest: str) -> VersionRow:
+        self.head = await self._registry.publish_initial(where, self._epoch, digest=digest)
+        return self.head
+
+    async def push(self, staging: Staging, step: int, prepare_s: float) -> PushReport:
+        """Push a filled copy, which this releases in the end. Raises PushFailed, Fenced."""
+        since, row = time.perf_counter(), None
+        evicted: dict[str, str] = {}
+        try:
+            row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
+            staging.version, staging.step = row.version, step
+            members, refused = await self._members.reconcile()
+            evicted.update(refused)
+            begun = time.perf_counter()
+            stall_s = await self._update(members, staging, evicted)
+            transfer_s = time.perf_counter() - begun
+            if len(stall_s) < self._config.min_engines:
+                raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(stall_s)} took it", evicted)
+            await self._publish(row, staging)
+        except (PushFailed, BusError) as error:
+            await self._give_up(row, error)
+            if isinstance(error, PushFailed | Fenced):
+                raise
+            raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
+        finally:
+            staging.release()
+        return _told(
+            PushReport(
+                version=row.version,
+                step=step,
+                engines=tuple(sorted(stall_s)),
+                evicted=evicted,
+                prepare_s=prepare_s,
+                transfer_s=transfer_s,
+                stall_s=stall_s,
+                seconds=time.perf_counter() - since,
+                bytes=staging.manifest.num_bytes,
+            )
+        )
+
+    async def look(self) -> None:
+        """For ever: keep the view of the live rows fresh, so that a push knows at once who has been silent."""
+        while True:
+            try:
+                await self._view.refresh()
+            except BusError as error:
+                _log.warning("live rows not read error=%s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def answer_wants(self) -> None:
+        """For ever: an engine that wants a snapshot writes a row, and writes it again while it waits."""
+        async for row in self._bus.rows("weights").watch(WANT, _LOOK_S):
+            if row is not None and self._head_staging is not None and self._head_staging.version >= int(row[0].get("version", 0)):
+                await self._snapshot_head()
+
+    async def _update(self, members: list[Member], staging: Staging, evicted: dict[str, str]) -> dict[str, float]:
+        """To all at once, each at its own pace; engine -> stall. Those that fail are evicted, and named."""
+
+        async def one(member: Member) -> float | None:
+            try:
+                stall_s = await member.update(staging.version, staging.buckets)
+            except ReceiverFailed as error:
+                evicted[member.id] = f"{error.phase}: {error.reason}"
+                await self._members.evict(member, str(error))
+                return None
+            self._members.succeeded(member)
+            return stall_s
+
+        stalls = await asyncio.gather(*[one(member) for member in members], return_exceptions=True)
+        for stall_s in stalls:
+            if isinstance(stall_s, BaseException):
+                raise stall_s
+        return {member.id: stall_s for member, stall_s in zip(members, stalls, strict=True) if isinstance(stall_s, float)}
+
+    async def _publish(self, row: VersionRow, staging: Staging) -> None:
+        """Move the head; its copy is kept until the next head's is."""
+        self.head = await self._registry.publish(row)
+        old, self._head_staging = self._head_staging, staging.hold()
+        if old is not None:
+            old.release()
+        if self._config.snapshot_every and row.version % self._config.snapshot_every == 0:
+            await self._snapshot_head()
+
+    async def _give_up(self, row: VersionRow | None, error: Exception) -> None:
+        _log.error("push failed version=%s error=%s", None if row is None else row.version, error)
+        if row is None:
+            return
+        try:
+            await self._registry.fail(row)
+        except BusError as second:
+            _log.warning("failed push not recorded version=%d error=%s", row.version, second)
+
+    async def _snapshot_head(self) -> None:
+        """Write the head's snapshot from its copy, which is held meanwhile."""
+        assert self._head_staging is not None
+        staging = self._head_staging.hold()
+        try:
+            await self._shelf.put(staging)
+        except (BusError, OSError) as error:
+            _log.error("snapshot failed version=%d error=%s", staging.version, error)
+        finally:
+            staging.release()
+
+
+def resolve_backend(name: str) -> str:
+    """``auto`` is gloo: it works between any two processes, and an engine lost over NCCL can take this process with it."""
+    return "gloo" if name == "auto" else name
+
+
+def _told(report: PushReport) -> PushReport:
+    _log.info(
+        "pushed version=%d step=%d engines=%d evicted=%d prepare_s=%.3f transfer_s=%.3f seconds=%.3f max_stall_s=%.4f",
+        report.version,
+        report.step,
+        len(report.engines),
+        len(report.evicted),
+        report.prepare_s,
+        report.transfer_s,
+        report.seconds,
+        max(report.stall_s.values(), default=0.0),
+    )
+    return report

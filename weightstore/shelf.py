@@ -1,0 +1,86 @@
+"""Snapshots of published versions on the learner's disk: written on demand, served over HTTP, the oldest removed."""
+
+import asyncio
+import logging
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from aiohttp import web
+
+from bus.errors import NotFound
+from bus.messages import VersionRow
+from weightstore import snapshot
+from weightstore.errors import SnapshotBroken
+from weightstore.registry import VersionRegistry
+from weightstore.staging import Staging
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"v(\d+)")
+_SHUTDOWN_S = 1.0
+
+
+class Shelf:
+    """Directories ``v<version>``. ``open`` in the loop that serves them; ``url`` is known then."""
+
+    def __init__(self, directory: Path, registry: VersionRegistry, *, host: str, keep: int, model_dir: Path | None) -> None:
+        self.url = ""
+        self._directory, self._registry, self._host, self._keep, self._model_dir = directory, registry, host, keep, model_dir
+        self._runner: web.AppRunner | None = None
+        self._writing = asyncio.Lock()
+
+    async def open(self, head: VersionRow | None) -> None:
+        """Serve. What an earlier life has left is put up again if it is whole, and the head's row is told."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in self._directory.glob("*" + snapshot.ASIDE):
+            shutil.rmtree(path)
+        app = web.Application()
+        app.router.add_static("/", self._directory)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._host, 0)
+        await site.start()
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        if head is not None and head.snapshot.startswith("http"):
+            await self._registry.set_snapshot(head.version, await self._left_over(head))
+
+    async def close(self) -> None:
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def where(self, version: int) -> str:
+        """URL of a version's snapshot; "" when there is none."""
+        return f"{self.url}/v{version}" if (self._directory / f"v{version}").is_dir() else ""
+
+    async def put(self, staging: Staging) -> str:
+        """Write the staged version unless it is here, tell its row, remove the oldest; its URL. The caller holds the staging."""
+        async with self._writing:
+            if not self.where(staging.version):
+                await asyncio.to_thread(self._write, staging)
+            where = self.where(staging.version)
+            await self._registry.set_snapshot(staging.version, where)
+            await self._prune()
+            return where
+
+    def _write(self, staging: Staging) -> None:
+        path = self._directory / f"v{staging.version}"
+        snapshot.write(path, dict(staging.tensors()), version=staging.version, step=staging.step, model_dir=self._model_dir)
+        _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
+
+    async def _prune(self) -> None:
+        versions = sorted(int(found[1]) for path in self._directory.iterdir() if (found := _NAME.fullmatch(path.name)))
+        for version in versions[: -self._keep]:
+            with suppress(NotFound):  # a directory of another run
+                await self._registry.set_snapshot(version, "")
+            await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
+
+    async def _left_over(self, head: VersionRow) -> str:
+        try:
+            info = await asyncio.to_thread(snapshot.verify, self._directory / f"v{head.version}")
+        except SnapshotBroken as error:
+            _log.warning("snapshot of the head not usable version=%d reason=%s", head.version, error)
+            return ""
+        return self.where(head.version) if (info.version, info.step) == (head.version, head.step) else ""
