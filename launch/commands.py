@@ -90,7 +90,9 @@ def learner(args: argparse.Namespace) -> int:
 
     process.set_up_logging("learner", args.id)
     return process.run(
-        lambda draining: roles.run_learner(wanted, _children_arguments(args), draining), drain_s=wanted.up.drain_s + 5, uvloop=False
+        lambda draining: roles.run_learner(wanted, args.bus, args.id, _children_arguments(args), draining),
+        drain_s=wanted.up.drain_s + 5,
+        uvloop=False,
     )
 
 

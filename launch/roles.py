@@ -14,6 +14,8 @@ log = logging.getLogger(__name__)
 BUS_URL_FILE = "bus.url"
 """In the run's directory: where its embedded bus answers."""
 CHECK_SERVER_S = 0.2
+LONG_WAIT_S = 300.0
+"""How long a process that was started first waits for the bus."""
 
 
 def run_prepare(config: RunConfig) -> int:
@@ -68,7 +70,7 @@ async def run_engine(config: RunConfig, bus_url: str, id: str, draining: asyncio
         draining,
         id or None,
         factory=engine_factory(config.engine),
-        max_lag=config.staleness.max_lag,
+        drain_s=config.up.drain_s,
     )
 
 
@@ -80,16 +82,20 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     )
 
 
-async def run_learner(config: RunConfig, arguments: list[str], draining: asyncio.Event) -> None:
+async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
+    """Feeder and ranks, and a live row for onlookers: what the learner does is in the feeder's."""
+    from bus.connection import connect
+    from bus.live import Heartbeat
+    from bus.messages import LiveRow
     from learner.process import run_learner
 
-    await run_learner(
-        arguments,
-        num_ranks=config.learner.data_parallel * config.learner.tensor_parallel,
-        threads=config.learner.threads,
-        draining=draining,
-        drain_s=config.up.drain_s,
-    )
+    num_ranks = config.learner.data_parallel * config.learner.tensor_parallel
+    async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
+        row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
+        async with Heartbeat(bus, row):
+            await run_learner(
+                arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
+            )
 
 
 async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining: asyncio.Event) -> None:

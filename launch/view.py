@@ -34,7 +34,8 @@ async def show_live(watch: Watch, title: str, console: Console) -> None:
 
 async def show_plain(watch: Watch, console: Console) -> None:
     """A line every few seconds in which a step was done, and every event once."""
-    told_step, told: set[str] = -1, set()
+    told: set[str] = set()
+    told_step = -1
     while True:
         for event in [event for event in watch.events if event not in told]:
             told.add(event)

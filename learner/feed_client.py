@@ -98,17 +98,24 @@ class FeedClient:
         while True:
             began = time.monotonic()
             if not self._socket.poll(int(self._silence_s * 1000)):
+                self._give_up()
                 raise FeederLost(self._url, time.monotonic() - began, asked_for, self._last_words)
             first, *rest = self._socket.recv_multipart(copy=False)
             header = unpack(first.buffer, where=self._url)
             if header["type"] == "wait":
                 self._heard(str(header.get("waits_for", "")))
             elif header["type"] == "error":
+                self._give_up()
                 raise FeederFailed(self._url, str(header.get("reason", "")))
             elif header["type"] in wanted:
                 return header, [frame.buffer for frame in rest]
             else:
                 raise FeedError(self._url, f"one of {list(wanted)}", header["type"])
+
+    def _give_up(self) -> None:
+        """Nobody is there any more: no goodbye, and nothing to wait for at the end."""
+        self._greeted = False
+        self._socket.setsockopt(zmq.LINGER, 0)
 
     def _heard(self, waits_for: str) -> None:
         self._last_words = waits_for

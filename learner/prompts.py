@@ -88,14 +88,14 @@ class PromptFile:
         return len(self._too_long)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Row numbers of one pass, [len]. Source: a permutation by Philox, keyed by (seed, epoch)."""
+        """Row numbers of one pass, [len]: sorted by the raw output of Philox (a stream that numpy keeps for ever), keyed by (seed, epoch)."""
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self), dtype=np.int64)
         key = np.array([self._seed & (2**64 - 1), epoch], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key)).permutation(len(self))
+        return np.argsort(np.random.Philox(key=key).random_raw(len(self)), kind="stable")
 
     def at(self, epoch: int, offset: int) -> Drawn:
         """The prompt at a place. Raises PromptError when it is too long."""

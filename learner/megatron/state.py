@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
 from learner.errors import CheckpointCorrupt
+from learner.megatron.checkpoint_writer import InProcessSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
@@ -33,7 +34,7 @@ def save(directory: Path, *, step: int, policy: Policy, optimizer: PolicyOptimiz
         content = _sharded(policy, optimizer, proximal, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
         content["facts"] = _facts(step, proximal)
-        dist_checkpointing.save(content, str(directory))
+        dist_checkpointing.save(content, str(directory), InProcessSave())
 
 
 def load(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None) -> int:

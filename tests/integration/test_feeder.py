@@ -233,11 +233,12 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
     async with open_world(data_parallel=2) as world:
         async with world.feeder() as (url, feeding):
             waiting = asyncio.create_task(world.train(url, rank=1))
-            with FeedClient(url, rank=0, dp_rank=0, dp_size=2) as client:
-                await asyncio.to_thread(client.hello)
-                client.failed("out of memory")
-                with pytest.raises(RankFailed, match="rank 0: out of memory"):
-                    await feeding
+            client = FeedClient(url, rank=0, dp_rank=0, dp_size=2)
+            await asyncio.to_thread(client.hello)
+            client.failed("out of memory")
+            with pytest.raises(RankFailed, match="rank 0: out of memory"):
+                await feeding
+            await asyncio.to_thread(client.close)
             with pytest.raises(FeederFailed, match="rank 0: out of memory"):
                 await waiting
 

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# The learner: a feeder and its ranks on this machine. Stopped and started again, it goes on from its checkpoint.
+set -euo pipefail
+CONFIG=${CONFIG:-launch/configs/digits.yaml}
+BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
+HOST=${HOST:-127.0.0.1}      # address at which engines reach this machine for weights and snapshots
+tidemill prepare "$CONFIG"   # makes the small model and the prompts, if the configuration asks for it and they are not there
+exec tidemill learner --config "$CONFIG" --bus "$BUS" --set weights.host="$HOST"

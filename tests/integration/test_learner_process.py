@@ -1,0 +1,35 @@
+"""The learner's parent: a child that ends badly ends them all, and its last words are repeated."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from learner.process import ChildFailed, run_learner
+
+
+def _children() -> set[int]:
+    tasks = Path("/proc/self/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+async def test_a_failed_child_ends_the_others_and_is_quoted() -> None:
+    before = _children()
+    with pytest.raises(ChildFailed) as caught:
+        await run_learner(["--no-such-option"], num_ranks=2, draining=asyncio.Event())
+    assert caught.value.code == 2
+    assert "no-such-option" in str(caught.value)
+    assert _children() == before
+    assert "RANK" not in os.environ
+
+
+async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
+    before = _children()
+    draining = asyncio.Event()
+    draining.set()
+    try:
+        await run_learner(["--no-such-option"], num_ranks=1, draining=draining)
+    except ChildFailed as error:  # it was quick enough to read its arguments
+        assert error.code == 2
+    assert _children() == before

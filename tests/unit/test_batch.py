@@ -1,0 +1,161 @@
+"""Batches: target alignment, masks and lags against a plain loop; frames by round trip and by damage."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bus.messages import Plan, Sample, Status
+from learner.batch import MicroBatch, StepBatch, build_batches, decode, encode
+from learner.errors import FeedError
+from learner.feed_messages import unpack
+from learner.packing import assign
+from tests.data_kit import sample, task
+
+
+def plan_of(samples: list[Sample], *, step: int = 3, oldest_step: int | None = None, data_parallel: int = 1, max_tokens: int = 16) -> Plan:
+    """Version v is the weights of step v."""
+    packed = assign([len(one.tokens) for one in samples], data_parallel=data_parallel, max_tokens=max_tokens)
+    ids = sorted({one.task for one in samples})
+    return Plan(
+        epoch=1,
+        step=step,
+        tasks=np.array(ids, np.int64),
+        seqs=np.arange(1, len(samples) + 1),
+        group_sizes=np.array([sum(one.task == id for one in samples) for id in ids], np.int32),
+        ranks=packed.ranks,
+        micro_batches=packed.micro_batches,
+        version_steps={span.version: span.version for one in samples for span in one.spans},
+        oldest_step=oldest_step,
+        data_parallel=data_parallel,
+        num_micro_batches=packed.num_micro_batches,
+        config_digest="",
+        chain="",
+    )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[Sample]:
+    samples = []
+    for id in range(1, draw(st.integers(1, 3)) + 1):
+        for index in range(draw(st.integers(1, 3))):
+            spans = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=3))
+            one = sample(task(id), index, spans)
+            mask = np.array(draw(st.lists(st.integers(0, 1), min_size=one.response_length, max_size=one.response_length)), np.uint8)
+            samples.append(replace(one, loss_mask=mask))
+    return samples
+
+
+def tokens_by_loop(one: Sample, plan: Plan) -> dict[tuple[int, int], tuple[float, int]]:
+    """(position of the target, token) -> (log-prob, lag) of what is trainable."""
+    found, prompt = {}, len(one.tokens) - one.response_length
+    versions = [span.version for span in one.spans for _ in range(span.num_tokens)]
+    for position, version in enumerate(versions):
+        step = plan.version_steps[version]
+        if one.loss_mask[position] and (plan.oldest_step is None or step >= plan.oldest_step):
+            target = prompt + position
+            found[target, int(one.tokens[target])] = (float(one.rollout_log_probs[position]), plan.step - 1 - step)
+    return found
+
+
+@given(steps(), st.integers(1, 3), st.sampled_from([None, 0, 1, 2]), st.integers(1, 4))
+def test_ranks_together_hold_every_token_once(samples: list[Sample], data_parallel: int, oldest_step: int | None, pad_to: int) -> None:
+    plan = plan_of(samples, oldest_step=oldest_step, data_parallel=data_parallel)
+    batches = build_batches(plan, samples, pad_to=pad_to)
+    found: dict[int, dict[tuple[int, int], tuple[float, int]]] = {row: {} for row in range(len(samples))}
+    inputs: dict[int, list[int]] = {row: [] for row in range(len(samples))}
+    for batch in batches:
+        assert len(batch.micro_batches) == plan.num_micro_batches
+        for part in batch.micro_batches:
+            assert len(part.tokens_T) % pad_to == 0
+            assert part.cu_seqlens[0] == 0
+            assert part.cu_seqlens[-1] == len(part.tokens_T) > 0
+            for at in range(len(part.tokens_T)):
+                if (row := int(part.sample_T[at])) >= 0:
+                    inputs[row].append(int(part.tokens_T[at]))
+                if part.loss_mask_T[at]:
+                    place = (int(part.position_ids_T[at]) + 1, int(part.targets_T[at]))
+                    found[row][place] = (float(part.rollout_log_probs_T[at]), int(part.lag_T[at]))
+                else:
+                    assert (part.lag_T[at], part.rollout_log_probs_T[at]) == (-1, 0)
+    assert found == {row: tokens_by_loop(one, plan) for row, one in enumerate(samples)}
+    assert inputs == {row: one.tokens.tolist() for row, one in enumerate(samples)}
+    assert {batch.num_tokens for batch in batches} == {sum(len(tokens_by_loop(one, plan)) for one in samples)}
+
+
+def test_rows_of_the_step_are_the_same_on_every_rank() -> None:
+    samples = [sample(task(id), index, reward={"score": float(id), "format": 1.0}) for id in (1, 2) for index in (0, 1)]
+    samples[3] = replace(samples[3], status=Status.TRUNCATED)
+    for batch in build_batches(plan_of(samples, data_parallel=2), samples, recorded=True, state=b"s"):
+        assert batch.rewards_N.tolist() == [1, 1, 2, 2]
+        assert batch.groups_N.tolist() == [1, 1, 2, 2]
+        assert batch.response_lengths_N.tolist() == [3, 3, 3, 3]
+        assert batch.truncated_N.tolist() == [False, False, False, True]
+        assert (batch.recorded, batch.state, batch.temperature) == (True, b"s", 1.0)
+
+
+def test_an_empty_micro_batch_is_one_masked_row() -> None:
+    one = sample(task(1), 0)
+    (_, empty) = build_batches(plan_of([one], data_parallel=2), [one], pad_to=2)
+    (part,) = empty.micro_batches
+    assert part.sample_T.tolist() == [-1, -1]
+    assert part.cu_seqlens.tolist() == [0, 2]
+    assert not part.loss_mask_T.any()
+
+
+def same(one: Any, other: Any) -> bool:
+    for field in fields(one):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype, field.name
+            assert np.array_equal(left, right), field.name
+        elif isinstance(left, tuple):
+            assert len(left) == len(right)
+            assert all(same(a, b) for a, b in zip(left, right, strict=True))
+        else:
+            assert left == right, field.name
+    return True
+
+
+def received(batch: StepBatch, *, offset: int = 0) -> StepBatch:
+    """Through bytes, each frame at an odd address when ``offset`` is."""
+    frames = [memoryview(bytearray(bytes(offset) + bytes(frame)))[offset:] for frame in encode(batch)]
+    return decode(unpack(frames[0], where="test"), frames[1:])
+
+
+@given(steps(), st.integers(0, 3))
+@settings(max_examples=30)
+def test_frames_round_trip(samples: list[Sample], offset: int) -> None:
+    for batch in build_batches(plan_of(samples, data_parallel=2), samples, state=b"state"):
+        again = received(batch, offset=offset)
+        assert same(batch, again)
+        arrays = [getattr(part, field.name) for part in again.micro_batches for field in fields(MicroBatch)]
+        assert all(array.flags.aligned and array.flags.writeable for array in arrays)
+
+
+def test_missing_and_cut_frames_are_refused() -> None:
+    samples = [sample(task(1), 0), sample(task(1), 1)]
+    (batch,) = build_batches(plan_of(samples), samples)
+    frames = [bytes(frame) for frame in encode(batch)]
+    header = unpack(frames[0], where="test")
+    with pytest.raises(FeedError, match="frames"):
+        decode(header, frames[1:-1])
+    with pytest.raises(FeedError, match="multiple of 8 bytes"):
+        decode(header, [*frames[1:6], frames[6][:-1], *frames[7:]])
+    with pytest.raises(FeedError, match="arrays of"):
+        decode(header, [*frames[1:6], frames[6][:-8], *frames[7:]])
+
+
+def test_a_header_that_is_none_is_refused() -> None:
+    for frame in (b"", b"\xc1", b"\x01", b"\x80"):
+        with pytest.raises(FeedError, match="somewhere"):
+            unpack(frame, where="somewhere")
+
+
+def test_tokens_of_a_later_step_are_our_own_mistake() -> None:
+    one = sample(task(1), 0, ((3, 2),))
+    with pytest.raises(AssertionError, match="later step"):
+        build_batches(plan_of([one], step=3), [one])

@@ -1,0 +1,100 @@
+"""Checkpoint directories: whole or not there, every byte accounted for."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from learner import checkpoints
+from learner.checkpoints import Checkpoint
+from learner.errors import CheckpointCorrupt
+
+
+def write(root: Path, step: int, epoch: int = 1) -> Path:
+    tmp = checkpoints.staging(root, step=step, epoch=epoch)
+    (tmp / "rank-0").mkdir()
+    (tmp / "rank-0" / "model.bin").write_bytes(b"m" * 1000)
+    (tmp / "rank-1.bin").write_bytes(b"")
+    return checkpoints.commit(tmp, b"state %d" % step, extra={"world": 2})
+
+
+def test_commit_renames_a_whole_directory(tmp_path: Path) -> None:
+    path = write(tmp_path, 20)
+    assert path == tmp_path / "step-20-epoch-1"
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert checkpoints.verify(path) == {"world": 2}
+    assert checkpoints.read_state(path) == b"state 20"
+    assert checkpoints.named(path) == Checkpoint(step=20, epoch=1, path=path)
+
+
+def test_staging_begins_empty(tmp_path: Path) -> None:
+    (checkpoints.staging(tmp_path, step=1, epoch=1) / "left over").write_bytes(b"x")
+    assert list(checkpoints.staging(tmp_path, step=1, epoch=1).iterdir()) == []
+
+
+def test_a_taken_name_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    with pytest.raises(FileExistsError, match="step-1-epoch-1"):
+        write(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "file"),
+    [
+        (lambda path: (path / "rank-0" / "model.bin").write_bytes(b"m" * 999 + b"n"), "rank-0/model.bin"),
+        (lambda path: (path / "rank-0" / "model.bin").write_bytes(b"m" * 999), "rank-0/model.bin"),
+        (lambda path: (path / "rank-1.bin").unlink(), "rank-1.bin"),
+        (lambda path: (path / "state.msgpack").write_bytes(b"state 21"), "state.msgpack"),
+        (lambda path: (path / "rank-2.bin").write_bytes(b"?"), "rank-2.bin"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
+        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json"),
+        (lambda path: (path / "manifest.json").write_text(json.dumps({"schema": 2, "files": {}, "extra": {}})), "manifest.json"),
+    ],
+)
+def test_verify_names_the_first_bad_file(tmp_path: Path, damage: object, file: str) -> None:
+    path = write(tmp_path, 20)
+    damage(path)  # type: ignore[operator]
+    with pytest.raises(CheckpointCorrupt) as caught:
+        checkpoints.verify(path)
+    assert (caught.value.directory, caught.value.file) == (str(path), file)
+
+
+def test_latest_valid_passes_over_corrupt_ones_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = write(tmp_path, 1), write(tmp_path, 2)
+    (new / "rank-1.bin").write_bytes(b"x")
+    with caplog.at_level(logging.ERROR):
+        assert checkpoints.latest_valid([tmp_path / "step-3-epoch-1", new, old]) == old
+    assert caplog.text.count("CORRUPT") == 2
+    assert checkpoints.latest_valid([new]) is None
+
+
+def test_listed_is_newest_first_and_leaves_out_what_is_not_whole(tmp_path: Path) -> None:
+    for step, epoch in ((9, 1), (10, 1), (10, 2)):
+        write(tmp_path, step, epoch)
+    checkpoints.staging(tmp_path, step=11, epoch=2)
+    (tmp_path / "step-x").mkdir()
+    assert [(one.step, one.epoch) for one in checkpoints.listed(tmp_path)] == [(10, 2), (10, 1), (9, 1)]
+
+
+def test_prune_keeps_the_newest_up_to_the_latest(tmp_path: Path) -> None:
+    """Epoch 1 had written step 8 when it was killed, without committing it; epoch 2 has already written 6."""
+    for step, epoch in ((2, 1), (4, 1), (8, 1), (5, 2), (6, 2)):
+        write(tmp_path, step, epoch)
+    checkpoints.staging(tmp_path, step=9, epoch=1)
+    checkpoints.staging(tmp_path, step=7, epoch=2)
+    latest = checkpoints.named(tmp_path / "step-5-epoch-2")
+    kept = checkpoints.prune(tmp_path, keep=2, latest=latest)
+    assert [(one.step, one.epoch) for one in kept] == [(5, 2), (4, 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-4-epoch-1",
+        "step-5-epoch-2",
+        "step-6-epoch-2",
+        "step-7-epoch-2.tmp",
+    ]
+
+
+def test_a_strange_name_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="step-20-epoch-1"):
+        checkpoints.named(tmp_path / "final")

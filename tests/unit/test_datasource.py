@@ -1,0 +1,507 @@
+"""The DataSource's rules, one by one."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bus.errors import WireError
+from bus.messages import Plan, Settle, Status, Task
+from learner.config import StalenessConfig
+from learner.datasource import DataSource, Fate, FateName, Waits
+from learner.errors import ConfigRefused, ReplayMismatch
+from learner.rules import DataRules
+from tests.data_kit import RUN, eval_task, rules, sample, task
+
+
+class Pond:
+    """A DataSource with the streams around it: what is planned is recorded and applied at once."""
+
+    def __init__(self, **changes: Any) -> None:
+        self.source = DataSource(rules(**changes), epoch=1)
+        self.source.published(0, 0)
+        self.seq = self.records = 0
+        self.now = 0.0
+
+    def issue(self, *ids: int, **changes: Any) -> list[Task]:
+        version, step = self.source.head or (0, 0)
+        issued = [task(id, **({"min_version": version, "issue_step": step} | changes)) for id in ids]
+        for one in issued:
+            self.source.issued(one, self.now)
+        return issued
+
+    def add(self, one: Any) -> Fate:
+        self.seq += 1
+        return self.source.add(self.seq, one, self.now)
+
+    def complete(self, of: Task, *spans: tuple[int, int], rewards: tuple[float, float] = (0.0, 1.0)) -> None:
+        for index, reward in enumerate(rewards):
+            assert self.add(sample(of, index, spans or ((of.min_version, 3),), reward=reward)).name is FateName.BUFFERED
+
+    def take(self) -> Plan | Settle:
+        record = self.source.plan(self.now)
+        assert not isinstance(record, Waits), record.text
+        self.records += 1
+        self.source.apply(record, self.records)
+        return record
+
+    def take_plan(self) -> Plan:
+        plan = self.take()
+        assert isinstance(plan, Plan)
+        return plan
+
+    def take_settle(self) -> Settle:
+        settle = self.take()
+        assert isinstance(settle, Settle)
+        return settle
+
+    def waits(self) -> Waits:
+        waits = self.source.plan(self.now)
+        assert isinstance(waits, Waits)
+        return waits
+
+
+# ---- admit
+
+
+def test_nothing_is_issued_before_a_version_is_published() -> None:
+    assert DataSource(rules()).wanted() is None
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_admission_ends_at_the_bound(max_lag: int) -> None:
+    pond = Pond(max_lag=max_lag)
+    for id in range(1, 2 * (max_lag + 1) + 1):
+        assert pond.source.wanted() is not None
+        pond.issue(id)
+    assert pond.source.wanted() is None
+
+
+def test_admission_ends_with_the_run() -> None:
+    pond = Pond(steps=1, max_lag=5)
+    pond.issue(1, 2)
+    assert pond.source.wanted() is None
+    pond.source.dead(1)
+    pond.take_settle()
+    assert pond.source.wanted() is not None
+
+
+def test_a_place_is_given_back_when_its_step_is_published() -> None:
+    pond = Pond(max_lag=0)
+    for one in pond.issue(1, 2):
+        pond.complete(one)
+    pond.take_plan()
+    assert pond.source.wanted() is None
+    pond.source.published(1, 0)  # pushed again, without the step
+    assert pond.source.wanted() is None
+    pond.source.published(2, 1)
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert (wanted.min_version, wanted.issue_step, wanted.prompt_epoch, wanted.offset) == (2, 1, 0, 2)
+
+
+def test_versions_that_are_no_news_change_nothing() -> None:
+    pond = Pond()
+    pond.source.published(3, 0)
+    pond.source.published(2, 0)
+    assert pond.source.head == (3, 0)
+
+
+def test_a_version_has_one_step() -> None:
+    with pytest.raises(ReplayMismatch, match="version 0: want weights of step 0, got step 1"):
+        Pond().source.version(0, 1)
+
+
+# ---- take in
+
+
+def test_first_valid_sample_wins_whatever_stands_before_it() -> None:
+    pond = Pond()
+    (one, _) = pond.issue(1, 2)
+    for status in (Status.FAILED, Status.ABORTED):
+        assert pond.add(sample(one, 0, status=status)) == Fate(FateName.DROPPED, status.value)
+    assert pond.add(sample(one, 0, status=Status.PENDING)) == Fate(FateName.INVALID, "status")
+    assert pond.add(WireError("tokens[3]", "0 <= id", -1)) == Fate(FateName.INVALID, "tokens")
+    assert pond.add(sample(one, 0)).name is FateName.BUFFERED
+    assert pond.add(sample(one, 0, attempt="b")).name is FateName.DUPLICATE
+    books = pond.source.books()
+    assert (books.dropped, books.invalid, books.duplicate) == ({"failed": 1, "aborted": 1}, {"status": 1, "tokens": 1}, 1)
+    assert books.balanced
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"run": "other"}, "run"),
+        ({"group_size": 3}, "group_size"),
+        ({"index": 2}, "index"),
+        ({"tokens": np.array([1, 2, 4, 5, 6, 7], np.int32)}, "prompt"),
+        ({"tokens": np.array([1, 2, 5, 6, 7], np.int32)}, "prompt"),
+        ({"task": 900}, "task"),
+    ],
+)
+def test_samples_that_do_not_fit_their_task_are_invalid(changes: dict[str, Any], field: str) -> None:
+    pond = Pond()
+    (one,) = pond.issue(1)
+    assert pond.add(sample(one, 0, **changes)) == Fate(FateName.INVALID, field)
+
+
+def test_samples_of_other_sampling_or_beyond_the_context_are_invalid() -> None:
+    pond = Pond(max_context=6)
+    (one,) = pond.issue(1)
+    warm = replace(one.sampling, temperature=0.5)
+    assert pond.add(sample(one, 0, sampling=warm)) == Fate(FateName.INVALID, "sampling")
+    assert pond.add(sample(one, 0, ((0, 4),))) == Fate(FateName.INVALID, "length")
+    assert pond.add(sample(one, 0, ((0, 3),))).name is FateName.BUFFERED
+
+
+def test_a_sample_may_come_before_its_task_is_confirmed() -> None:
+    pond = Pond(groups_per_step=1)
+    early = task(1)
+    assert pond.add(sample(early, 0)).name is FateName.BUFFERED
+    assert pond.add(sample(early, 1)).name is FateName.BUFFERED
+    assert pond.source.books().buffered == 2
+    pond.issue(1)
+    assert pond.take_plan().seqs.tolist() == [1, 2]
+
+
+def test_samples_of_settled_tasks_are_duplicates() -> None:
+    pond = Pond()
+    (one,) = pond.issue(1)
+    pond.source.dead(1)
+    pond.take_settle()
+    assert pond.add(sample(one, 0)).name is FateName.DUPLICATE
+
+
+def test_a_sequence_counts_once() -> None:
+    pond = Pond()
+    (one,) = pond.issue(1)
+    pond.add(sample(one, 0))
+    assert pond.source.add(1, sample(one, 0), 0.0).name is FateName.SEEN
+    assert pond.source.books().published == 1
+
+
+def test_samples_of_an_unknown_version_wait_and_are_not_lost() -> None:
+    pond = Pond(groups_per_step=1, max_lag=3)
+    (one,) = pond.issue(1)
+    pond.complete(one, (0, 1), (7, 2))
+    assert pond.source.unknown_versions() == {7}
+    assert "steps of versions [7] unknown" in pond.waits().text
+    pond.source.version(7, 0)
+    assert pond.take_plan().version_steps == {0: 0, 7: 0}
+
+
+def test_samples_of_a_version_that_does_not_exist_are_invalid() -> None:
+    pond = Pond(groups_per_step=1)
+    (one,) = pond.issue(1)
+    pond.complete(one, (0, 1), (7, 2))
+    pond.source.no_version(7)
+    assert pond.source.books().invalid == {"version": 2}
+    pond.complete(one)  # delivered again
+    pond.take_plan()
+    assert pond.source.books().balanced
+
+
+def test_eval_samples_are_never_trained() -> None:
+    pond = Pond(groups_per_step=1)
+    asked = eval_task(1)
+    pond.source.issued(asked, 0.0)
+    assert pond.source.books().issued == 0
+    for index in (0, 1):
+        assert pond.add(sample(asked, index)).name is FateName.EVAL
+    assert (pond.source.books().eval, pond.source.books().published) == (2, 0)
+    assert isinstance(pond.source.plan(0.0), Waits)
+    assert pond.source.task_floor == 1
+    assert pond.source.books().balanced
+
+
+# ---- order
+
+
+def test_oldest_complete_groups_first_ties_by_task_id() -> None:
+    pond = Pond(max_lag=3, groups_per_step=2)
+    pond.source.version(1, 0)
+    one, two, three, four = pond.issue(1, 2, 3, 4)
+    pond.source.step = 2  # versions of steps 1 and 2 exist
+    pond.source.version(5, 1)
+    pond.source.version(6, 2)
+    pond.complete(four, (6, 2))
+    pond.complete(three, (5, 1), (6, 2))
+    pond.complete(two, (6, 3))
+    pond.complete(one, (6, 3))
+    assert pond.take_plan().tasks.tolist() == [3, 1]
+    assert pond.take_plan().tasks.tolist() == [2, 4]
+
+
+def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
+    pond = Pond(max_lag=1, order_deadline_s=10.0)
+    old = pond.issue(1, 2, 3, 4)
+    for one in old[1:]:
+        pond.complete(one)
+    assert pond.take_plan().tasks.tolist() == [2, 3]  # task 1 may still come for step 2
+    pond.source.published(1, 1)
+    (young, _) = pond.issue(5, 6)
+    pond.complete(young)
+    waits = pond.waits()  # at step 2 task 1 has lag 1, at step 3 it would have 2
+    assert (waits.missing, waits.wake_in_s) == (1, 10.0)
+    assert "task 1" in waits.text
+    pond.now = 9.9
+    assert pond.waits().wake_in_s == pytest.approx(0.1)
+    pond.complete(old[0])
+    assert pond.take_plan().tasks.tolist() == [1, 4]
+
+
+def test_a_step_goes_without_after_the_deadline() -> None:
+    pond = Pond(max_lag=0, order_deadline_s=10.0, groups_per_step=1)
+    (slow,) = pond.issue(1)
+    pond.source.dead(99)
+    (fast,) = pond.issue(2)
+    pond.complete(fast)
+    pond.waits()
+    pond.now = 10.0
+    assert pond.take_plan().tasks.tolist() == [2]
+    assert pond.source.books().open == 1
+    pond.source.published(1, 1)
+    pond.complete(slow, (0, 3))
+    assert pond.take_settle().reason == "stale"
+
+
+def test_the_last_step_waits_for_nobody() -> None:
+    pond = Pond(max_lag=0, steps=1, groups_per_step=1)
+    _, fast = pond.issue(1, 2)
+    pond.complete(fast)
+    assert pond.take_plan().tasks.tolist() == [2]
+
+
+def test_waits_say_what_for_and_since_when() -> None:
+    pond = Pond()
+    pond.waits()
+    pond.issue(3, 4)
+    pond.now = 42.4
+    assert pond.waits().text == "2 more groups for step 1, for 42 s; 2 in flight, oldest task 3, silent for 42 s"
+
+
+# ---- gate
+
+
+def at_step_three(gate: str, **changes: Any) -> tuple[Pond, Task]:
+    """Step 3 is next and max_lag is 1: tokens of version 0 are too old, those of version 1 are not."""
+    pond = Pond(gate=gate, groups_per_step=1, max_lag=1, order_deadline_s=1e-9, **changes)
+    (old,) = pond.issue(1)
+    for step, id in ((1, 2), (2, 3)):
+        (one,) = pond.issue(id)
+        pond.complete(one)
+        pond.now += 1
+        pond.waits() if step == 2 else None
+        pond.now += 1
+        pond.take_plan()
+        pond.source.published(step, step)
+    return pond, old
+
+
+def test_mask_records_the_oldest_step() -> None:
+    pond, old = at_step_three("mask")
+    pond.complete(old, (0, 2), (1, 3))
+    plan = pond.take_plan()
+    assert (plan.oldest_step, plan.version_steps) == (1, {0: 0, 1: 1})
+    assert pond.source.books().tokens["masked"] == 4
+    assert pond.source.books().tokens["too_old"] == 0
+
+
+def test_a_group_of_masked_tokens_only_is_stale_and_issued_again() -> None:
+    pond, old = at_step_three("mask")
+    pond.complete(old, (0, 5))
+    settle = pond.take_settle()
+    assert (settle.reason, settle.tasks.tolist(), len(settle.seqs)) == ("stale", [1], 2)
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert (wanted.reissue_of, wanted.reissues, wanted.offset, wanted.min_version) == (1, 1, 0, 2)
+
+
+def test_drop_gives_up_a_group_with_any_token_too_old() -> None:
+    pond, old = at_step_three("drop")
+    pond.complete(old, (0, 1), (1, 3))
+    assert pond.take_settle().reason == "stale"
+
+
+def test_train_takes_it_and_counts() -> None:
+    pond, old = at_step_three("train")
+    pond.complete(old, (0, 2), (1, 3))
+    assert pond.take_plan().oldest_step is None
+    assert pond.source.books().tokens["too_old"] == 4
+
+
+def test_environment_tokens_have_no_age() -> None:
+    pond, old = at_step_three("drop")
+    for index in (0, 1):
+        pond.add(sample(old, index, ((0, 1), (1, 2)), loss_mask=np.array([0, 1, 1], np.uint8)))
+    assert pond.take_plan().tasks.tolist() == [1]
+
+
+def test_a_prompt_is_issued_again_so_often_and_no_more() -> None:
+    pond, old = at_step_three("mask", max_reissues=1)
+    pond.complete(old, (0, 5))
+    pond.take_settle()
+    (again,) = pond.issue(9, reissue_of=1, reissues=1, offset=0)
+    pond.complete(again, (0, 5))
+    pond.take_settle()
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert (wanted.reissues, wanted.offset) == (0, 3)  # the next new prompt
+    assert pond.source.books().given_up == 1
+
+
+def test_lost_tasks_are_issued_again_and_dead_ones_are_not() -> None:
+    pond = Pond()
+    pond.issue(1, 2)
+    pond.source.dead(1)
+    pond.source.lost(2)
+    assert {pond.take_settle().reason, pond.take_settle().reason} == {"dead", "lost"}
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert (wanted.reissue_of, wanted.reissues) == (2, 1)
+
+
+def test_overdue_counts_from_the_last_sign_of_life() -> None:
+    pond = Pond()
+    (one, _) = pond.issue(1, 2)
+    pond.now = 10.0
+    pond.add(sample(one, 0))
+    assert pond.source.overdue(11.0, 5.0) == [2]
+    assert pond.source.overdue(16.0, 5.0) == [1, 2]
+
+
+def test_a_group_without_a_trainable_token_is_empty() -> None:
+    pond = Pond(groups_per_step=1)
+    (one,) = pond.issue(1)
+    for index in (0, 1):
+        pond.add(sample(one, index, loss_mask=np.zeros(3, np.uint8)))
+    assert pond.take_settle().reason == "empty"
+
+
+# ---- filter
+
+
+def test_equal_rewards_are_filtered_and_others_drawn() -> None:
+    pond = Pond(filter_zero_variance=True)
+    for one in pond.issue(1, 2):
+        pond.complete(one, rewards=(1.0, 1.0))
+    assert pond.take_settle().reason == "filtered"
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert (wanted.reissues, wanted.offset) == (0, 2)
+
+
+def test_filtering_ends_in_a_short_step() -> None:
+    pond = Pond(filter_zero_variance=True, max_refill=1.0, max_lag=0)
+    for one in pond.issue(1, 2):
+        pond.complete(one, rewards=(1.0, 1.0))
+    pond.take_settle()
+    (good, _) = pond.issue(3, 4)
+    pond.complete(good)
+    pond.now = 1e9
+    assert isinstance(pond.source.plan(0.0), Waits)  # for task 4, which would be too old
+    assert pond.take_plan().tasks.tolist() == [3]
+    assert not pond.source.refilled_enough
+
+
+# ---- replay
+
+
+def test_a_plan_must_continue_the_chain() -> None:
+    pond = Pond(groups_per_step=1)
+    (one, two) = pond.issue(1, 2)
+    pond.complete(one)
+    plan = pond.source.plan(0.0)
+    assert isinstance(plan, Plan)
+    with pytest.raises(ReplayMismatch, match="recorded plan 1: want chain"):
+        pond.source.apply(replace(plan, oldest_step=-5), 1)
+    with pytest.raises(ReplayMismatch, match="want a plan of step 1, got one of step 2"):
+        pond.source.apply(replace(plan, step=2), 1)
+    pond.source.apply(plan, 1)
+    with pytest.raises(ReplayMismatch, match="tasks open"):
+        pond.source.apply(Settle(epoch=1, reason="dead", tasks=np.array([1]), seqs=np.array([], np.int64), step=2), 2)
+    assert two.id == 2
+
+
+def test_samples_that_come_after_their_settlement_are_duplicates_at_a_replay_too() -> None:
+    """Live: task 1 is settled, then its sample comes. Replay: the sample is read first."""
+    live, replayed = Pond(), Pond()
+    (one,) = live.issue(1)
+    live.source.dead(1)
+    settle = live.take_settle()
+    live.add(sample(one, 0))
+    replayed.issue(1)
+    replayed.add(sample(one, 0))
+    replayed.source.apply(settle, 1)
+    assert live.source.snapshot() == replayed.source.snapshot()
+
+
+def test_a_recorded_plan_waits_for_its_samples_and_refuses_others() -> None:
+    live, replayed = Pond(groups_per_step=1), Pond(groups_per_step=1)
+    (one,) = live.issue(1)
+    live.complete(one)
+    plan = live.take_plan()
+    replayed.issue(1)
+    assert replayed.source.lacks(plan) == [1, 2]
+    replayed.add(sample(one, 0))
+    assert replayed.source.lacks(plan) == [2]
+    replayed.add(WireError("tokens", "bytes", None))
+    with pytest.raises(ReplayMismatch, match=r"recorded plan 1: want its samples in the stream, got sequences \[2\]"):
+        replayed.source.lacks(plan)
+
+
+def test_restore_refuses_another_run() -> None:
+    state = Pond().source.snapshot()
+    for changes in ({"temperature": 0.7}, {"run": "other"}, {"seed": 1}, {"prompts_digest": "x"}):
+        with pytest.raises(ConfigRefused, match=next(iter(changes))):
+            DataSource.restore(rules(**changes), state)
+    assert DataSource.restore(rules(max_lag=3, steps=20, data_parallel=2), state).step == 0
+    with pytest.raises(ReplayMismatch, match="schema"):
+        DataSource.restore(rules(), b"\x80")
+
+
+def test_tasks_of_another_temperature_are_refused() -> None:
+    with pytest.raises(ConfigRefused, match="as in task 1 of this run"):
+        Pond(temperature=0.7).issue(1)
+
+
+# ---- rules
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"push_every": 3, "max_lag": 1}, r"weights\.push_every: want <= .* = 2 .*, got 3"),
+        ({"temperature": 0.0}, r"sampling\.temperature: want > 0"),
+        ({"top_p": 0.9}, r"sampling: want top_p 1"),
+        ({"top_k": 50}, r"sampling: want top_p 1"),
+    ],
+)
+def test_rules_that_cannot_work_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigRefused, match=message):
+        rules(**changes)
+
+
+def test_rules_take_every_field_of_the_staleness_settings() -> None:
+    assert set(StalenessConfig.__dataclass_fields__) <= set(DataRules.__dataclass_fields__)
+
+
+def test_digest_changes_with_any_rule() -> None:
+    assert len({rules().digest, rules(seed=1).digest, rules(max_lag=2).digest, rules(data_parallel=2).digest}) == 4
+    assert rules().run == RUN
+
+
+def test_cursor_lists_what_is_settled_above_the_floor() -> None:
+    pond = Pond(groups_per_step=1)
+    one, two = pond.issue(1, 2)
+    pond.add(sample(one, 0))
+    pond.complete(two)
+    pond.add(sample(one, 0, attempt="b"))
+    pond.now = math.inf
+    pond.take_plan()
+    assert (pond.source.cursor().floor, pond.source.cursor().settled) == (0, (2, 3, 4))
+    again = DataSource.restore(rules(groups_per_step=1), pond.source.snapshot())
+    assert again.cursor() == pond.source.cursor()

@@ -1,0 +1,149 @@
+"""Prompt files: a deterministic order, skipped rows named, errors with file and line."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from bus.messages import Prompt
+from learner.errors import PromptError
+from learner.prompts import PromptFile, sampler_seed
+
+
+def letters(prompt: Prompt) -> Sequence[int]:
+    text = prompt if isinstance(prompt, str) else "|".join(f"{turn['role']}:{turn['content']}" for turn in prompt)
+    return [ord(letter) for letter in text]
+
+
+def write(tmp_path: Path, rows: Sequence[dict[str, Any]], suffix: str = ".jsonl") -> Path:
+    path = tmp_path / f"prompts{suffix}"
+    if suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def open_file(path: Path, **changes: Any) -> PromptFile:
+    values: dict[str, Any] = {"tokenize": letters, "max_tokens": 20}
+    return PromptFile(path, **(values | changes))
+
+
+ROWS = [{"prompt": f"question {number}", "label": number} for number in range(11)]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_both_formats_give_the_same_prompts(tmp_path: Path, suffix: str) -> None:
+    file = open_file(write(tmp_path, ROWS, suffix), shuffle=False)
+    drawn = file.at(0, 3)
+    assert (len(file), drawn.row.number, drawn.row.prompt, drawn.row.label) == (11, 3, "question 3", 3)
+    assert drawn.tokens.tolist() == letters("question 3")
+    assert drawn.tokens.dtype == np.int32
+
+
+def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS)
+    orders = {(seed, epoch): tuple(open_file(path, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(set(orders.values())) == 4
+    assert all(sorted(order) == list(range(11)) for order in orders.values())
+    assert orders[0, 1] == tuple(open_file(path).order(1).tolist())
+    assert orders[0, 0] == (3, 4, 6, 7, 1, 9, 0, 8, 10, 2, 5)  # for ever: recorded runs depend on it
+
+
+def test_after_goes_on_into_the_next_pass(tmp_path: Path) -> None:
+    file = open_file(write(tmp_path, ROWS))
+    drawn = file.after(0, 11)
+    assert (drawn.epoch, drawn.offset, drawn.row.number) == (1, 0, int(file.order(1)[0]))
+
+
+def test_too_long_prompts_are_skipped_counted_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"prompt": "x" * 30, "label": 0}, {"prompt": "short", "label": 1}, {"prompt": "y" * 21, "label": 2}]
+    file = open_file(write(tmp_path, rows), shuffle=False)
+    with caplog.at_level(logging.WARNING):
+        first = file.after(0, 0)
+        second = file.after(0, 2)
+    assert (first.offset, second.epoch, second.offset) == (1, 1, 1)
+    assert file.num_too_long == 2
+    assert "prompts.jsonl:1 tokens=30 max=20" in caplog.text
+    assert len(caplog.records) == 2
+    with pytest.raises(PromptError, match=r"prompts\.jsonl:3: want <= 20 tokens, got 21"):
+        file.at(0, 2)
+
+
+def test_only_too_long_prompts_are_an_error_not_an_endless_search(tmp_path: Path) -> None:
+    file = open_file(write(tmp_path, [{"prompt": "x" * 30, "label": 0}] * 3))
+    with pytest.raises(PromptError, match="want a prompt of <= 20 tokens, got 3 longer ones"):
+        file.after(0, 2)
+
+
+def test_template_is_put_around_text_and_not_around_messages(tmp_path: Path) -> None:
+    rows = [{"prompt": "2+2", "label": 4}, {"prompt": [{"role": "user", "content": "2+2"}], "label": 4}]
+    file = open_file(write(tmp_path, rows), shuffle=False, template="Q: {prompt} A:")
+    assert file.at(0, 0).row.prompt == "Q: 2+2 A:"
+    assert file.at(0, 1).row.prompt == [{"role": "user", "content": "2+2"}]
+    assert file.at(0, 1).tokens.tolist() == letters("user:2+2")
+
+
+def test_keys_can_be_chosen(tmp_path: Path) -> None:
+    rows = [{"question": "q", "answer": "a", "more": {"level": 3}}]
+    file = open_file(write(tmp_path, rows), keys=("question", "answer", "more"))
+    assert (file.at(0, 0).row.label, file.at(0, 0).row.metadata) == ("a", {"level": 3})
+    assert open_file(write(tmp_path, rows), keys=("question", "", "")).at(0, 0).row.label is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"prompts\.jsonl: want at least one prompt, got none"),
+        (
+            '{"prompt": "a", "label": 1}\n{"promt": "b", "label": 1}\n',
+            r":2: want key 'prompt' \(data\.prompt_key\), got keys \['label', 'promt'\]",
+        ),
+        ('{"prompt": "a"}\n', r":1: want key 'label' \(data\.label_key\), got keys \['prompt'\]"),
+        ('{"prompt": "a", "label": 1}\n{"prompt": \n', r":2: want a JSON map, got '{\"prompt\":'"),
+        ("3\n", r":1: want a JSON map, got int"),
+        ('{"prompt": "", "label": 1}\n', r":1: want text or chat messages"),
+        ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or chat messages"),
+    ],
+)
+def test_errors_say_file_line_wanted_and_got(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(PromptError, match=message):
+        open_file(path)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="no such file"):
+        open_file(tmp_path / "nothing.jsonl")
+    (tmp_path / "prompts.csv").write_text("a,b\n")
+    with pytest.raises(PromptError, match=r"\.jsonl or \.parquet"):
+        open_file(tmp_path / "prompts.csv")
+    (tmp_path / "prompts.parquet").write_text("no parquet")
+    with pytest.raises(PromptError, match="want a parquet file"):
+        open_file(tmp_path / "prompts.parquet")
+    with pytest.raises(PromptError, match=r"data\.template"):
+        open_file(write(tmp_path, ROWS), template="no place for it")
+
+
+def test_digest_knows_content_order_and_template(tmp_path: Path) -> None:
+    path = write(tmp_path, ROWS)
+    digests = {open_file(path, **changes).digest for changes in ({}, {"seed": 1}, {"shuffle": False}, {"template": "{prompt}!"})}
+    digests.add(open_file(write(tmp_path, ROWS[:-1])).digest)
+    assert len(digests) == 5
+    assert open_file(write(tmp_path, ROWS)).digest in digests
+
+
+def test_sampler_seeds_differ_and_stay() -> None:
+    seeds = {
+        sampler_seed(seed, epoch, offset, reissues) for seed in (0, 1) for epoch in (0, 1) for offset in range(50) for reissues in (0, 1)
+    }
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**31 - 2**16 for seed in seeds)
+    assert sampler_seed(0, 0, 0, 0) == 1012953733  # for ever
