@@ -89,6 +89,7 @@ class FeedClient:
     def failed(self, reason: str) -> None:
         """This rank cannot go on: the feeder ends with ``reason``; does not wait."""
         self._send("failed", rank=self._rank, reason=reason)
+        self._greeted = False
 
     def _send(self, kind: str, **values: Any) -> None:
         self._socket.send(pack(kind, **values))

@@ -145,7 +145,7 @@ def test_first_valid_sample_wins_whatever_stands_before_it() -> None:
 def test_samples_that_do_not_fit_their_task_are_invalid(changes: dict[str, Any], field: str) -> None:
     pond = Pond()
     (one,) = pond.issue(1)
-    assert pond.add(sample(one, 0, **changes)) == Fate(FateName.INVALID, field)
+    assert pond.add(replace(sample(one, 0), **changes)) == Fate(FateName.INVALID, field)
 
 
 def test_samples_of_other_sampling_or_beyond_the_context_are_invalid() -> None:
@@ -256,7 +256,6 @@ def test_a_step_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
 def test_a_step_goes_without_after_the_deadline() -> None:
     pond = Pond(max_lag=0, order_deadline_s=10.0, groups_per_step=1)
     (slow,) = pond.issue(1)
-    pond.source.dead(99)
     (fast,) = pond.issue(2)
     pond.complete(fast)
     pond.waits()

@@ -33,9 +33,9 @@ def test_at_lag_0_all_is_on_policy_and_both_sides_agree(tmp_path: Path) -> None:
         assert run.wait() == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=0)
     for line in run.metrics:
-        assert line["lag/max"] == 0, line
-        assert line["offpolicy/logprob_abs_diff"] < 1e-4, line
-        assert line["offpolicy/tis_clip_fraction"] == 0, line
+        assert line["offpolicy/lag_max"] == 0, line
+        assert line["offpolicy/logprob_diff_abs"] < 1e-4, line
+        assert line["offpolicy/tis_clipped_high"] == 0, line
 
 
 def test_two_data_parallel_ranks_train_the_same_steps_as_one(tmp_path: Path) -> None:
