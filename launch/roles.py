@@ -37,10 +37,10 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     server = EmbeddedServer(config.root / "bus", config.bus)
     url = await asyncio.to_thread(server.start)
     try:
-        write_aside(config.root / BUS_URL_FILE, url)
-        log.info("listening url=%s pid=%d", url, server.pid)
         async with connect(url, config.run, config.bus, name="bus") as bus:
             await bus.create_layout()
+            write_aside(config.root / BUS_URL_FILE, url)
+            log.info("listening url=%s pid=%d", url, server.pid)
             row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=server.pid, phase="serving", address=url)
             async with Heartbeat(bus, row) as heartbeat:
 

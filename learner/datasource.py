@@ -383,7 +383,7 @@ class DataSource:
     # ---- keep
 
     def snapshot(self) -> bytes:
-        """The state as computed with the last applied record; what is open is not in it: it will be read again."""
+        """The state as computed with the last applied plan; what is open is not in it: it will be read again."""
         cursor = self.cursor()
         return msgpack.packb(
             {
@@ -395,7 +395,6 @@ class DataSource:
                 "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
                 "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
                 "admission": self._admission.dump(),
-                "filtered": self._filtered,
                 "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
                 "tally": self._tally.dump(buffered=len(self.held()), open_tasks=len(self._groups)),
             }
@@ -418,7 +417,6 @@ class DataSource:
         source._samples = Frontier(state["samples"]["floor"], state["samples"]["settled"])
         source._tasks = Frontier(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
-        source._filtered = state["filtered"]
         source._evals = {id: set(seen) for id, seen in state["evals"]}
         source._tally = Tally.load(state["tally"])
         return source

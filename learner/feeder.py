@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,6 +38,7 @@ from learner.patience import cancellable, patiently
 from learner.prompts import PromptFile, sampler_seed
 from learner.restart import Resumed, resume
 from learner.rules import DataRules
+from weightstore.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)
 
@@ -324,14 +326,14 @@ class Feeder:
 
     async def _look_up(self) -> None:
         """Consumes versions nobody has told of; produces their steps from the registry's rows."""
-        looks: dict[int, int] = {}
+        registry, looks = VersionRegistry(self._bus), Counter[int]()
         while True:
             await self._unknown.wait(BEAT_S)
             for version in sorted(self._source.unknown_versions()):
-                row = await patiently(self._bus, partial(self._bus.rows("weights").get, f"v.{version}"))
-                looks[version] = looks.get(version, 0) + 1
+                row = await patiently(self._bus, partial(registry.row, version))
+                looks[version] += 1
                 if row is not None:
-                    self._source.version(version, int(row[0]["step"]))
+                    self._source.version(version, row.step)
                 elif looks[version] >= UNKNOWN_VERSION_LOOKS:
                     log.warning("samples of version %d are invalid: no such version is registered", version)
                     self._source.no_version(version)

@@ -96,7 +96,7 @@ class Outcomes:
 
     async def _checkpointed(self, step: int, path: Path) -> None:
         one = checkpoints.named(path)
-        if (one.step, one.epoch) != (step, self._epoch) or path.parent != self._root or step > self._done or step not in self._plans:
+        if (one.step, one.epoch) != (step, self._epoch) or path.parent.resolve() != self._root.resolve() or step > self._done or step not in self._plans:
             raise FeedError("checkpointed", f"{self._root}/step-{self._done}-epoch-{self._epoch} of a step that is done", (step, str(path)))
         state = read_state(await asyncio.to_thread(checkpoints.read_state, path))
         chain = self._plans[step][0]

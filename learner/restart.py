@@ -58,7 +58,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
 
 def _usable(root: Path, row: dict[str, Any]) -> Path:
     """The latest checkpoint of the run, or, said aloud, the newest before it that is whole."""
-    latest = Path(row["directory"])
+    latest = root / Path(row["directory"]).name  # the root may have been moved since
     before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
     found = checkpoints.latest_valid([latest, *before])
     if found is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.config import BusConfig
 from bus.connection import Bus, connect
-from bus.messages import Done, Plan, Sample, Sampling, Settle, Span, Task, VersionRow
+from bus.messages import Done, Plan, Sample, Sampling, Settle, Task
 from learner import checkpoints
 from learner.batch import StepBatch, encode
 from learner.config import LearnerConfig, StalenessConfig
@@ -21,6 +21,7 @@ from learner.feed_messages import End, Start
 from learner.feeder import run_feeder
 from learner.prompts import PromptFile
 from tests.data_kit import sample
+from weightstore.registry import VersionRegistry
 
 
 @dataclass
@@ -92,27 +93,28 @@ class World:
     def _respond(self, task: Task, index: int) -> Sample:
         return sample(task, index, ((task.min_version, 2 + (task.id + index) % 4),))
 
-    async def publish(self, version: int, step: int) -> None:
-        """The registry's rows, as a publisher writes them."""
-        row = VersionRow(version=version, step=step, epoch=1, state="published")
-        values = {"version": row.version, "step": row.step, "epoch": row.epoch, "state": row.state}
-        await self.bus.rows("weights").put(f"v.{version}", values)
-        await self.bus.rows("weights").put("head", values)
+    async def publish(self, step: int, epoch: int, *, initial: bool = False) -> int:
+        """What a publisher does to the registry; the version."""
+        registry = VersionRegistry(self.bus)
+        await registry.fence(epoch)
+        row = await (registry.publish_initial("model", epoch) if initial else registry.reserve(step, epoch))
+        return (await registry.publish(row)).version
 
     async def train(self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False) -> Start:
         """Be a rank, in a thread, until the end or until ``stop(what, step)`` says so; what: batch | done | checkpoint | publish."""
         return await asyncio.to_thread(self._rank, url, rank, stop, asyncio.get_running_loop())
 
     def _rank(self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop) -> Start:
-        def publish(version: int, step: int) -> None:
-            asyncio.run_coroutine_threadsafe(self.publish(version, step), loop).result(10)
-            client.published(version, step)
+        def publish(step: int, *, initial: bool = False) -> None:
+            publishing = asyncio.run_coroutine_threadsafe(self.publish(step, start.epoch, initial=initial), loop)
+            client.published(publishing.result(10), step)
 
         with FeedClient(url, rank=rank, dp_rank=rank, dp_size=self.learner.data_parallel, silence_s=10) as client:
             start = client.hello()
-            version = start.head_version
-            if rank == 0 and start.recorded_until == start.step:
-                publish(version := version + 1, start.step)
+            if rank == 0 and start.head_version < 0:
+                publish(0, initial=True)
+            elif rank == 0 and start.recorded_until == start.step:
+                publish(start.step)
             for step in range(start.step + 1, start.steps + 2):
                 batch = client.next(step)
                 if isinstance(batch, End):
@@ -134,7 +136,7 @@ class World:
                 if stop("checkpoint", step):
                     return start
                 if not batch.recorded or step == start.recorded_until:
-                    publish(version := version + 1, step)
+                    publish(step)
                 if stop("publish", step):
                     return start
         raise LearnerError("no end was served")
@@ -151,7 +153,3 @@ def digest(batch: StepBatch) -> str:
     frames = encode(batch)
     header = (batch.step, batch.dp_rank, batch.num_tokens, batch.temperature, len(batch.micro_batches))
     return hashlib.sha256(repr(header).encode() + b"".join(bytes(frame) for frame in frames[2:])).hexdigest()
-
-
-def spanned(task: Task, index: int, version: int, length: int) -> Sample:
-    return sample(task, index, ((version, length),), spans=(Span(version=version, num_tokens=length),))

@@ -26,25 +26,17 @@ _LEAVE_S = 1.0
 
 
 class Member:
-    """A live engine. ``join``, then ``update`` for each version; after any error it must be ``close``d and made anew."""
+    """A live engine. ``update`` it with each version; after any error it must be ``close``d and made anew."""
 
-    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float) -> None:
+    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, host: str, backend: str, deadline_s: float) -> None:
         self.id, self.identity = row.id, identity(row)
-        self._receiver, self._deadline_s = receiver, deadline_s
+        self._receiver, self._host, self._backend, self._deadline_s = receiver, host, backend, deadline_s
         self._group: BroadcastGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {row.id}")
 
-    async def join(self, host: str, backend: str) -> None:
-        """Form the pair. Raises ReceiverFailed, Fenced."""
-        async with self._phase("join"):
-            group = self._group = await self._blocking(lambda: BroadcastGroup.host(host, GROUP, 2, backend, self._deadline_s))
-            rendezvous = Rendezvous(host=host, port=group.port, rank=1, world_size=2, name=GROUP, backend=backend)
-            await self._together(self._receiver.join(rendezvous), group.meet)
-
     async def update(self, version: int, buckets: Sequence[tuple[Bucket, Tensor]]) -> float:
         """Push a version; seconds for which the engine held up generation. Raises ReceiverFailed naming the phase, Fenced."""
-        assert self._group is not None, "not joined"
-        group = self._group
+        group = self._group or await self._join()
         async with self._phase("begin"):
             await self._receiver.begin(version)
         for number, (bucket, flat) in enumerate(buckets, 1):
@@ -52,6 +44,15 @@ class Member:
                 await self._together(self._receiver.bucket(bucket.specs), lambda flat=flat: group.send(flat, self._deadline_s))  # type: ignore[misc]
         async with self._phase("end"):
             return await self._receiver.end()
+
+    async def _join(self) -> BroadcastGroup:
+        """Form the pair."""
+        async with self._phase("join"):
+            group = await self._blocking(lambda: BroadcastGroup.host(self._host, GROUP, 2, self._backend, self._deadline_s))
+            self._group = group
+            rendezvous = Rendezvous(host=self._host, port=group.port, rank=1, world_size=2, name=GROUP, backend=self._backend)
+            await self._together(self._receiver.join(rendezvous), group.meet)
+        return group
 
     async def close(self, *, leave: bool) -> None:
         """Forget the pair; with ``leave`` the engine is told, if it answers quickly."""

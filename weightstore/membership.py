@@ -6,10 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bus.errors import Fenced
 from bus.live import LiveView
 from bus.messages import LiveRow
-from weightstore.errors import ReceiverFailed
 from weightstore.member import Member, identity
 from weightstore.port import WeightReceiver
 
@@ -39,8 +37,8 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._rests: dict[tuple[str, str, int], _Rest] = {}
 
-    async def reconcile(self) -> tuple[list[Member], dict[str, str]]:
-        """Vanished engines leave, new ones join, all at once; (members, engine -> why it could not join). Raises Fenced, BusUnavailable."""
+    async def reconcile(self) -> list[Member]:
+        """Forget the engines that have gone, take in the new ones (they join when they are first updated). Raises BusUnavailable."""
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
         for member in list(self._members.values()):
@@ -48,13 +46,11 @@ class Membership:
             if row is None or identity(row) != member.identity:
                 _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
                 await self._drop(member, leave=row is None and member.id in alive)
-        new = [row for row in rows.values() if row.id not in self._members and self._rested(row)]
-        reasons = await asyncio.gather(*[self._join(row) for row in new], return_exceptions=True)
-        for reason in reasons:
-            if isinstance(reason, BaseException):
-                raise reason
-        failed = {row.id: reason for row, reason in zip(new, reasons, strict=True) if isinstance(reason, str)}
-        return list(self._members.values()), failed
+        for row in rows.values():
+            if row.id not in self._members and self._rested(row):
+                self._members[row.id] = self._new(row)
+                _log.info("push group: new engine=%s url=%s", row.id, row.address)
+        return list(self._members.values())
 
     async def evict(self, member: Member, reason: str) -> None:
         """Take no further part in this push; the engine is stale until a completed update."""
@@ -71,19 +67,9 @@ class Membership:
     async def close(self) -> None:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
-    async def _join(self, row: LiveRow) -> str | None:
-        member = Member(row, self._open_receiver(row.address), deadline_s=self._deadline_s)
-        try:
-            await member.join(self._host, self._backend)
-        except ReceiverFailed as error:
-            await self.evict(member, str(error))
-            return str(error)
-        except Fenced:
-            await member.close(leave=False)
-            raise
-        self._members[row.id] = member
-        _log.info("push group: joined engine=%s url=%s", row.id, row.address)
-        return None
+    def _new(self, row: LiveRow) -> Member:
+        receiver = self._open_receiver(row.address)
+        return Member(row, receiver, host=self._host, backend=self._backend, deadline_s=self._deadline_s)
 
     async def _drop(self, member: Member, *, leave: bool) -> None:
         if self._members.get(member.id) is member:

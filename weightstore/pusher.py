@@ -70,8 +70,7 @@ class Pusher:
         try:
             row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
             staging.version, staging.step = row.version, step
-            members, refused = await self._members.reconcile()
-            evicted.update(refused)
+            members = await self._members.reconcile()
             begun = time.perf_counter()
             stall_s = await self._update(members, staging, evicted)
             transfer_s = time.perf_counter() - begun

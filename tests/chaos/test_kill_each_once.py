@@ -6,21 +6,20 @@ from pathlib import Path
 from tests.whole.running import Up, assert_books_balance, kill, live, records, until_step, up
 
 VICTIMS = ("actor", "engine", "learner", "bus")
+STEPS = 160
 
 
 async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path: Path) -> None:
-    """One run; after each kill two more steps must get done before the next."""
-    with up(tmp_path, "learner.steps=24", "learner.checkpoint_every=4", "learner.weights_digest=true", "bus.lease_s=3") as run:
+    """One run; after each kill many more steps must get done before the next."""
+    settings = (f"learner.steps={STEPS}", "learner.checkpoint_every=20", "learner.weights_digest=true", "bus.lease_s=3")
+    with up(tmp_path, *settings) as run:
         async with run.bus() as bus:
-            step = 2
-            for victim in VICTIMS:
-                await until_step(bus, step)
-                row = await live(bus, victim)
-                kill(row.pid)
-                step += 5
+            for place, victim in enumerate(VICTIMS):
+                await until_step(bus, 8 + place * STEPS // 5)
+                kill((await live(bus, victim)).pid)
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
         assert_books_balance(run.summary, max_lag=2)
-        assert run.summary["steps"] == 24
+        assert run.summary["steps"] == STEPS
     await _steps_taken_again_are_the_same_bits(tmp_path, run)
 
 
@@ -37,7 +36,7 @@ async def _steps_taken_again_are_the_same_bits(tmp_path: Path, run: Up) -> None:
             plans, outcomes = await records(bus)
     finally:
         await asyncio.to_thread(server.stop)
-    assert [plan.step for plan in plans] == list(range(1, 25)), "every step is planned exactly once"
+    assert [plan.step for plan in plans] == list(range(1, STEPS + 1)), "every step is planned exactly once"
     by_step: dict[int, set[str | None]] = {}
     times: dict[int, int] = {}
     for done in outcomes:

@@ -256,7 +256,12 @@ async def test_torn_weights_are_impossible(directories: list[Path], models: list
         assert again["output_ids"] == want["output_ids"]
         np.testing.assert_array_equal(told_log_probs(again), told_log_probs(want))
         await push.whole(models[1], 1)
+        whole = (await served.post("/weights_checker", {"action": "checksum"}))[1]
+        # The other copy is the standby now: half a push into it is not seen.
+        await push.begin(2)
+        await push.bucket(list(named(models[2]))[:6])
         assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.post("/weights_checker", {"action": "checksum"}))[1] == whole
 
 
 async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: list[Path], models: list[Any]) -> None:
@@ -304,8 +309,25 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
         assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[2], prompt, 8)
 
 
+async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(directories: list[Path], models: list[Any]) -> None:
+    old = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served, "old") as before, joined(served, "new") as push:
+        await before.begin(1)
+        asked = asyncio.create_task(before.bucket(old, send=False))
+        await served.until(lambda: any(each.in_use.locked() for each in served.engine.updates._groups.values()))
+        await push.begin(2)
+        await push.bucket(named(models[2]))
+        message = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in old])
+        await asyncio.to_thread(before.group.send, message, DEADLINE_S)
+        status, answer = await asked
+        assert (status, "another one has begun" in answer["message"]) == (400, True)
+        assert (await push.end(2))[0] == 200
+        (prompt,) = prompts(1)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[2], prompt, 8)
+
+
 async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], models: list[Any]) -> None:
-    """SGLang's other format, and a bucket whose bfloat16 part puts what follows at odd places."""
+    """SGLang's other format, and a bucket of mixed types."""
     (prompt,) = prompts(1)
     tensors = list(named(models[1]))
     async with serving(directories[0]) as served, joined(served) as push:
@@ -361,6 +383,22 @@ async def test_a_request_can_wait_for_a_version(directories: list[Path], models:
         await served.engine.load_snapshot(directories[2], 2)
         told = await waiting
         assert (told.tokens.tolist(), told.version) == (await greedy(models[2], prompt, 8), 2)
+
+
+async def test_a_tensor_at_an_odd_place_in_a_bucket(tmp_path: Path) -> None:
+    """63 numbers of two bytes, then numbers of four: SGLang's senders do not align them."""
+    changes = {"intermediate_size": 63, "mlp_bias": True}
+    model = tiny_model("llama", seed=1, **changes)
+    tensors = [(name, tensor.bfloat16() if name.endswith("bias") else tensor) for name, tensor in named(model)]
+    tensors.sort(key=lambda each: not each[0].endswith("bias"))
+    async with serving(write_tiny_model(tmp_path, "llama", **changes)) as served, joined(served) as push:
+        await push.begin(1)
+        assert (await push.bucket(tensors))[0] == 200
+        assert (await push.end(1))[0] == 200
+        (prompt,) = prompts(1)
+        told = await served.generate(prompt, temperature=0, max_new_tokens=8)
+        want = log_probs_of(await scores(model, prompt, told["output_ids"]), told["output_ids"])
+        np.testing.assert_allclose(told_log_probs(told), want, atol=0.05)
 
 
 async def test_a_tied_output_projection_may_be_sent_if_it_is_the_same(tmp_path: Path) -> None:

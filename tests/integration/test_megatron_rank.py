@@ -100,7 +100,9 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
     write_tiny_model(tmp_path / "model")
 
     @asynccontextmanager
-    async def opened(*, staleness: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **changes: Any) -> AsyncIterator[Learner]:
+    async def opened(
+        *, staleness: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **changes: Any
+    ) -> AsyncIterator[Learner]:
         settings = {**SETTINGS, "weights_digest": True, "device": "cpu", **changes}
         lag = {"max_lag": 1, **(staleness or {})}
         async with connect(nats_server.url, run_id, BusConfig(lease_s=5.0), name="test", wait_s=10) as bus:

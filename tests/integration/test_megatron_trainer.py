@@ -1,7 +1,9 @@
 """The real Megatron on the CPU: it computes what transformers computes, however the step is split, and goes on after a restart."""
 
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from learner.batch import MicroBatch
 from learner.config import AlgorithmConfig, OptimizerConfig
 from learner.megatron import parallel, state
 from learner.megatron.attention import packed_row
@@ -24,6 +27,7 @@ from tests.learner_steps import free_port, make_batches, make_samples, rank_envi
 from tests.tiny_models import write_tiny_model
 
 CPU = torch.device("cpu")
+METRICS = Path(__file__).resolve().parents[2] / "docs/metrics.md"
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +53,10 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(here: parallel.Parallel, model_dir: Path) -> Any:
     """``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
 
-    def build(*, with_proximal: bool = True, **algorithm: Any) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
-        policy = build_policy(model_dir, dtype="float32", parallel=here)
+    def build(
+        *, with_proximal: bool = True, dtype: str = "float32", **algorithm: Any
+    ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
+        policy = build_policy(model_dir, dtype=dtype, parallel=here)
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
@@ -106,6 +112,20 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     assert whole[0]["train/grad_norm"] > 0
     _assert_same(_train(make()[0], max_tokens=60), whole)  # several micro-batches
     _assert_same(_train(make()[0], max_tokens=1), whole)  # every sequence alone: nothing packed
+    batch = make_batches(make_samples(vocab=VOCAB, step=STEPS[0]), step=STEPS[0])[0]
+    empty = {item.name: getattr(batch.micro_batches[0], item.name)[:1] for item in fields(MicroBatch)}
+    empty |= {"cu_seqlens": np.array([0, 1], np.int32), "loss_mask_T": np.zeros(1, bool), "sample_T": np.array([-1], np.int32)}
+    padded = replace(batch, micro_batches=(*batch.micro_batches, MicroBatch(**empty)))
+    _assert_same([make()[0].train(padded)], whole[:1])
+
+
+def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:
+    """Close to float32, and its weights travel in bfloat16."""
+    trainer, policy, _, _ = make(dtype="bfloat16")
+    for step, wanted in zip(_train(trainer), _train(make()[0]), strict=True):
+        assert step["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.05)
+        assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.1)
+    assert {tensor.dtype for _, tensor in policy.export()} == {torch.bfloat16}
 
 
 def test_the_step_is_that_of_plain_torch(make: Any, model_dir: Path) -> None:
@@ -149,10 +169,11 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, 
         assert results[0][kind]["digest"] == results[1][kind]["digest"], kind
 
 
-def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path, dtype: str) -> None:
     """Weights, Adam, proximal copy and random generators come back exactly; the proximal policy is not the present one."""
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4, 5)]
-    trainer, policy, optimizer, proximal = make()
+    trainer, policy, optimizer, proximal = make(dtype=dtype)
     trainer.train(batches[1])
     proximal.refresh()
     trainer.train(batches[0])
@@ -160,7 +181,7 @@ def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path) -> Non
     drawn = (torch.rand(1).item(), np.random.random())
     undisturbed = [trainer.train(batch) for batch in batches[1:]]
 
-    resumed, other, its_optimizer, its_proximal = make()
+    resumed, other, its_optimizer, its_proximal = make(dtype=dtype)
     before = other.digest()
     assert state.load(tmp_path, policy=other, optimizer=its_optimizer, proximal=its_proximal) == 3
     assert other.digest() != before
@@ -190,6 +211,8 @@ def test_every_correction_trains_and_names_its_metrics(make: Any, correction: st
     metrics = _train(make(correction=correction, with_proximal=False)[0])[-1]
     assert ("offpolicy/tis_weight_mean" in metrics) == (correction == "tis")
     assert all(np.isfinite(value) for value in metrics.values())
+    listed = re.findall(r"^\| `([\w/<>]+)` \|", METRICS.read_text(), re.MULTILINE)
+    assert {re.sub(r"/(\d+|over)$", "/<lag>", name) for name in metrics} <= set(listed)
     assert metrics["offpolicy/lag_share/0"] + metrics["offpolicy/lag_share/1"] == pytest.approx(1)
 
 

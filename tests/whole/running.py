@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.connection import Bus, connect
-from bus.live import processes
+from bus.live import LiveView
 from bus.messages import Done, LiveRow, Plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +97,10 @@ async def until_step(bus: Bus, step: int) -> None:
 
 async def live(bus: Bus, role: str) -> LiveRow:
     """The row of the process of this role that is there."""
+    view = LiveView(bus)
     while True:
-        for row, _ in await processes(bus):
-            if row.role == role and _alive(row.pid):
+        for row in await view.alive(role):
+            if _alive(row.pid):
                 return row
         await asyncio.sleep(0)
 
