@@ -56,6 +56,15 @@ def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
             yield {"prompt": row["question"], "label": gold.strip()}
 
 
+def gsm8k_texts(split: str) -> Iterator[str]:
+    """Give questions and worked answers as they are, for a tokenizer to be trained on."""
+    with (DATA / "gsm8k" / f"{split}.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            yield row["question"]
+            yield row["answer"]
+
+
 def write_prompts(path: Path, rows: Iterable[dict[str, str]]) -> int:
     """Write prompts to a JSONL file; gives their number."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]

@@ -69,7 +69,7 @@ def _make(config: PrepareConfig, prepared: Prepared) -> None:
     shutil.rmtree(prepared.model, ignore_errors=True)
     count = write_prompts(prepared.prompts, prompts(config))
     logger.info("prompts written file=%s count=%d", prepared.prompts, count)
-    make_model(prepared.model, config, prepared.prompts)
+    make_model(prepared.model, config)
     logger.info("model written directory=%s layers=%d hidden=%d", prepared.model, config.layers, config.hidden)
 
 

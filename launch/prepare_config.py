@@ -12,7 +12,7 @@ class PrepareConfig:
     """What to make. The model has the shape of Qwen3."""
 
     kind: str = "digits"
-    """digits (made up, one character a token) | gsm8k (school mathematics, shipped; byte-level BPE trained on its questions)."""
+    """digits (made up, one character a token) | gsm8k (school mathematics, shipped; byte-level BPE trained on its text)."""
     task: str = "reverse"
     """For digits: largest | copy | reverse | sort."""
     min_digits: int = 2

@@ -3,12 +3,12 @@
 Torch, transformers and tokenizers are imported on use.
 """
 
-import json
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from launch.datasets import gsm8k_texts
 from launch.prepare_config import PrepareConfig
 
 PAD, EOS = "<pad>", "<eos>"
@@ -18,10 +18,10 @@ CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_lette
 """Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has the first ones."""
 
 
-def make_model(directory: Path, config: PrepareConfig, prompts: Path) -> None:
-    """Write weights, configuration and tokenizer to ``directory``; the same bytes for the same config and prompts."""
+def make_model(directory: Path, config: PrepareConfig) -> None:
+    """Write weights, configuration and tokenizer to ``directory``; the same bytes for the same config."""
     if config.kind == "gsm8k":
-        tokenizer = bpe_tokenizer(_texts(prompts), config.vocab_size or 512)
+        tokenizer = bpe_tokenizer(gsm8k_texts(config.split), config.vocab_size or 512)
     else:
         tokenizer = character_tokenizer(config.vocab_size or 16)
     directory.mkdir(parents=True)
@@ -85,8 +85,3 @@ def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> No
         model = Qwen3ForCausalLM(shape)
     model.save_pretrained(directory, safe_serialization=True)
 
-
-def _texts(prompts: Path) -> Iterator[str]:
-    with prompts.open(encoding="utf-8") as lines:
-        for line in lines:
-            yield json.loads(line)["prompt"]

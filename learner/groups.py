@@ -86,7 +86,7 @@ def mismatch(task: Task, sample: Sample, max_context: int) -> str:
         return "index"
     if sampling != (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k):
         return "sampling"
-    if prompt != len(task.prompt_tokens) or not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):
+    if not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):
         return "prompt"
     if max_context and len(sample.tokens) > max_context:
         return "length"

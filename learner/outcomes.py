@@ -96,8 +96,10 @@ class Outcomes:
 
     async def _checkpointed(self, step: int, path: Path) -> None:
         one = checkpoints.named(path)
-        if (one.step, one.epoch) != (step, self._epoch) or path.parent.resolve() != self._root.resolve() or step > self._done or step not in self._plans:
-            raise FeedError("checkpointed", f"{self._root}/step-{self._done}-epoch-{self._epoch} of a step that is done", (step, str(path)))
+        here = one.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
+        if not here or one.step != step or step > self._done or step not in self._plans:
+            want = f"a directory of epoch {self._epoch} in {self._root}, of a step up to {self._done}"
+            raise FeedError("checkpointed", want, (step, str(path)))
         state = read_state(await asyncio.to_thread(checkpoints.read_state, path))
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):

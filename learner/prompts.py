@@ -88,7 +88,7 @@ class PromptFile:
         return len(self._too_long)
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Row numbers of one pass, [len]: sorted by the raw output of Philox (a stream that numpy keeps for ever), keyed by (seed, epoch)."""
+        """Row numbers of one pass, [len]: sorted by the raw output of Philox (which numpy keeps for ever) under the key (seed, epoch)."""
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:

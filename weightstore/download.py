@@ -17,7 +17,7 @@ _TRIES = 3
 
 
 async def fetch(url: str, directory: Path) -> SnapshotInfo:
-    """Download the snapshot at ``url`` into ``directory``; what an earlier try has brought (aside) is used again.
+    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk); what an earlier try has brought is used again.
 
     Raises SnapshotUnavailable when the server is gone or has no such snapshot, SnapshotBroken when bytes arrive wrong every time.
     """
@@ -37,7 +37,7 @@ async def fetch(url: str, directory: Path) -> SnapshotInfo:
     for path in aside.iterdir():
         if path.name not in info.files and path.name != MANIFEST:  # of another snapshot that was begun here
             path.unlink()
-    settle(aside, directory)
+    settle(aside, directory, durable=False)
     return info
 
 

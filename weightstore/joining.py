@@ -1,7 +1,7 @@
 """The engine's way to the head: what a process does when it starts, and when pushes have passed it by.
 
-version < head  ->  want a snapshot of the head  ->  wait for its URL  ->  download, verify, load  ->  look again
-                    (a push may bring the engine to the head meanwhile: then all is well, too)
+version < head  ->  want a snapshot of it  ->  wait for its URL  ->  download, verify, load
+                    (a push may bring the engine there meanwhile: then all is well, too)
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from pathlib import Path
 
 from bus.connection import Bus
@@ -17,7 +18,7 @@ from bus.messages import VersionRow
 from bus.nonce import nonce
 from weightstore.download import fetch
 from weightstore.errors import CatchUpTimeout, SnapshotBroken, SnapshotUnavailable
-from weightstore.registry import HEAD, VersionRegistry
+from weightstore.registry import HEAD, SNAPSHOT, VersionRegistry
 from weightstore.snapshot import ASIDE
 
 _log = logging.getLogger(__name__)
@@ -27,16 +28,17 @@ Load = Callable[[Path, int, int], Awaitable[None]]
 Say = Callable[[str], None]
 
 _ASK_AGAIN_S = 2.0
+_LOOK_S = 0.5
 GRACE_S = 10.0
 
 
 async def catch_up(
     bus: Bus, *, engine: str, version: Callable[[], int], load: Load, directory: Path, deadline_s: float, say: Say = lambda text: None
 ) -> VersionRow | None:
-    """Bring the engine to the head; the head, None when nothing has been published yet.
+    """Bring the engine to the head as it is now, or further; that head, None when nothing has been published yet.
 
-    ``version()`` is what the engine serves now, ``say`` is told what is waited for ("" = nothing). Raises CatchUpTimeout saying what it
-    was; call again then. What ``load`` raises comes through.
+    From there on the pushes carry it, for they reach engines that catch up, too. ``version()`` is what the engine serves now, ``say`` is
+    told what is waited for ("" = nothing). Raises CatchUpTimeout saying what it was; call again then. What ``load`` raises comes through.
     """
     catcher = _Catcher(bus, engine, version, load, directory, say)
     try:
@@ -90,48 +92,47 @@ class _Catcher:
         self.waits_for = "the bus"
 
     async def run(self) -> VersionRow | None:
-        while True:
-            head = await self._registry.head()
-            if head is None or self._version() >= head.version:
-                return head
-            if not head.snapshot or head.snapshot in self._refused:
-                await self._ask(head)
-            elif not await self._take(head):
-                self._refused.add(head.snapshot)
+        goal = await self._registry.head()
+        while goal is not None and self._version() < goal.version:
+            found = await self._registry.snapshot()
+            if found is None or found.version < goal.version or found.snapshot in self._refused:
+                await self._ask(goal, found)
+            elif not await self._take(found):
+                self._refused.add(found.snapshot)
+        return goal
 
-    async def _ask(self, head: VersionRow) -> None:
-        """Want a snapshot, and wait until the head changes (its snapshot is there, or it has moved on) or it is time to ask again."""
-        self._waiting(f"a snapshot of version {head.version} from the learner")
-        await self._registry.want(head.version, self._engine, nonce())
+    async def _ask(self, goal: VersionRow, found: VersionRow | None) -> None:
+        """Want a snapshot, and wait until there is another one than ``found``, a push was faster, or it is time to ask again."""
+        self._waiting(f"a snapshot of version {goal.version} from the learner")
+        await self._registry.want(goal.version, self._engine, nonce())
         try:
-            async with asyncio.timeout(_ASK_AGAIN_S):
-                async for _ in self._rows.watch(HEAD, _ASK_AGAIN_S / 4):
-                    now = await self._registry.head()
-                    if now != head or self._version() >= head.version:
+            async with asyncio.timeout(_ASK_AGAIN_S), aclosing(self._rows.watch(SNAPSHOT, _LOOK_S)) as changes:  # type: ignore[type-var]
+                async for _ in changes:
+                    if await self._registry.snapshot() != found or self._version() >= goal.version:
                         return
         except TimeoutError:
             self._refused.clear()  # the learner has heard of it: the same place may be good by now
 
-    async def _take(self, head: VersionRow) -> bool:
+    async def _take(self, row: VersionRow) -> bool:
         """Load the snapshot; False when it cannot be had where it should be."""
-        if not head.snapshot.startswith("http"):
-            path = Path(head.snapshot)
+        if not row.snapshot.startswith("http"):
+            path = Path(row.snapshot)
             if not await asyncio.to_thread(path.is_dir):
                 return False
-            self._waiting(f"loading version {head.version} from {path}")
-            await self._load(path, head.version, head.epoch)
+            self._waiting(f"loading version {row.version} from {path}")
+            await self._load(path, row.version, row.epoch)
             return True
-        directory = self._directory / f"v{head.version}"
-        self._waiting(f"downloading version {head.version} from {head.snapshot}")
+        directory = self._directory / f"v{row.version}"
+        self._waiting(f"downloading version {row.version} from {row.snapshot}")
         try:
-            await fetch(head.snapshot, directory)
+            await fetch(row.snapshot, directory)
         except (SnapshotUnavailable, SnapshotBroken) as error:
             _log.warning("snapshot not fetched engine=%s error=%s", self._engine, error)
             return False
         try:
-            if self._version() < head.version:  # a push may have been faster
-                self._waiting(f"loading version {head.version}")
-                await self._load(directory, head.version, head.epoch)
+            if self._version() < row.version:  # a push may have been faster
+                self._waiting(f"loading version {row.version}")
+                await self._load(directory, row.version, row.epoch)
         finally:
             await asyncio.to_thread(_remove, directory)
         return True

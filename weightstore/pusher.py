@@ -57,7 +57,7 @@ class Pusher:
         stack.push_async_callback(self._members.close)
         self.head = await self._registry.fence(self._epoch)
         stack.push_async_callback(self._shelf.close)
-        await self._shelf.open(self.head)
+        await self._shelf.open()
 
     async def publish_initial(self, where: str, digest: str) -> VersionRow:
         self.head = await self._registry.publish_initial(where, self._epoch, digest=digest)

@@ -2,7 +2,8 @@
 
     v.<n>   the version's row: written as ``pushing`` before any engine sees it, so whoever meets a token of it finds its step
     head    the newest published version, moved by compare-and-set; ``fence`` in it is the newest learner's epoch
-    want    the version an engine wants a snapshot of (see ``weightstore.joining``)
+    snapshot  the newest version of which there is a snapshot, as its row
+    want    the version of which, or of a later one, an engine wants a snapshot (see ``weightstore.joining``)
 
 A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner.
 """
@@ -17,7 +18,7 @@ from bus.messages import VersionRow
 
 _log = logging.getLogger(__name__)
 
-HEAD, WANT = "head", "want"
+HEAD, SNAPSHOT, WANT = "head", "snapshot", "want"
 _FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
 
 
@@ -73,7 +74,9 @@ class VersionRegistry:
             return head
         row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where)
         await self._rows.put(_key(0), dataclasses.asdict(row))
-        return await self.publish(row)
+        row = await self.publish(row)
+        await self._note_snapshot(row)
+        return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
         """A new version, ``pushing``: its number has never been used. Raises Fenced."""
@@ -117,13 +120,35 @@ class VersionRegistry:
 
     async def set_snapshot(self, version: int, where: str) -> None:
         """Say where a snapshot of the version is ("" = nowhere any more). Raises NotFound for a version that does not exist."""
-        if not await self._change(_key(version), version, snapshot=where):
-            raise NotFound("weights", f"version {version}")
+        await self._change(_key(version), version, snapshot=where)
         await self._change(HEAD, version, snapshot=where)
+        row = await self.row(version)
+        if row is None:
+            raise NotFound("weights", f"version {version}")
+        await self._note_snapshot(row)
+
+    async def snapshot(self) -> VersionRow | None:
+        """The newest version that has a snapshot, with its place."""
+        found = await self._rows.get(SNAPSHOT)
+        row = None if found is None else _parse(SNAPSHOT, found[0])
+        return row if row is not None and row.snapshot else None
 
     async def want(self, version: int, by: str, nonce: str) -> None:
-        """Ask the learner for a snapshot of a version. All want the head, so the last one to ask asks for all."""
+        """Ask the learner for a snapshot of a version, or of a later one. All want the head, so the last to ask asks for all."""
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
+
+    async def _note_snapshot(self, row: VersionRow) -> None:
+        """Keep the row ``snapshot`` at the newest version that has one; the newest may lose it."""
+        while True:
+            found = await self._rows.get(SNAPSHOT)
+            noted = -1 if found is None else int(found[0]["version"])
+            if row.version < noted or (row.version > noted and not row.snapshot):
+                return
+            try:
+                await self._rows.update(SNAPSHOT, dataclasses.asdict(row), 0 if found is None else found[1])
+                return
+            except RowConflict:
+                continue
 
     async def _versions(self) -> list[int]:
         return [int(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]

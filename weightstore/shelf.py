@@ -1,4 +1,7 @@
-"""Snapshots of published versions on the learner's disk: written on demand, served over HTTP, the oldest removed."""
+"""Snapshots of published versions on the learner's disk: written on demand, served over HTTP, the oldest removed.
+
+They are for engines that come late, so none waits for the disk to be sure: a torn one is noticed by its checksums.
+"""
 
 import asyncio
 import logging
@@ -31,8 +34,8 @@ class Shelf:
         self._runner: web.AppRunner | None = None
         self._writing = asyncio.Lock()
 
-    async def open(self, head: VersionRow | None) -> None:
-        """Serve. What an earlier life has left is put up again if it is whole, and the head's row is told."""
+    async def open(self) -> None:
+        """Serve. The newest snapshot, if an earlier life has left it here whole, is put up again; else its row is told it is gone."""
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("*" + snapshot.ASIDE):
             shutil.rmtree(path)
@@ -44,8 +47,9 @@ class Shelf:
         await site.start()
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.url = f"http://{host}:{self._runner.addresses[0][1]}"
-        if head is not None and head.snapshot.startswith("http"):
-            await self._registry.set_snapshot(head.version, await self._left_over(head))
+        newest = await self._registry.snapshot()
+        if newest is not None and newest.snapshot.startswith("http"):
+            await self._registry.set_snapshot(newest.version, await self._left_over(newest))
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -66,8 +70,8 @@ class Shelf:
             return where
 
     def _write(self, staging: Staging) -> None:
-        path = self._directory / f"v{staging.version}"
-        snapshot.write(path, dict(staging.tensors()), version=staging.version, step=staging.step, model_dir=self._model_dir)
+        path, tensors = self._directory / f"v{staging.version}", dict(staging.tensors())
+        snapshot.write(path, tensors, version=staging.version, step=staging.step, model_dir=self._model_dir, durable=False)
         _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
 
     async def _prune(self) -> None:
@@ -77,10 +81,10 @@ class Shelf:
                 await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
 
-    async def _left_over(self, head: VersionRow) -> str:
+    async def _left_over(self, row: VersionRow) -> str:
         try:
-            info = await asyncio.to_thread(snapshot.verify, self._directory / f"v{head.version}")
+            info = await asyncio.to_thread(snapshot.verify, self._directory / f"v{row.version}")
         except SnapshotBroken as error:
-            _log.warning("snapshot of the head not usable version=%d reason=%s", head.version, error)
+            _log.warning("newest snapshot not usable version=%d reason=%s", row.version, error)
             return ""
-        return self.where(head.version) if (info.version, info.step) == (head.version, head.step) else ""
+        return self.where(row.version) if (info.version, info.step) == (row.version, row.step) else ""

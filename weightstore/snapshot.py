@@ -84,10 +84,12 @@ def write(
     step: int,
     model_dir: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
+    durable: bool = True,
 ) -> SnapshotInfo:
-    """Write the directory aside, make it durable, and rename it into place; what stood there is replaced.
+    """Write the directory aside and rename it into place; what stood there is replaced.
 
-    Configuration and tokenizer are copied from ``model_dir``.
+    Configuration and tokenizer are copied from ``model_dir``. ``durable`` waits until the disk has it all, so that it survives a loss of
+    power; without, such a loss may leave what ``verify`` refuses.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -101,19 +103,20 @@ def write(
             files[path.name] = _hash_file(path)
     info = SnapshotInfo(version=version, step=step, digest=manifest.digest, files=files)
     (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
-    settle(aside, directory)
+    settle(aside, directory, durable=durable)
     return info
 
 
-def settle(aside: Path, directory: Path) -> None:
-    """Make a finished directory durable and give it its name."""
-    for path in aside.iterdir():
-        _sync(path)
-    _sync(aside)
+def settle(aside: Path, directory: Path, *, durable: bool) -> None:
+    """Give a finished directory its name."""
+    if durable:
+        for path in [*aside.iterdir(), aside]:
+            _sync(path)
     if directory.exists():
         shutil.rmtree(directory)
     aside.rename(directory)
-    _sync(directory.parent)
+    if durable:
+        _sync(directory.parent)
 
 
 def read_info(directory: Path) -> SnapshotInfo:

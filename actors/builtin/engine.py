@@ -59,6 +59,8 @@ class BuiltinEngine:
         self._first_version, self._on_update = version, on_update
         self._phase = "joining"
         self._unfinished = 0
+        self._awaiting_version = 0
+        """Requests that wait for a newer version before they are queued."""
         self._changed = asyncio.Event()
         self._history: deque[tuple[float, float]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,7 +168,7 @@ class BuiltinEngine:
         elapsed_s = now - since
         gauges = {
             "running": running,
-            "waiting": max(0, self._unfinished - running),
+            "waiting": max(0, self._unfinished - running) + self._awaiting_version,
             "waiting_share": min(1.0, (idle_s - idle_before_s) / elapsed_s) if elapsed_s > 0 else 0.0,
             "version": self.version,
             "epoch": self.epoch,
@@ -210,12 +212,15 @@ class BuiltinEngine:
         """Wait until weights of at least this version are served; raises VersionUnavailable."""
         if self.version >= wanted:
             return
+        self._awaiting_version += 1
         try:
             await self._until(lambda: self.version >= wanted, timeout_s)
         except TimeoutError:
             raise VersionUnavailable(
                 self.url, f"version {wanted} is not served: version {self.version} is, after waiting {timeout_s:g} s"
             ) from None
+        finally:
+            self._awaiting_version -= 1
 
     async def probe(self, timeout_s: float = 20.0) -> None:
         """Generate a token in whatever phase; raises EngineFailed when that does not work, or its log-prob is no number."""

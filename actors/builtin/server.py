@@ -84,10 +84,10 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         engine = self._engine
-        if not engine.servable:
-            raise EngineUnavailable(engine.url, f"it does not serve now: phase {engine.phase}, version {engine.version}")
+        self._want_servable()
         generate = parse_generate(await _body(request), engine.limits)
         await engine.serve_version(generate.min_version, generate.min_version_timeout_s)
+        self._want_servable()  # again: it may have begun to drain while this waited
         progress = engine.submit(generate)
         try:
             if generate.stream:
@@ -149,10 +149,13 @@ class Server:
     # -- what it is -------------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
+        self._want_servable()
+        return web.Response()
+
+    def _want_servable(self) -> None:
         engine = self._engine
-        if engine.servable:
-            return web.Response()
-        raise EngineUnavailable(engine.url, f"it does not serve now: phase {engine.phase}, version {engine.version}")
+        if not engine.servable:
+            raise EngineUnavailable(engine.url, f"it does not serve now: phase {engine.phase}, version {engine.version}")
 
     async def _health_generate(self, request: web.Request) -> web.Response:
         await self._health(request)

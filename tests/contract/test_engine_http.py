@@ -252,10 +252,17 @@ async def test_only_a_serving_engine_answers(model_dir: Path) -> None:
 async def test_draining_finishes_what_there_is_and_takes_nothing_new(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         running = await start(served, [5, 6], "running", max_new_tokens=500, ignore_eos=True)
+        # This one waits for a version, and finds an engine that drains when the version has come.
+        body = {"input_ids": [5], "min_version": 1, "min_version_timeout_s": 30}
+        waiting = asyncio.create_task(served.post("/generate", body))
+        await served.until(lambda: served.engine.stats()["waiting"] == 1)
         drained = asyncio.create_task(served.engine.drain(30))
         await served.until(lambda: served.engine.phase == "draining")
         assert (await served.post("/generate", {"input_ids": [5]}))[0] == 503
         assert await drained
+        await served.engine.load_snapshot(model_dir, 1)
+        status, answer = await waiting
+        assert (status, "draining" in answer["error"]["message"]) == (503, True)
         assert len((await running)[1]["output_ids"]) == 500
     async with serving(model_dir) as served:
         running = await start(served, [5, 6], "running")

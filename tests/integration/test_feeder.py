@@ -133,6 +133,17 @@ async def test_recorded_batches_say_so_and_none_is_pushed_twice(open_world: Open
         await check_history(world)
 
 
+@pytest.mark.parametrize(("max_lag", "prefetch", "planned"), [(3, True, 2), (3, False, 1), (0, True, 1)])
+async def test_at_most_one_step_is_planned_ahead(open_world: OpenWorld, max_lag: int, prefetch: bool, planned: int) -> None:
+    async with open_world(max_lag=max_lag, prefetch=prefetch) as world, world.actors():
+        async with world.feeder() as (url, _):
+            await world.train(url, stop=lambda did, at: (did, at) == ("batch", 1))
+            async for row in world.bus.rows("live").watch("feeder.feeder"):
+                if row is not None and row[0]["waits_for"] == "rank 0 to take step 1":
+                    break
+            assert [plan.step for plan in await world.plans()] == list(range(1, planned + 1))
+
+
 async def test_a_second_feeder_fences_the_first(open_world: OpenWorld) -> None:
     async with open_world() as world, world.actors():
         async with world.feeder() as (url, first):

@@ -1,0 +1,360 @@
+"""The loops of the feeder: the DataSource decides, these move what it decides about.
+
+    TASKS  <-- issue ---- wanted() --+                     +--- plan() --> PLAN --> apply() --> batches --> ranks (ZMQ)
+    SAMPLES --- read ---> add() -----+---- DataSource -----+
+    DEAD, KV weights ---> dead(), version(), published()   +--- done, published, checkpointed <-- rank 0
+
+Each loop says what it consumes, produces, waits for and what unblocks it. All run in one thread; only packing and file work go to
+others. A record is in the log PLAN before it is applied, and applied before its batch is offered.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bus.connection import Bus
+from bus.epoch import raise_epoch
+from bus.link import Waiter
+from bus.live import Heartbeat
+from bus.messages import LiveRow, Plan, Sample, Sampling, Settle, Task
+from learner.admission import Wanted
+from learner.batch import build_batches, encode
+from learner.datasource import FateName, Waits
+from learner.errors import NoProgress
+from learner.feed_messages import Start
+from learner.feed_server import FeedServer
+from learner.outcomes import Outcomes, facts_of
+from learner.patience import cancellable, patiently
+from learner.prompts import PromptFile, sampler_seed
+from learner.restart import Resumed, resume
+from learner.rules import DataRules
+from weightstore.registry import HEAD, VersionRegistry
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 1.0
+"""Ranks and onlookers hear of this process so often."""
+LOOK_AGAIN_S = 5.0
+"""Longest sleep of a loop that is normally woken."""
+UNKNOWN_VERSION_LOOKS = 20
+"""A version whose row cannot be found so often, a second apart, does not exist: rows are written before engines get weights."""
+END_S = 60.0
+"""How long the ranks may take to ask for the step after the last."""
+LEASES_LOST = 3.0
+"""A task that nobody has, and nothing came for during so many lease times, is lost."""
+EARLY_CHECKPOINT_FULL = 0.7
+"""Share of the stream SAMPLES in use at which a step is checkpointed early, so that it can be trimmed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeederRules:
+    """What the process itself decides by."""
+
+    run: str
+    root: Path
+    """Where checkpoints are."""
+    sampling: Sampling
+    group_size: int
+    checkpoint_every: int
+    keep_checkpoints: int
+    ahead: int
+    """Steps planned before a rank asks for them: 0 or 1."""
+    batch_timeout_s: float
+    vocab_size: int | None
+    pad_to: int
+    """Row lengths are multiples of it."""
+
+
+class Feeder:
+    """One start of the feeder, on an open bus."""
+
+    def __init__(self, bus: Bus, rules: FeederRules, data_rules: DataRules, prompts: PromptFile, server: FeedServer) -> None:
+        self._bus, self._rules, self._data_rules, self._prompts, self._server = bus, rules, data_rules, prompts, server
+        self._samples: dict[int, Sample] = {}
+        self._behind = 0
+        self._admit, self._unknown = Waiter(), Waiter()
+        self._decide = server.waiter
+        self._replayed = asyncio.Event()
+        self._text = "the bus"
+        self._phase = "starting"
+        self._epoch = 0
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Start, feed, end."""
+        async with asyncio.TaskGroup() as group:
+            loops = [group.create_task(self._server.run(), name="ranks")]
+            self._epoch = await raise_epoch(self._bus)
+            row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
+            async with Heartbeat(self._bus, row, BEAT_S) as heartbeat:
+                loops.append(group.create_task(self._beat(heartbeat), name="beat"))
+                await self._begin()
+                for loop in (self._issue, self._read, self._follow_dead, self._follow_head, self._look_up, self._feed, self._find_lost):
+                    loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
+                loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
+                await self._over(draining)
+                for loop_task in loops:
+                    loop_task.cancel()
+
+    async def _begin(self) -> None:
+        """Take over the streams, restore, let the ranks start."""
+        self._text = "the fences of PLAN and TASKS"
+        await self._bus.plans.fence(self._epoch)
+        await self._bus.tasks.fence(self._epoch)
+        self._text = "the checkpoint to be verified and the streams to be read"
+        resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root)
+        self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
+        head = await self._bus.rows("weights").get("head")
+        if head is not None and "version" in head[0]:  # a publisher that only has fenced it has written none
+            self._source.published(int(head[0]["version"]), int(head[0]["step"]))
+        self._outcomes = self._make_outcomes(resumed)
+        version, step = self._source.head or (-1, -1)
+        await self._server.start(
+            Start(
+                epoch=self._epoch,
+                checkpoint=None if resumed.checkpoint is None else str(resumed.checkpoint),
+                step=self._source.step,
+                steps=self._data_rules.steps,
+                head_version=version,
+                head_step=step,
+                recorded_until=self._recorded_until,
+            )
+        )
+        self._note_replayed()
+
+    def _make_outcomes(self, resumed: Resumed) -> Outcomes:
+        return Outcomes(
+            self._bus,
+            self._server,
+            epoch=self._epoch,
+            step=self._source.step,
+            steps=self._data_rules.steps,
+            root=self._rules.root,
+            keep_checkpoints=self._rules.keep_checkpoints,
+            earlier=resumed.done,
+            on_published=self._published,
+        )
+
+    async def _over(self, draining: asyncio.Event) -> None:
+        """Until the run is finished and the ranks know it, or this process is drained."""
+        finished, drained = asyncio.create_task(self._outcomes.finished.wait()), asyncio.create_task(self._drained(draining))
+        try:
+            await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
+            if not drained.done():
+                self._phase, self._text = "ending", "the ranks to leave"
+                await self._farewell()
+        finally:
+            finished.cancel()
+            drained.cancel()
+            await asyncio.gather(finished, drained, return_exceptions=True)
+
+    async def _drained(self, draining: asyncio.Event) -> None:
+        await draining.wait()
+        self._phase, self._text = "draining", "the ranks to leave"
+        await self._server.deserted.wait()
+        await self._server.outcomes.join()
+
+    async def _farewell(self) -> None:
+        """Until every rank has heard of the end, bounded."""
+        await self._server.end_after(self._data_rules.steps)
+        try:
+            async with asyncio.timeout(END_S):
+                await self._server.all_ended.wait()
+        except TimeoutError:
+            log.warning("not every rank asked for the end within %.0f s", END_S)
+
+    # ---- admit: consumes wanted(), produces TASKS; waits for places, which settled groups and new versions give back
+
+    async def _issue(self) -> None:
+        await self._replayed.wait()
+        while True:
+            wanted = self._source.wanted()
+            if wanted is None:
+                await self._admit.wait(LOOK_AGAIN_S)
+                continue
+            task = self._task(wanted)
+            task = replace(task, id=await self._bus.tasks.issue(task))
+            self._source.issued(task, time.monotonic())
+            self._decide.wake()
+
+    def _task(self, wanted: Wanted) -> Task:
+        find = self._prompts.after if wanted.reissue_of is None else self._prompts.at
+        drawn = find(wanted.prompt_epoch, wanted.offset)
+        seed = sampler_seed(self._data_rules.seed, drawn.epoch, drawn.offset, wanted.reissues)
+        return Task(
+            run=self._rules.run,
+            epoch=self._epoch,
+            prompt=drawn.row.prompt,
+            prompt_tokens=drawn.tokens,
+            label=drawn.row.label,
+            metadata=drawn.row.metadata,
+            group_size=self._rules.group_size,
+            sampling=replace(self._rules.sampling, seed=seed),
+            prompt_epoch=drawn.epoch,
+            offset=drawn.offset,
+            reissue_of=wanted.reissue_of,
+            reissues=wanted.reissues,
+            min_version=wanted.min_version,
+            issue_step=wanted.issue_step,
+        )
+
+    # ---- take in: consume SAMPLES, DEAD and the registry; wait for the bus
+
+    async def _read(self) -> None:
+        async for received in self._bus.samples.read(self._source.cursor(), vocab_size=self._rules.vocab_size):
+            before = self._source.changes
+            fate = self._source.add(received.seq, received.sample, time.monotonic())
+            self._behind = received.pending
+            if fate.name is FateName.BUFFERED and isinstance(received.sample, Sample):
+                self._samples[received.seq] = received.sample
+                if self._source.has_unknown_version(received.sample):
+                    self._unknown.wake()
+            elif fate.name is FateName.INVALID:
+                log.warning("sample invalid seq=%d field=%s error=%s", received.seq, fate.reason, received.sample)
+            if self._source.changes != before or self._recorded:
+                self._decide.wake()
+
+    async def _follow_dead(self) -> None:
+        async for _, dead in self._bus.dead.follow():
+            self._source.dead(dead.task)
+            self._decide.wake()
+
+    async def _follow_head(self) -> None:
+        async for row in self._bus.rows("weights").watch(HEAD):
+            if row is not None and "version" in row[0]:
+                self._published(int(row[0]["version"]), int(row[0]["step"]))
+
+    def _published(self, version: int, step: int) -> None:
+        self._source.published(version, step)
+        self._admit.wake()
+        self._decide.wake()
+
+    async def _look_up(self) -> None:
+        """Consumes versions nobody has told of; produces their steps from the registry's rows."""
+        registry, looks = VersionRegistry(self._bus), Counter[int]()
+        while True:
+            await self._unknown.wait(BEAT_S)
+            for version in sorted(self._source.unknown_versions()):
+                row = await patiently(self._bus, partial(registry.row, version))
+                looks[version] += 1
+                if row is not None:
+                    self._source.version(version, row.step)
+                elif looks[version] >= UNKNOWN_VERSION_LOOKS:
+                    log.warning("samples of version %d are invalid: no such version is registered", version)
+                    self._source.no_version(version)
+                self._decide.wake()
+
+    async def _find_lost(self) -> None:
+        """A net under the queue: a task that is neither leased, waiting nor settled is issued again."""
+        lease_s = self._bus.config.lease_s
+        while True:
+            await asyncio.sleep(lease_s)
+            overdue = self._source.overdue(time.monotonic(), LEASES_LOST * lease_s)
+            if overdue and not self._behind and await patiently(self._bus, self._bus.tasks.backlog) == (0, 0):
+                for id in overdue:
+                    log.warning("task lost, its prompt is issued again task=%d: neither leased nor waiting for %.0f s", id, 3 * lease_s)
+                    self._source.lost(id)
+                self._decide.wake()
+
+    # ---- decide: consumes complete groups and recorded plans; produces PLAN and batches; waits for groups and for ranks that ask
+
+    async def _feed(self) -> None:
+        while self._source.step < self._data_rules.steps:
+            record, seq = self._next_record()
+            if record is None:
+                await self._wait_for_change()
+                continue
+            recorded = seq is not None
+            if seq is None:
+                seq = await self._bus.plans.append(record)
+            await self._take(record, seq, recorded=recorded)
+        self._text = f"rank 0 to finish step {self._data_rules.steps}"
+
+    def _next_record(self) -> tuple[Plan | Settle | None, int | None]:
+        """What comes next, and its sequence if it stands in the log already."""
+        may_plan = self._source.step < self._server.asked + self._rules.ahead
+        if self._recorded:
+            seq, record = self._recorded[0]
+            if isinstance(record, Plan) and not may_plan:
+                self._text = f"rank 0 to take step {self._server.asked}"
+            elif lacking := self._source.lacks(record):
+                self._text = f"{len(lacking)} samples of the recorded step {record.step} to be read again, the first at {min(lacking)}"
+            else:
+                self._recorded.popleft()
+                return record, seq
+            return None, None
+        if not may_plan:
+            self._text = f"rank 0 to take step {self._server.asked}"
+            return self._source.settlement(), None
+        proposal = self._source.plan(time.monotonic())
+        if isinstance(proposal, Waits):
+            self._text = proposal.text
+            return None, None
+        return proposal, None
+
+    async def _wait_for_change(self) -> None:
+        """Something was read, told or asked for; or a deadline may have passed (looked at every second)."""
+        await self._decide.wait(BEAT_S)
+
+    async def _take(self, record: Plan | Settle, seq: int, *, recorded: bool) -> None:
+        samples = [self._samples[int(one)] for one in record.seqs]
+        self._source.apply(record, seq)
+        held = self._source.held()
+        self._samples = {one: sample for one, sample in self._samples.items() if one in held}
+        self._admit.wake()
+        self._note_replayed()
+        if isinstance(record, Settle):
+            log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
+            return
+        state = self._source.snapshot() if self._wants_checkpoint(record.step, recorded) else b""
+        batches = await asyncio.to_thread(build_batches, record, samples, recorded=recorded, state=state, pad_to=self._rules.pad_to)
+        self._outcomes.planned(record, facts_of(record, batches))
+        await self._server.offer(record.step, [encode(batch) for batch in batches])
+        log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
+        if len(record.tasks) < self._data_rules.groups_per_step:
+            log.warning("step %d runs SHORT: %d of %d groups", record.step, len(record.tasks), self._data_rules.groups_per_step)
+
+    def _wants_checkpoint(self, step: int, recorded: bool) -> bool:
+        every = self._rules.checkpoint_every
+        if step == self._data_rules.steps or (every and step % every == 0):
+            return True
+        early = self._outcomes.fullness >= EARLY_CHECKPOINT_FULL and not recorded
+        return early and step - self._outcomes.checkpoint_step >= max(1, every // 4)
+
+    def _note_replayed(self) -> None:
+        if not self._recorded and not self._replayed.is_set():
+            self._replayed.set()
+            self._admit.wake()
+
+    # ---- be seen
+
+    async def _beat(self, heartbeat: Heartbeat) -> None:
+        """Produces heartbeats for onlookers and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
+        while True:
+            starved_s = self._server.starved_s(time.monotonic())
+            await self._server.beat(self._text)
+            if starved_s > self._rules.batch_timeout_s:
+                raise NoProgress("feeder", starved_s, self._text)
+            heartbeat.update(**self._appearance(starved_s))
+            await asyncio.sleep(BEAT_S)
+
+    def _appearance(self, starved_s: float) -> dict[str, Any]:
+        if not hasattr(self, "_outcomes"):
+            return {"phase": self._phase, "waits_for": self._text}
+        if self._phase not in ("ending", "draining"):
+            self._phase = "waiting" if starved_s else ("working" if self._replayed.is_set() else "replaying")
+        books = self._source.books()
+        load = {"step": self._source.step, "buffered": books.buffered, "trained": books.trained, "open_tasks": books.open}
+        version = self._source.head[0] if self._source.head else -1
+        return {
+            "phase": self._phase,
+            "waits_for": self._text,
+            "version": version,
+            "load": {key: float(value) for key, value in load.items()},
+        }

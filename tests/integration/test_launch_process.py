@@ -1,0 +1,137 @@
+"""Start, drain and stop of one process, and of supervised ones, with real processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.process import Child
+from launch.supervisor import GaveUp, Supervisor
+
+ROOT = Path(__file__).resolve().parents[2]
+
+BODY = """
+import asyncio, sys
+from launch import process
+
+async def main(draining):
+    print("ready", flush=True)
+    {body}
+
+sys.exit(process.run(main, drain_s={drain_s}, uvloop={uvloop}))
+"""
+
+
+def start(body: str, *, drain_s: float = 30, uvloop: bool = True) -> subprocess.Popen[str]:
+    code = BODY.format(body=body, drain_s=drain_s, uvloop=uvloop)
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    return child
+
+
+@pytest.mark.parametrize("uvloop", [True, False])
+@pytest.mark.parametrize(
+    ("body", "signals", "drain_s", "code"),
+    [
+        ("await draining.wait()", [signal.SIGTERM], 30, 0),
+        ("await draining.wait()", [signal.SIGINT], 30, 0),
+        ("await asyncio.Event().wait()", [signal.SIGTERM], 0.1, 75),
+        ("raise RuntimeError('no good')", [], 30, 1),
+        ("async with asyncio.TaskGroup() as g: g.create_task(asyncio.wait_for(draining.wait(), 0.01))", [], 30, 1),
+        ("pass", [], 30, 0),
+    ],
+    ids=["drained", "ctrl-c", "not-in-time", "crashed", "crashed-group", "done"],
+)
+def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, code: int, uvloop: bool) -> None:
+    child = start(body, drain_s=drain_s, uvloop=uvloop)
+    for number in signals:
+        child.send_signal(number)
+    _, errors = child.communicate(timeout=30)
+    assert child.returncode == code, errors
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    child = start("await draining.wait(); print('drains', flush=True); await asyncio.Event().wait()", drain_s=300)
+    child.send_signal(signal.SIGTERM)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "drains\n"
+    child.send_signal(signal.SIGTERM)
+    child.communicate(timeout=30)
+    assert child.returncode == 75
+
+
+async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
+    """kill -9 of the parent leaves no orphan: the kernel ends the child."""
+    code = (
+        "import asyncio, pathlib\nfrom launch.process import Child\n"
+        "async def main():\n"
+        f"    child = Child('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', 'directory={tmp_path}/run'],"
+        f" pathlib.Path('{tmp_path}/bus.log'))\n"
+        "    await child.start(); print(child.pid, flush=True); await child.wait()\n"
+        "asyncio.run(main())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(await asyncio.to_thread(parent.stdout.readline))
+    handle = os.pidfd_open(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_reader(handle, ended.set)
+    async with asyncio.timeout(20):
+        await ended.wait()
+    asyncio.get_running_loop().remove_reader(handle)
+    os.close(handle)
+
+
+async def test_a_process_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+    events: list[str] = []
+    supervisor = Supervisor(tmp_path, restarts=1, window_s=60, on_event=events.append)
+    with pytest.raises(GaveUp) as error:
+        await supervisor.keep("engine", ["engine", "--config", "/no/such.yaml", "--bus", "nats://127.0.0.1:1"])
+    assert error.value.times == 2
+    assert "/no/such.yaml: cannot be read" in str(error.value)
+    assert len(events) == 1
+    assert "started again" in events[0]
+    assert supervisor.restarted == {"engine": 1}
+
+
+async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
+    supervisor = Supervisor(tmp_path, restarts=3, window_s=60, on_event=lambda text: None)
+    await supervisor.keep("config", ["config", "launch/configs/smoke.yaml"])
+    assert supervisor.restarted == {}
+    supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"])
+    first = await _running(supervisor, "bus")
+    os.killpg(first, signal.SIGKILL)
+    second = await _running(supervisor, "bus", other_than=first)
+    assert second != first
+    await _until_exists(tmp_path / "run" / "bus.url")
+    assert await supervisor.end(["bus"], within_s=30) == {"bus": 0}
+    assert supervisor.running == {}
+
+
+async def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
+    child = Child("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"], tmp_path / "log")
+    await child.start()
+    await _until_exists(tmp_path / "run" / "bus.url")
+    child.send(signal.SIGSTOP)
+    assert await child.end(within_s=0.2) == -signal.SIGKILL
+
+
+async def _running(supervisor: Supervisor, name: str, other_than: int = 0) -> int:
+    async with asyncio.timeout(30):
+        while supervisor.running.get(name, other_than) == other_than:
+            await asyncio.sleep(0)
+    return supervisor.running[name]
+
+
+async def _until_exists(path: Path) -> None:
+    async with asyncio.timeout(30):
+        while not path.exists():
+            await asyncio.sleep(0)

@@ -1,0 +1,132 @@
+"""The configuration of a run: precedence, strictness, errors that name path and nearest key, contradictions refused with the reason."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.config import RunConfig
+from launch.settings import SettingsError, from_map, load, render, to_map
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch/configs").glob("*.yaml"))
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "digits.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_later_sources_win(tmp_path: Path) -> None:
+    file = write(tmp_path, "learner: {steps: 1, groups_per_step: 2}\nstaleness: {max_lag: 3}\n")
+    environment = {"TIDEMILL_LEARNER__STEPS": "9", "HOME": "/nowhere", "TIDEMILL": "no setting"}
+    loaded = load(file, ["learner.steps=5", "staleness.max_lag=4"], environment)
+    assert loaded.config.learner.steps == 9, "environment over --set over file"
+    assert loaded.config.staleness.max_lag == 4, "--set over file"
+    assert loaded.config.learner.groups_per_step == 2, "file over default"
+    assert loaded.config.learner.group_size == RunConfig().learner.group_size
+
+
+def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
+    file = write(tmp_path, "seed: 7\nlearner:\n  steps: 1\n")
+    text = render(load(file, ["up.actors=3"], {"TIDEMILL_BUS__LEASE_S": "4"}))
+    line = {match[1]: match[2] for match in re.finditer(r"^ *(\w+): .* # (.*)$", text, re.MULTILINE)}
+    assert line["steps"] == f"{file}:3"
+    assert line["actors"] == "--set"
+    assert line["lease_s"] == "environment TIDEMILL_BUS__LEASE_S"
+    assert line["run"] == "derived: name of the file"
+    assert line["restarts"] == "default"
+    assert "samples per step = groups_per_step x group_size" in text
+
+
+def test_what_is_printed_can_be_loaded_again(tmp_path: Path) -> None:
+    file = write(tmp_path, "prepare: {kind: digits}\nsampling: {stop: [a, b]}\nactor: {reward_options: {x: 1}}\nlearner: {optimizer: {lr: 1e-3}}\n")
+    config = load(file).config
+    assert config.learner.optimizer.lr == 1e-3, "YAML reads 1e-3 as a word"
+    again = write(tmp_path, render(load(file)))
+    assert load(again).config == config
+    assert from_map(yaml.safe_load(yaml.safe_dump(to_map(config))), "test") == config
+
+
+def test_seed_and_places_follow_unless_said(tmp_path: Path) -> None:
+    config = load(write(tmp_path, "seed: 5\nprepare: {task: sort}\n"), ["learner.seed=8"]).config
+    assert (config.data.seed, config.prepare and config.prepare.seed, config.learner.seed) == (5, 5, 8)
+    assert config.run == "digits"
+    assert config.model.path == "runs/digits/prepared/model"
+    assert config.data.path == "runs/digits/prepared/prompts.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("learner: {stepz: 3}", "learner.stepz: no such setting; did you mean learner.steps?"),
+        ("lerner: {steps: 3}", "lerner: no such setting; did you mean learner?"),
+        ("learner: {steps: many}", "learner.steps: want int, got 'many'"),
+        ("learner: {steps: 1.5}", "learner.steps: want int, got 1.5"),
+        ("learner: {steps: true}", "learner.steps: want int, got True"),
+        ("learner: {prefetch: 1}", "learner.prefetch: want bool, got 1"),
+        ("learner: 3", "learner: want a map of settings, got 3"),
+        ("learner: {steps: 0}", "learner.steps: want > 0, got 0"),
+        ("learner: {optimizer: {lr: -1}}", "learner.optimizer.lr: want > 0, got -1"),
+        ("sampling: {stop: [1, {}]}", r"sampling.stop\[1\]: want str, got {}"),
+        ("a: [", "not YAML"),
+    ],
+)
+def test_errors_name_file_line_path_and_cure(tmp_path: Path, text: str, complaint: str) -> None:
+    file = write(tmp_path, f"# a comment\n{text}\n")
+    with pytest.raises(SettingsError, match=complaint) as error:
+        load(file)
+    assert str(file) in str(error.value)
+    if "YAML" not in complaint:
+        assert f"{file}:2" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("learner.steps", "want path.to.key=value"),
+        ("learner.steps.x=1", "learner.steps is a single value"),
+        ("learner.step=1", "did you mean learner.steps"),
+        ("learner.steps=[", "not a YAML value"),
+    ],
+)
+def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        load(write(tmp_path, ""), [setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["learner.algorithm.correction=none"], "train_without_correction"),
+        (["sampling.top_p=0.9"], "truncated"),
+        (["sampling.top_k=5"], "truncated"),
+        (["weights.push_every=4", "staleness.max_lag=2"], "push_every: want <= staleness.max_lag"),
+        (["weights.push_every=3", "staleness.max_lag=2", "learner.checkpoint_every=20"], "multiple of weights.push_every"),
+        (["bus.samples_max_bytes=1000"], "bus.samples_max_bytes: want >="),
+    ],
+)
+def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: list[str], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        load(write(tmp_path, ""), settings)
+
+
+def test_training_without_correction_needs_saying_twice_only_when_asynchronous(tmp_path: Path) -> None:
+    file = write(tmp_path, "learner: {algorithm: {correction: none}}")
+    load(file, ["staleness.max_lag=0"])
+    load(file, ["learner.algorithm.train_without_correction=true"])
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_shipped_configurations_are_good(file: Path) -> None:
+    assert load(file).config.run == file.stem
+
+
+def test_every_setting_is_explained() -> None:
+    """Each section's source has a docstring, and its names are those of the dataclass."""
+    for field in dataclasses.fields(RunConfig):
+        default = getattr(RunConfig(), field.name)
+        if dataclasses.is_dataclass(default):
+            assert type(default).__doc__, field.name
