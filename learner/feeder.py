@@ -1,7 +1,6 @@
 """The feeder process: the learner's only way to the bus, but for pushes. Settings in, one start of ``Feeder``, the first error out."""
 
 import asyncio
-import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,6 @@ from learner.feeder_loops import Feeder, FeederRules
 from learner.patience import cancellable
 from learner.prompts import PromptFile
 from learner.rules import DataRules
-
-log = logging.getLogger(__name__)
 
 
 async def run_feeder(
@@ -68,7 +65,7 @@ async def run_feeder(
             await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining or asyncio.Event()))
     except BaseException as error:
         first = _first(error)
-        await server.fail(f"{type(first).__name__}: {first}")
+        await server.fail("it was told to end" if isinstance(first, asyncio.CancelledError) else f"{type(first).__name__}: {first}")
         raise first from None
     finally:
         await server.close()

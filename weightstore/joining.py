@@ -38,14 +38,15 @@ async def catch_up(
     """Bring the engine to the head as it is now, or further; that head, None when nothing has been published yet.
 
     From there on the pushes carry it, for they reach engines that catch up, too. ``version()`` is what the engine serves now, ``say`` is
-    told what is waited for ("" = nothing). Raises CatchUpTimeout saying what it was; call again then. What ``load`` raises comes through.
+    told what is waited for ("" = nothing). A ``load`` that raises is tried again: a push may have come between. Raises CatchUpTimeout
+    saying what was waited for, and what went wrong last; call again then.
     """
     catcher = _Catcher(bus, engine, version, load, directory, say)
     try:
         async with asyncio.timeout(deadline_s):
             return await catcher.run()
     except TimeoutError:
-        raise CatchUpTimeout(deadline_s, catcher.waits_for) from None
+        raise CatchUpTimeout(deadline_s, catcher.waits_for + (f" (last failure: {catcher.failure})" if catcher.failure else "")) from None
     finally:
         say("")
 
@@ -63,7 +64,7 @@ async def keep_up(
     grace_s: float = GRACE_S,
 ) -> None:
     """For ever: when the head has been ahead for ``grace_s`` with no push arriving, be ``stale(True)``, catch up, be ``stale(False)``."""
-    rows, behind_since = bus.rows("weights"), 0.0
+    rows, behind_since, was_stale = bus.rows("weights"), 0.0, False
     while True:
         await asyncio.sleep(min(1.0, grace_s / 4))
         try:
@@ -71,14 +72,14 @@ async def keep_up(
             head = -1 if found is None else int(found[0].get("version", -1))
             if version() >= head:
                 behind_since = 0.0
+                if was_stale:  # a push was faster
+                    stale(was_stale := False)
                 continue
             behind_since = behind_since or time.monotonic()
             if time.monotonic() - behind_since < grace_s:
                 continue
-            stale(True)
+            stale(was_stale := True)
             await catch_up(bus, engine=engine, version=version, load=load, directory=directory, deadline_s=deadline_s, say=say)
-            stale(False)
-            behind_since = 0.0
         except (CatchUpTimeout, BusError) as error:
             _log.warning("engine behind the head, trying on engine=%s error=%s", engine, error)
 
@@ -89,7 +90,7 @@ class _Catcher:
         self._engine, self._version, self._load, self._directory, self._say = engine, version, load, directory, say
         self._refused: set[str] = set()
         """Where snapshots should have been and were not."""
-        self.waits_for = "the bus"
+        self.waits_for, self.failure = "the bus", ""
 
     async def run(self) -> VersionRow | None:
         goal = await self._registry.head()
@@ -119,23 +120,31 @@ class _Catcher:
             path = Path(row.snapshot)
             if not await asyncio.to_thread(path.is_dir):
                 return False
-            self._waiting(f"loading version {row.version} from {path}")
-            await self._load(path, row.version, row.epoch)
-            return True
+            return await self._load_from(path, row)
         directory = self._directory / f"v{row.version}"
         self._waiting(f"downloading version {row.version} from {row.snapshot}")
         try:
             await fetch(row.snapshot, directory)
         except (SnapshotUnavailable, SnapshotBroken) as error:
-            _log.warning("snapshot not fetched engine=%s error=%s", self._engine, error)
+            self._failed("snapshot not fetched", error)
             return False
         try:
-            if self._version() < row.version:  # a push may have been faster
-                self._waiting(f"loading version {row.version}")
-                await self._load(directory, row.version, row.epoch)
+            return self._version() >= row.version or await self._load_from(directory, row)
         finally:
             await asyncio.to_thread(_remove, directory)
-        return True
+
+    async def _load_from(self, directory: Path, row: VersionRow) -> bool:
+        self._waiting(f"loading version {row.version} from {directory}")
+        try:
+            await self._load(directory, row.version, row.epoch)
+            return True
+        except Exception as error:  # the engine's own errors: unknown here, told when time is up
+            self._failed("snapshot not loaded", error)
+            return False
+
+    def _failed(self, what: str, error: Exception) -> None:
+        _log.warning("%s engine=%s error=%r", what, self._engine, error)
+        self.failure = str(error)
 
     def _waiting(self, text: str) -> None:
         self.waits_for = text

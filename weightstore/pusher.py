@@ -30,6 +30,7 @@ from weightstore.staging import Staging
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0
+_GATHER_S = 0.25
 
 
 class Pusher:
@@ -70,7 +71,7 @@ class Pusher:
         try:
             row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
             staging.version, staging.step = row.version, step
-            members = await self._members.reconcile()
+            members = await self._gather()
             begun = time.perf_counter()
             stall_s = await self._update(members, staging, evicted)
             transfer_s = time.perf_counter() - begun
@@ -98,6 +99,15 @@ class Pusher:
             )
         )
 
+    async def _gather(self) -> list[Member]:
+        """The members; with too few of them, those that come within the deadline are waited for."""
+        deadline = time.monotonic() + self._config.phase_deadline_s
+        while True:
+            members = await self._members.reconcile()
+            if len(members) >= self._config.min_engines or time.monotonic() >= deadline:
+                return members
+            await asyncio.sleep(_GATHER_S)
+
     async def look(self) -> None:
         """For ever: keep the view of the live rows fresh, so that a push knows at once who has been silent."""
         while True:
@@ -109,9 +119,23 @@ class Pusher:
 
     async def answer_wants(self) -> None:
         """For ever: an engine that wants a snapshot writes a row, and writes it again while it waits."""
-        async for row in self._bus.rows("weights").watch(WANT, _LOOK_S):
-            if row is not None and self._head_staging is not None and self._head_staging.version >= int(row[0].get("version", 0)):
-                await self._snapshot_head()
+        while True:
+            try:
+                async for row in self._bus.rows("weights").watch(WANT, _LOOK_S):
+                    if row is not None:
+                        await self._answer_want(int(row[0]["version"]))
+            except BusError as error:
+                _log.warning("wants not read error=%s", error)
+            await asyncio.sleep(_LOOK_S)
+
+    async def _answer_want(self, version: int) -> None:
+        if self._head_staging is not None and self._head_staging.version >= version:
+            await self._snapshot_head()
+        elif version == 0 and self.head is not None and self.head.version == 0:
+            try:
+                await self._shelf.adopt(self.head)
+            except (BusError, OSError) as error:
+                _log.error("snapshot of version 0 failed error=%s", error)
 
     async def _update(self, members: list[Member], staging: Staging, evicted: dict[str, str]) -> dict[str, float]:
         """To all at once, each at its own pace; engine -> stall. Those that fail are evicted, and named."""

@@ -69,6 +69,15 @@ class Shelf:
             await self._prune()
             return where
 
+    async def adopt(self, row: VersionRow) -> None:
+        """Put up the model directory itself as version 0, for an engine that has no such directory."""
+        assert self._model_dir is not None and row.version == 0
+        async with self._writing:
+            if not self.where(0):
+                path = self._directory / "v0"
+                await asyncio.to_thread(snapshot.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest)
+            await self._registry.set_snapshot(0, self.where(0))
+
     def _write(self, staging: Staging) -> None:
         path, tensors = self._directory / f"v{staging.version}", dict(staging.tensors())
         snapshot.write(path, tensors, version=staging.version, step=staging.step, model_dir=self._model_dir, durable=False)

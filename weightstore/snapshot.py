@@ -107,6 +107,24 @@ def write(
     return info
 
 
+def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: str) -> SnapshotInfo:
+    """Make a snapshot of a model directory as it is, weights included; files are linked where the file system can."""
+    aside = directory.with_name(directory.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
+            try:
+                os.link(path.resolve(), aside / path.name)
+            except OSError:
+                shutil.copyfile(path, aside / path.name)
+    files = {path.name: _hash_file(path) for path in aside.iterdir()}
+    info = SnapshotInfo(version=version, step=step, digest=digest, files=files)
+    (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
+    settle(aside, directory, durable=False)
+    return info
+
+
 def settle(aside: Path, directory: Path, *, durable: bool) -> None:
     """Give a finished directory its name."""
     if durable:

@@ -309,6 +309,28 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
         assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[2], prompt, 8)
 
 
+async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
+    """Or a thread would go on writing the standby copy while the next push is let in."""
+    from actors.builtin.engine import BuiltinEngine
+
+    engine = BuiltinEngine(directories[0])
+    await asyncio.to_thread(engine.load)
+    written, ends = asyncio.Event(), asyncio.Event()
+
+    async def verb() -> None:
+        await written.wait()
+        ends.set()
+
+    caller = asyncio.create_task(engine.updates.carry_out(verb()))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.gather(caller, return_exceptions=True)
+    assert caller.cancelled()
+    written.set()
+    await engine.close()
+    assert ends.is_set()
+
+
 async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(directories: list[Path], models: list[Any]) -> None:
     old = list(named(models[1]))
     async with serving(directories[0]) as served, joined(served, "old") as before, joined(served, "new") as push:
@@ -389,8 +411,9 @@ async def test_a_tensor_at_an_odd_place_in_a_bucket(tmp_path: Path) -> None:
     """63 numbers of two bytes, then numbers of four: SGLang's senders do not align them."""
     changes = {"intermediate_size": 63, "mlp_bias": True}
     model = tiny_model("llama", seed=1, **changes)
-    tensors = [(name, tensor.bfloat16() if name.endswith("bias") else tensor) for name, tensor in named(model)]
-    tensors.sort(key=lambda each: not each[0].endswith("bias"))
+    odd = "model.layers.0.mlp.gate_proj.bias"
+    tensors = [(name, tensor.bfloat16() if name == odd else tensor) for name, tensor in named(model)]
+    tensors.sort(key=lambda each: each[0] != odd)
     async with serving(write_tiny_model(tmp_path, "llama", **changes)) as served, joined(served) as push:
         await push.begin(1)
         assert (await push.bucket(tensors))[0] == 200

@@ -1,0 +1,191 @@
+"""The audit sees what is wrong: streams with defects made on purpose, on a real nats-server."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bus.connection import Bus
+from bus.messages import Plan, Sample, Settle, Status, Task
+from launch.audit import Books, Claims, audit
+from launch.looking import as_map, read_status
+from launch.summary import broken_promises, summarize
+from tests import data_kit
+from tests.bus_fixtures import BusOpener
+
+EPOCH = 1
+
+
+class Run:
+    """A run written by hand: two tasks of two samples each."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.tasks: list[Task] = []
+
+    async def begin(self, num_tasks: int = 2) -> None:
+        await self.bus.tasks.fence(EPOCH)
+        await self.bus.plans.fence(EPOCH)
+        for number in range(num_tasks):
+            task = replace(data_kit.task(number + 1), run=self.bus.run, epoch=EPOCH)
+            self.tasks.append(replace(task, id=await self.bus.tasks.issue(task)))
+
+    async def sample(self, task: int, index: int, **changes: object) -> int:
+        return await self.bus.samples.publish(data_kit.sample(self.tasks[task], index, **changes))  # type: ignore[arg-type]
+
+    async def plan(self, step: int, tasks: list[int], seqs: list[int], *, steps: dict[int, int], oldest: int | None = None) -> None:
+        plan = Plan(
+            epoch=EPOCH,
+            step=step,
+            tasks=np.array([self.tasks[one].id for one in tasks], np.int64),
+            seqs=np.array(seqs, np.int64),
+            group_sizes=np.array([2] * len(tasks), np.int32),
+            ranks=np.zeros(len(seqs), np.int32),
+            micro_batches=np.zeros(len(seqs), np.int32),
+            version_steps=steps,
+            oldest_step=oldest,
+            data_parallel=1,
+            num_micro_batches=1,
+            config_digest="",
+            chain="",
+        )
+        await self.bus.plans.append(plan)
+
+    async def settle(self, task: int, seqs: list[int], reason: str) -> None:
+        tasks = np.array([self.tasks[task].id], np.int64)
+        await self.bus.plans.append(Settle(epoch=EPOCH, reason=reason, tasks=tasks, seqs=np.array(seqs, np.int64), step=1))
+
+
+async def test_a_sound_run_has_sound_books(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(3)
+        first = [await run.sample(0, 0, spans=((0, 2), (1, 1))), await run.sample(0, 1)]
+        await run.sample(0, 1, attempt="b")
+        await run.sample(0, 0, attempt="c", status=Status.FAILED)
+        dropped = [await run.sample(1, 0), await run.sample(1, 1)]
+        await run.sample(2, 0)
+        await run.settle(1, dropped, "stale")
+        await run.plan(2, [0], first, steps={0: 0, 1: 1}, oldest=0)
+        books, _ = await audit(bus)
+        status = await read_status(bus)
+    assert books.balance(), books
+    assert (books.published, books.trained, books.lost, books.trained_twice) == (7, 2, 0, 0)
+    assert books.dropped == {"stale": 2, "failed": 1}
+    assert (books.duplicates, books.buffered, books.multi_version) == (1, 1, 1)
+    assert (books.tasks_issued, books.tasks_open) == (3, 1)
+    assert books.lag_tokens == {1: 2 + 3, 0: 1}
+    assert books.max_lag_trained == 1
+    assert books.problems == []
+    assert status["planned"] == 2
+    assert status["samples"]["last_seq"] == 7
+
+
+async def test_masked_tokens_have_no_lag(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        seqs = [await run.sample(0, index, spans=((0, 2), (3, 1))) for index in (0, 1)]
+        await run.plan(4, [0], seqs, steps={0: 0, 3: 3}, oldest=2)
+        books, _ = await audit(bus)
+        await run.plan(5, [0], seqs, steps={0: 0, 3: 3}, oldest=None)
+        twice, _ = await audit(bus)
+    assert books.lag_tokens == {0: 2}
+    assert twice.trained_twice == 2
+    assert twice.max_lag_trained == 4
+
+
+async def test_the_same_place_trained_twice_is_seen(open_bus: BusOpener) -> None:
+    """Two different samples of one (task, index), in two plans."""
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        first = [await run.sample(0, index) for index in (0, 1)]
+        again = [await run.sample(0, index, attempt="b") for index in (0, 1)]
+        await run.plan(1, [0], first, steps={0: 0})
+        await run.plan(2, [0], again, steps={0: 0})
+        books, _ = await audit(bus)
+    assert books.trained_twice == 2
+    assert any("both trained" in problem for problem in books.problems)
+
+
+async def test_trained_and_given_up_is_seen(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        seqs = [await run.sample(0, index) for index in (0, 1)]
+        await run.plan(1, [0], seqs, steps={0: 0})
+        await run.settle(0, seqs, "stale")
+        books, _ = await audit(bus)
+    assert books.trained_twice == 2
+
+
+async def test_a_sample_behind_the_cursor_without_a_record_is_lost(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(2)
+        trained = [await run.sample(0, index) for index in (0, 1)]
+        forgotten = await run.sample(1, 0)
+        waiting = await run.sample(1, 1)
+        await run.plan(1, [0], trained, steps={0: 0})
+        books, _ = await audit(bus, Claims(forgotten, frozenset()))
+        above, _ = await audit(bus, Claims(0, frozenset({*trained, waiting})))
+    assert (books.lost, books.buffered) == (1, 1)
+    assert books.balance()
+    assert (above.lost, above.buffered) == (1, 1)
+    assert any(f"sample {waiting} " in problem for problem in above.problems)
+
+
+async def test_a_hole_in_the_stream_is_seen(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(2)
+        seqs = [await run.sample(task, index) for task in (0, 1) for index in (0, 1)]
+        await run.plan(1, [0, 1], seqs, steps={0: 0})
+        assert await bus.js.delete_msg(f"TM_{bus.run}_SAMPLES", seqs[1])
+        books, _ = await audit(bus)
+    assert books.lost == 2, "gone from the stream, and named by a plan"
+    assert any("gone from the middle" in problem for problem in books.problems)
+
+
+def result(books: Books, rewards: list[float]) -> dict[str, object]:
+    lines = [{"step": place + 1, "data/reward_mean": reward} for place, reward in enumerate(rewards)]
+    nothing: dict[str, float] = {}
+    return summarize(
+        books, lines, [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads={"engine.0": nothing}, restarts={}
+    )
+
+
+@pytest.mark.parametrize(
+    ("books", "rewards", "complaint"),
+    [
+        (Books(lost=1), [1.0], "samples_lost"),
+        (Books(trained_twice=1), [1.0], "samples_trained_twice"),
+        (Books(max_lag_trained=2), [1.0], "max_lag_trained"),
+        (Books(published=1), [1.0], "balance"),
+        (Books(), [1.0] * 20 + [0.2] * 10, "reward_last"),
+        (Books(), [], "reward_last"),
+    ],
+)
+def test_broken_promises_are_named(books: Books, rewards: list[float], complaint: str) -> None:
+    (broken,) = broken_promises(result(books, rewards), require_reward=0.9)
+    assert complaint in broken
+
+
+def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
+    assert broken_promises(result(Books(), [0.1] * 20 + [0.95] * 10), require_reward=0.9) == []
+
+
+def test_requests_that_a_push_aborted_break_a_promise() -> None:
+    loads = {"engine.0": {"requests_aborted_by_pushes": 1.0}, "actor.0": {"waiting_share": 0.5}}
+    summary = summarize(Books(), [], [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads=loads, restarts={})
+    assert summary["requests_aborted_by_pushes"] == 1
+    assert summary["actor_wait_share"] == 0.5
+    assert any("aborted" in text for text in broken_promises(summary, require_reward=-1))
+
+
+def test_a_sample_survives_json() -> None:
+    made: Sample = data_kit.sample(data_kit.task(3), 1, spans=((4, 2), (5, 1)))
+    shown = as_map(9, made)
+    assert shown["spans"] == [[4, 2], [5, 1]]
+    assert len(shown["rollout_log_probs"]) == shown["response_length"] == 3
