@@ -68,9 +68,13 @@ class Link:
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
         """One answer. Raises BusUnavailable."""
         try:
-            return await self.nc.request(subject, payload, timeout=timeout_s)
+            answer = await self.nc.request(subject, payload, timeout=timeout_s)
         except FOREIGN as error:
             raise self.unavailable(subject, error) from None
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():  # wait_for of Python 3.11 forgets one that comes together with the answer
+            raise asyncio.CancelledError
+        return answer
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Fire and forget. Raises BusUnavailable."""

@@ -123,23 +123,21 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining:
         shuffle=data.shuffle,
         seed=data.seed,
     )
-    await first_of(
-        feeder.run_feeder(
-            run=config.run,
-            bus_url=bus_url,
-            root=config.checkpoints,
-            prompts=prompts,
-            learner=config.learner,
-            staleness=config.staleness,
-            sampling=sampling,
-            seed=config.data.seed,
-            push_every=config.weights.push_every,
-            listen=feeder_url,
-            bus=config.bus,
-            vocab_size=vocab_size,
-            max_context=max_context,
-        ),
-        draining.wait(),
+    await feeder.run_feeder(
+        run=config.run,
+        bus_url=bus_url,
+        root=config.checkpoints,
+        prompts=prompts,
+        learner=config.learner,
+        staleness=config.staleness,
+        sampling=sampling,
+        seed=config.data.seed,
+        push_every=config.weights.push_every,
+        listen=feeder_url,
+        bus=config.bus,
+        vocab_size=vocab_size,
+        max_context=max_context,
+        draining=draining,
     )
 
 

@@ -33,6 +33,22 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.yaml"
 BUS_START_S = 60.0
 LATER_STARTS_S = 86_400.0
+REPORTED = (
+    "steps",
+    "reward_first",
+    "reward_last",
+    "seconds",
+    "samples_published",
+    "samples_trained",
+    "samples_lost",
+    "samples_trained_twice",
+    "samples_dropped",
+    "multi_version_samples",
+    "max_lag_trained",
+    "pushes",
+    "restarts",
+)
+"""What of the summary is said at the end."""
 BROKEN_PROMISE = 3
 """Exit code when the run went through and its books or its reward are not as promised."""
 
@@ -228,12 +244,16 @@ class Up:
         self._report(result, broken)
 
     def _report(self, result: dict[str, object], broken: list[str]) -> None:
-        shown = ("steps", "reward_first", "reward_last", "seconds", "samples_published", "samples_trained", "samples_lost")
-        shown += ("samples_trained_twice", "samples_dropped", "multi_version_samples", "max_lag_trained", "pushes", "restarts")
-        self._say("\n".join(f"  {name:<24} {result[name]}" for name in shown))
+        self._say("\n".join(f"  {name:<24} {_short(result[name])}" for name in REPORTED))
         self._say(f"  model {self._root}/final, picture {self._root}/curves.png, books {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {count}" for name, count in value.items()) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _draw(lines: list[dict[str, object]], file: Path, title: str) -> None:

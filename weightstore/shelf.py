@@ -71,7 +71,10 @@ class Shelf:
 
     async def adopt(self, row: VersionRow) -> None:
         """Put up the model directory itself as version 0, for an engine that has no such directory."""
-        assert self._model_dir is not None and row.version == 0
+        assert row.version == 0
+        if self._model_dir is None:
+            _log.error("a snapshot of version 0 is wanted, but this publisher knows no model directory")
+            return
         async with self._writing:
             if not self.where(0):
                 path = self._directory / "v0"

@@ -17,7 +17,7 @@ from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
 from bus.server import EmbeddedServer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore import joining
 from weightstore.config import WeightsConfig
@@ -185,14 +185,25 @@ def test_closing_ends_a_push_or_drains_it(bus_url: str, run_id: str, tmp_path: P
     assert not [thread for thread in threading.enumerate() if thread.name == "publisher"]
 
 
+def test_a_push_waits_for_engines_it_must_have(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with publishing(bus_url, run_id, tmp_path, min_engines=1, phase_deadline_s=20) as publisher:
+        handle = publisher.publish(1, tiny_tensors(1).items(), wait=False)
+        with receivers(bus_url, run_id, {"a": GOOD}):
+            assert handle.result(20).engines == ("a",)
+
+
 class Loader:
     """The engine's side of catching up, without an engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, failures: int = 0) -> None:
         self.version, self.loaded = -1, ""
         self.said: list[str] = []
+        self.failures = failures
 
     async def load(self, directory: Path, version: int, epoch: int) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise OSError("a push came between")
         self.loaded = digest(load_file(directory / "model.safetensors"))
         assert json.loads((directory / "config.json").read_text()) == {"model_type": "tiny"}
         self.version = version
@@ -236,6 +247,58 @@ def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_u
     with publishing(bus_url, run_id, tmp_path / "snapshots", epoch=2, model_dir=model):
         catch_up(bus_url, run_id, tmp_path / "late", loader)
         assert (loader.version, loader.loaded) == (4, digest(tiny_tensors(4)))
+
+
+def test_version_0_comes_over_http_where_the_model_directory_is_not(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    model = write_tiny_companions(tmp_path / "model")
+    save_file(tiny_tensors(0), model / "model.safetensors")
+    loader = Loader(failures=1)
+    with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model) as publisher:
+        publisher.publish_initial(tmp_path / "a path on the learner's machine")
+        catch_up(bus_url, run_id, tmp_path / "late", loader)
+        assert (loader.version, loader.loaded) == (0, digest(tiny_tensors(0)))
+
+
+def test_nothing_published_is_nothing_to_catch_up_with(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    assert catch_up(bus_url, run_id, tmp_path, Loader()) is None
+    with publishing(bus_url, run_id, tmp_path):  # it has fenced, and published nothing
+        assert catch_up(bus_url, run_id, tmp_path, Loader()) is None
+
+
+def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    model = write_tiny_companions(tmp_path / "model")
+    loader, phases = Loader(), []
+
+    async def follow() -> None:
+        fresh = asyncio.Event()
+
+        def stale(is_stale: bool) -> None:
+            phases.append((is_stale, loader.version))
+            if not is_stale:
+                fresh.set()
+
+        async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=10) as bus:
+            following = asyncio.create_task(
+                joining.keep_up(
+                    bus,
+                    engine="late",
+                    version=lambda: loader.version,
+                    load=loader.load,
+                    directory=tmp_path / "late",
+                    deadline_s=20,
+                    stale=stale,
+                    grace_s=0.2,
+                )
+            )
+            async with asyncio.timeout(20):
+                await fresh.wait()
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+    with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model) as publisher:
+        publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        asyncio.run(follow())
+    assert phases == [(True, -1), (False, 1)]
 
 
 def test_the_copy_that_a_snapshot_is_written_from_is_not_overwritten(bus_url: str, run_id: str, tmp_path: Path) -> None:

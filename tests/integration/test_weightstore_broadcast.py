@@ -1,0 +1,164 @@
+"""Process groups of two and three: bytes, deadlines with dead and silent peers, and a peer made the way SGLang makes it."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from weightstore.broadcast import BroadcastGroup
+from weightstore.errors import PeerLost
+
+SMALL, LARGE = 1000, 16_000_000
+"""Bytes: what fits into socket buffers, and what does not."""
+
+
+def pattern(size: int) -> torch.Tensor:
+    return torch.arange(size, dtype=torch.int64).mul_(31).remainder_(251).to(torch.uint8)
+
+
+def receive_all(port: int, rank: int, world_size: int, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    group = BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", 20)
+    for size in (SMALL, LARGE, SMALL):
+        pipe.send(torch.equal(group.receive(size), pattern(size)))
+    pipe.recv()
+
+
+def hang_before_receiving(port: int, rank: int, world_size: int, pipe: Any) -> None:
+    group = BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", 20)
+    group.receive(SMALL)
+    pipe.send(os.getpid())
+    pipe.recv()
+
+
+def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> None:
+    """A group by torch's own constructors: a rendezvous, the store under the group's name, then a group for every device."""
+    from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
+
+    timeout = timedelta(seconds=20)
+    store, rank, size = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", rank, world_size, timeout=timeout)))
+    store.set_timeout(timeout)
+    group, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), PrefixStore("pair", store), group_name="pair", timeout=timeout)
+    flat = torch.empty(LARGE, dtype=torch.uint8)
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    group.broadcast([flat], options).wait()
+    pipe.send(torch.equal(flat, pattern(LARGE)))
+
+
+def send_then_wait(pipe: Any) -> None:
+    """A learner that sends once and is then killed or stopped by the test."""
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    pipe.send(group.port)
+    group.meet()
+    group.send(pattern(SMALL))
+    pipe.recv()
+
+
+@contextmanager
+def child(target: Callable[..., None], *args: Any) -> Iterator[tuple[Any, ForkServerProcess]]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.receiver_app"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*args, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours, process
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+
+
+def told(pipe: Any) -> Any:
+    assert pipe.poll(30), "the child says nothing"
+    return pipe.recv()
+
+
+def test_every_receiver_gets_the_bytes_and_no_default_group_is_made() -> None:
+    group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", 20)
+    with child(receive_all, group.port, 1, 3) as (one, _), child(receive_all, group.port, 2, 3) as (two, _):
+        group.meet()
+        for size in (SMALL, LARGE, SMALL):
+            group.send(pattern(size))
+            assert told(one) and told(two)
+        group.close()
+        with pytest.raises(PeerLost, match="the group is closed"):
+            group.send(pattern(SMALL))
+    assert not dist.is_initialized()
+
+
+def test_sglangs_way_of_making_the_group_meets_ours() -> None:
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    with child(receive_like_sglang, group.port, 1, 2) as (pipe, _):
+        group.meet()
+        group.send(pattern(LARGE))
+        assert told(pipe)
+
+
+def test_the_store_listens_only_where_it_was_told() -> None:
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.2", group.port), timeout=1)
+    group.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> None:
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
+    with child(hang_before_receiving, group.port, 1, 2) as (pipe, process):
+        group.meet()
+        group.send(pattern(SMALL))
+        os.kill(told(pipe), how)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="sending 16000000 bytes"):
+            group.send(pattern(LARGE), 1.0)
+        assert time.monotonic() - began < 3
+        assert process.exitcode is None or how == signal.SIGKILL
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_sender_ends_the_receivers_wait(how: signal.Signals) -> None:
+    with child(send_then_wait) as (pipe, process):
+        group = BroadcastGroup.join("127.0.0.1", told(pipe), 1, 2, "pair", "gloo", 20)
+        assert torch.equal(group.receive(SMALL), pattern(SMALL))
+        assert process.pid is not None
+        os.kill(process.pid, how)
+        began = time.monotonic()
+        with pytest.raises(PeerLost, match="receiving 1000 bytes"):
+            group.receive(SMALL, 1.0)
+        assert time.monotonic() - began < 3
+
+
+def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
+    began = time.monotonic()
+    group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 0.5)
+    with pytest.raises(PeerLost, match="meeting 1 peers"):
+        group.meet()
+    port = group.port
+    group.close()
+    del group
+    with pytest.raises(PeerLost, match="Connection refused"):
+        BroadcastGroup.join("127.0.0.1", port, 1, 2, "pair", "gloo", 10)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        with pytest.raises(PeerLost, match=r"no answer within 0.5 s"):
+            BroadcastGroup.join("127.0.0.1", silent.getsockname()[1], 1, 2, "pair", "gloo", 0.5)
+    assert time.monotonic() - began < 5
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="backend: want one of gloo, nccl, got 'mpi'"):
+        BroadcastGroup.host("127.0.0.1", "pair", 2, "mpi", 1)
+    with pytest.raises(ValueError, match="rank: want 1 to 1, got 2"):
+        BroadcastGroup.join("127.0.0.1", 1, 2, 2, "pair", "gloo", 1)

@@ -1,0 +1,116 @@
+"""Snapshots over HTTP: whole, resumed, torn, changed, gone."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from safetensors.torch import load_file
+from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
+from weightstore import snapshot
+from weightstore.download import fetch
+from weightstore.errors import SnapshotBroken, SnapshotUnavailable
+
+
+@asynccontextmanager
+async def served(directory: Path, requests: list[tuple[str, str]], *, ranges: bool = True) -> AsyncIterator[str]:
+    """An HTTP server on the directory; it writes down what it is asked for. Without ``ranges`` it always sends all."""
+
+    async def get(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        requests.append((name, request.headers.get("Range", "")))
+        if not (directory / name).exists():
+            raise web.HTTPNotFound
+        return web.FileResponse(directory / name) if ranges else web.Response(body=(directory / name).read_bytes())
+
+    app = web.Application()
+    app.router.add_get("/v1/{name}", get)
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    model = write_tiny_companions(tmp_path / "model")
+    snapshot.write(tmp_path / "source", tiny_tensors(1, scale=10), version=1, step=9, model_dir=model, durable=False)
+    return tmp_path / "source"
+
+
+async def test_a_fetched_snapshot_is_the_snapshot(source: Path, tmp_path: Path) -> None:
+    async with served(source, []) as url:
+        info = await fetch(url, tmp_path / "got")
+    assert (info.version, info.step) == (1, 9)
+    assert snapshot.verify(tmp_path / "got") == info
+    assert {path.name: path.read_bytes() for path in (tmp_path / "got").iterdir()} == {
+        path.name: path.read_bytes() for path in source.iterdir()
+    }
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+async def test_what_an_interrupted_download_brought_is_used(source: Path, tmp_path: Path, ranges: bool) -> None:
+    whole = (source / "model.safetensors").read_bytes()
+    aside = tmp_path / "got.part"
+    aside.mkdir()
+    (aside / "config.json").write_bytes((source / "config.json").read_bytes())
+    (aside / "model.safetensors").write_bytes(whole[:1000])
+    (aside / "of-another-snapshot.bin").write_bytes(b"x")
+    requests: list[tuple[str, str]] = []
+    async with served(source, requests, ranges=ranges) as url:
+        info = await fetch(url, tmp_path / "got")
+    assert snapshot.verify(tmp_path / "got") == info and not (tmp_path / "got" / "of-another-snapshot.bin").exists()
+    assert ("model.safetensors", "bytes=1000-") in requests
+    assert "config.json" not in [name for name, _ in requests]
+
+
+async def test_wrong_bytes_from_an_earlier_try_are_thrown_away(source: Path, tmp_path: Path) -> None:
+    aside = tmp_path / "got.part"
+    aside.mkdir()
+    (aside / "model.safetensors").write_bytes(b"\0" * 1000)
+    (aside / "config.json").write_bytes(b"much longer than it should be")
+    async with served(source, []) as url:
+        await fetch(url, tmp_path / "got")
+    assert digest(load_file(tmp_path / "got" / "model.safetensors")) == digest(tiny_tensors(1, scale=10))
+
+
+async def test_a_snapshot_that_is_changed_on_the_server_never_gets_its_name(source: Path, tmp_path: Path) -> None:
+    path = source / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    async with served(source, []) as url:
+        with pytest.raises(SnapshotBroken, match="model.safetensors: want SHA-256"):
+            await fetch(url, tmp_path / "got")
+        assert not (tmp_path / "got").exists()
+        path.write_bytes(path.read_bytes()[:-7])
+        with pytest.raises(SnapshotBroken, match="model.safetensors: want SHA-256"):
+            await fetch(url, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
+
+
+async def test_a_snapshot_or_a_server_that_is_gone_is_unavailable(source: Path, tmp_path: Path) -> None:
+    async with served(source, []) as url:
+        (source / "model.safetensors").unlink()
+        with pytest.raises(SnapshotUnavailable, match="HTTP 404"):
+            await fetch(url, tmp_path / "got")
+        (source / snapshot.MANIFEST).unlink()
+        with pytest.raises(SnapshotUnavailable, match="HTTP 404"):
+            await fetch(url, tmp_path / "got")
+    with pytest.raises(SnapshotUnavailable, match=r"127.0.0.1"):
+        await fetch(url, tmp_path / "got")
+    assert not (tmp_path / "got").exists()
+
+
+async def test_a_manifest_cannot_name_files_elsewhere(source: Path, tmp_path: Path) -> None:
+    path = source / snapshot.MANIFEST
+    path.write_text(path.read_text().replace('"config.json"', '"../config.json"'))
+    async with served(source, []) as url:
+        with pytest.raises(SnapshotBroken, match="plain file names"):
+            await fetch(url, tmp_path / "got")

@@ -1,0 +1,113 @@
+"""The version registry on a real nats-server: numbers, the head, fences, snapshots."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from bus.errors import Fenced, NotFound
+from tests.bus_fixtures import BusOpener
+from weightstore.registry import VersionRegistry
+
+
+async def test_the_head_moves_only_by_publishing(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        assert await registry.head() is None
+        assert (await registry.publish_initial("/model", 1)).version == 0
+        row = await registry.reserve(7, 1, digest="d")
+        assert (row.version, row.step, row.epoch, row.state, row.digest) == (1, 7, 1, "pushing", "d")
+        assert await registry.row(1) == row  # before any engine can have seen it
+        head = await registry.head()
+        assert head is not None and head.version == 0
+        published = await registry.publish(row)
+        assert await registry.head() == published == await registry.row(1)
+        assert published.state == "published"
+        assert await registry.publish(row) == published  # its first answer may have been lost
+        assert (await registry.publish_initial("/model", 1)).version == 1
+
+
+async def test_a_number_is_never_used_twice(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        first, second = VersionRegistry(bus), VersionRegistry(bus)
+        rows = await asyncio.gather(*[registry.reserve(step, 1) for step in range(8) for registry in (first, second)])
+        assert sorted(row.version for row in rows) == list(range(1, 17))
+        await first.fail(rows[0])
+        await first.publish(max(rows, key=lambda row: row.version))
+        after_restart = VersionRegistry(bus)
+        assert (await after_restart.reserve(9, 2)).version == 17
+        assert await after_restart.steps() == {row.version: row.step for row in rows} | {17: 9}
+
+
+async def test_steps_are_known_of_every_version_that_an_engine_may_have_seen(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        writer, reader = VersionRegistry(bus), VersionRegistry(bus)
+        pushing, failed = await writer.reserve(3, 1), await writer.reserve(4, 1)
+        await writer.fail(failed)
+        assert await reader.steps() == {1: 3, 2: 4}
+        assert await reader.step_of(pushing.version) == 3
+        with pytest.raises(NotFound, match="version 9"):
+            await reader.step_of(9)
+
+
+@pytest.mark.parametrize("what", ["reserve", "publish", "fence"])
+async def test_a_lower_epoch_is_refused(open_bus: BusOpener, what: str) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        old = await registry.reserve(1, 1)
+        assert await registry.fence(2) is None  # no version has been published: the fence alone is no head
+        calls: dict[str, Callable[[], Awaitable[object]]] = {
+            "reserve": lambda: registry.reserve(2, 1),
+            "publish": lambda: registry.publish(old),
+            "fence": lambda: registry.fence(1),
+        }
+        with pytest.raises(Fenced):
+            await calls[what]()
+        assert await registry.head() is None
+        new = await registry.publish(await registry.reserve(1, 2))
+        assert await registry.fence(3) == new
+
+
+async def test_of_two_learners_that_publish_at_once_the_newer_one_wins(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        for _ in range(5):
+            registry = VersionRegistry(bus)
+            epoch = (await registry.reserve(0, 10**6)).version * 10
+            old, new = await registry.reserve(1, epoch), await registry.reserve(2, epoch + 1)
+            results = await asyncio.gather(registry.publish(old), registry.publish(new), return_exceptions=True)
+            head = await registry.head()
+            assert head is not None and (head.version, head.epoch) == (new.version, new.epoch)
+            assert not isinstance(results[1], BaseException)
+
+
+async def test_a_version_behind_the_head_is_not_published(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        one, two = await registry.reserve(1, 1), await registry.reserve(2, 1)
+        await registry.publish(two)
+        with pytest.raises(Fenced, match="version 1 is behind version 2"):
+            await registry.publish(one)
+
+
+async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        assert await registry.snapshot() is None
+        await registry.publish_initial("/model", 1)
+        initial = await registry.snapshot()
+        assert initial is not None and (initial.version, initial.snapshot) == (0, "/model")
+        for step in (1, 2, 3):
+            await registry.publish(await registry.reserve(step, 1))
+        await registry.set_snapshot(2, "http://two")
+        await registry.set_snapshot(1, "http://one")  # older: of no use to anybody who looks for the newest
+        found, head, one = await registry.snapshot(), await registry.head(), await registry.row(1)
+        assert found is not None and (found.version, found.step, found.snapshot) == (2, 2, "http://two")
+        assert one is not None and one.snapshot == "http://one"
+        assert head is not None and (head.version, head.snapshot) == (3, "")
+        await registry.set_snapshot(3, "http://three")
+        head = await registry.head()
+        assert head is not None and head.snapshot == "http://three"
+        await registry.set_snapshot(3, "")
+        assert await registry.snapshot() is None
+        with pytest.raises(NotFound):
+            await registry.set_snapshot(99, "http://nowhere")

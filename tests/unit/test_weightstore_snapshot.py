@@ -1,0 +1,114 @@
+"""Snapshots: ordinary model directories, whole or not there, and what is torn or changed is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tests.receiver_app import tiny_tensors, write_tiny_companions
+from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore import snapshot
+from weightstore.errors import SnapshotBroken
+from weightstore.manifest import ITEM_BYTES, Manifest
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_companions(tmp_path / "model")
+
+
+def test_safetensors_own_reader_finds_every_tensor_bit_for_bit(tmp_path: Path, model: Path) -> None:
+    tensors = tiny_tensors(1) | {f"x.{name}": torch.zeros(3, dtype=getattr(torch, name)) for name in ITEM_BYTES}
+    tensors |= {"empty": torch.empty(0, 4), "transposed": torch.randn(4, 6).t()}
+    info = snapshot.write(tmp_path / "v3", tensors, version=3, step=7, model_dir=model)
+    found = load_file(tmp_path / "v3" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].contiguous().reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)), name
+    with safe_open(tmp_path / "v3" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert (info.version, info.step, info.digest) == (3, 7, Manifest.of(tensors.items()).digest)
+    assert sorted(info.files) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert snapshot.verify(tmp_path / "v3") == info
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "v3"]
+
+
+@pytest.mark.parametrize("shard_bytes", [snapshot.SHARD_BYTES, 40_000])
+def test_transformers_loads_it_as_a_model_directory(tmp_path: Path, shard_bytes: int) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = write_tiny_model(tmp_path / "source", seed=1)
+    want = tiny_model(seed=2)
+    tensors = {name: tensor.detach() for name, tensor in want.state_dict().items()}
+    snapshot.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source, shard_bytes=shard_bytes)
+    assert (tmp_path / "export" / "model.safetensors.index.json").exists() == (shard_bytes == 40_000)
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert got.keys() == tensors.keys() and all(torch.equal(got[name], tensors[name]) for name in tensors)
+    assert AutoTokenizer.from_pretrained(tmp_path / "export").eos_token == "<|im_end|>"
+    snapshot.verify(tmp_path / "export")
+
+
+def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
+    tensors = tiny_tensors(1)
+    info = snapshot.write(tmp_path / "v1", tensors, version=1, step=1, shard_bytes=10_000)
+    index = json.loads((tmp_path / "v1" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == Manifest.of(tensors.items()).num_bytes
+    found = {
+        name: (file, tensor) for file in set(index["weight_map"].values()) for name, tensor in load_file(tmp_path / "v1" / file).items()
+    }
+    assert {name: file for name, (file, _) in found.items()} == index["weight_map"]
+    assert all(torch.equal(found[name][1], tensor) for name, tensor in tensors.items())
+    assert set(index["weight_map"].values()) < set(info.files)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
+def test_a_damaged_file_is_named(tmp_path: Path, model: Path, name: str, damage: str) -> None:
+    snapshot.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1, model_dir=model)
+    path = tmp_path / "v1" / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[:-1])
+    elif damage == "changed":
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    with pytest.raises(SnapshotBroken, match=name):
+        snapshot.verify(tmp_path / "v1")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 99}', '{"format": 1, "version": 1, "step": 1, "digest": "", "files": {"a": 1}}']
+)
+def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
+    snapshot.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1)
+    (tmp_path / "v1" / snapshot.MANIFEST).write_text(text)
+    with pytest.raises(SnapshotBroken, match=r"manifest\.json"):
+        snapshot.verify(tmp_path / "v1")
+    with pytest.raises(SnapshotBroken, match=r"manifest\.json"):
+        snapshot.read_info(tmp_path / "nowhere")
+
+
+def test_a_write_that_is_broken_off_leaves_nothing_under_the_name(tmp_path: Path) -> None:
+    class Torn(dict[str, torch.Tensor]):
+        def __getitem__(self, name: str) -> torch.Tensor:
+            raise OSError("no space left on device")
+
+    snapshot.write(tmp_path / "v1", tiny_tensors(1), version=1, step=1)
+    for name in ("v1", "v2"):
+        with pytest.raises(OSError, match="no space"):
+            snapshot.write(tmp_path / name, Torn(tiny_tensors(2)), version=2, step=2)
+    assert not (tmp_path / "v2").exists()
+    assert snapshot.verify(tmp_path / "v1").version == 1
+    snapshot.write(tmp_path / "v1", tiny_tensors(3), version=3, step=3)
+    assert snapshot.verify(tmp_path / "v1").version == 3 and not (tmp_path / "v1.part").exists()
+
+
+def test_a_model_directory_can_be_put_up_as_it_is(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", seed=1)
+    info = snapshot.adopt(source, tmp_path / "v0", version=0, step=0, digest="d")
+    assert snapshot.verify(tmp_path / "v0") == info and (info.version, info.digest) == (0, "d")
+    assert {path.name for path in source.iterdir()} == set(info.files)
