@@ -17,6 +17,7 @@ from launch.watch import Watch
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 PLOT_WIDTH, PLOT_HEIGHT = 64, 7
+_BARS = " ▁▂▃▄▅▆▇█"
 _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
 """Braille dots of a cell from bottom to top, left and right."""
 
@@ -94,7 +95,7 @@ def _reward(watch: Watch) -> Text:
     text = Text()
     text.append(f"reward {rewards[-1]:.3f}", style="bold green")
     text.append(f"   first {rewards[0]:.3f}, best {max(rewards):.3f}\n", style="dim")
-    lines = plot(rewards, width=PLOT_WIDTH, height=PLOT_HEIGHT, low=low, high=high)
+    lines = plot(rewards, width=PLOT_WIDTH, height=PLOT_HEIGHT, low=low, high=high, total=watch.steps)
     for place, line in enumerate(lines):
         level = high if place == 0 else low if place == len(lines) - 1 else None
         text.append(f"{level:5.2f} " if level is not None else "      ", style="dim")
@@ -102,15 +103,19 @@ def _reward(watch: Watch) -> Text:
     return text
 
 
-def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float) -> list[str]:
-    """A curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each."""
+def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float, total: int) -> list[str]:
+    """A curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill the width."""
     columns, levels = width * 2, height * 4
     cells = [[0] * width for _ in range(height)]
     span = (high - low) or 1.0
-    for column in range(min(columns, len(values))):
-        start = column * len(values) // min(columns, len(values))
-        end = max(start + 1, (column + 1) * len(values) // min(columns, len(values)))
-        value = sum(values[start:end]) / (end - start)
+    total = max(total, len(values))
+    for column in range(columns):
+        start = column * total // columns
+        end = max(start + 1, (column + 1) * total // columns)
+        part = values[start:end]
+        if not part:
+            break
+        value = sum(part) / len(part)
         level = min(levels - 1, max(0, round((value - low) / span * (levels - 1))))
         cells[height - 1 - level // 4][column // 2] |= _DOTS[level % 4][column % 2]
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
@@ -123,7 +128,8 @@ def _numbers(watch: Watch) -> Table:
     actors = watch.share("actor")
     waiting, leased = watch.backlog or (0, 0)
     table.add_row("lag", f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max")
-    table.add_row("mismatch", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f} |Δ log p|, k3 {watch.newest('offpolicy/k3'):.4f}")
+    table.add_row("", _lags(watch))
+    table.add_row("|Δ log p|", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f}, k3 {watch.newest('offpolicy/k3'):.4f}")
     table.add_row("tasks", f"{waiting} waiting, {leased} leased")
     if watch.samples is not None:
         table.add_row("stream", f"{watch.samples.last_seq} samples, {watch.samples.bytes / 1e6:.1f} MB")
@@ -132,6 +138,16 @@ def _numbers(watch: Watch) -> Table:
     table.add_row("push", f"version {watch.newest('push/version', -1):.0f}, {watch.newest('push/seconds') * 1000:.0f} ms")
     table.add_row("entropy", f"{watch.newest('train/entropy'):.3f} nats")
     return table
+
+
+def _lags(watch: Watch) -> Text:
+    """Shares of the trained tokens by lag, as bars."""
+    text = Text()
+    for lag in range(16):
+        share = watch.newest(f"offpolicy/lag_share/{lag}", -1.0)
+        if share >= 0:
+            text.append(f"{lag}", style="dim").append(_BARS[round(share * (len(_BARS) - 1))] + " ", style="cyan")
+    return text
 
 
 def _processes(watch: Watch) -> Table:
@@ -153,6 +169,7 @@ def _sample(sample: Sample | None) -> Text:
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("last sample ", style="dim")
     text.append(_one_line(prompt, 60))
+    text.append(" → ", style="dim")
     text.append(_one_line(sample.response, 60) or "(nothing)", style="bold")
     text.append(f"   reward {sample.score:.2f}", style="green" if sample.score > 0.99 else "yellow")
     if sample.label is not None:

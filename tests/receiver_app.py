@@ -139,7 +139,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
     row = LiveRow(role="engine", id=id, host="test", pid=os.getpid(), phase=behaviour.phase, address=url)
     async with connect(bus_url, run, BusConfig(), name=id, wait_s=10) as bus:
         async with Heartbeat(bus, row, every_s=0.5) as heartbeat:
-            while heartbeat.written_s < 0:
+            while heartbeat.written_s < 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             ready.send(url)
             await asyncio.Event().wait()

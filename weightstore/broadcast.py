@@ -1,7 +1,7 @@
 """A process group of its own: one sender (rank 0) and its receivers, beside whatever groups the process has.
 
 Built from torch's classes directly, so no default group is touched. Store keys are laid out as by SGLang's own constructor
-(``<name>`` then ``<name>/`` then ``<device>/``, one group for each device the backend can serve), so that either end may be SGLang.
+(``<name>``, then ``<name>/``, then ``<device>/``), so that a receiver may be SGLang.
 Every operation has a deadline; nothing here can be interrupted before it. Blocking: call it in a thread.
 """
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from weightstore.errors import PeerLost
 
-BACKENDS = {"gloo": ("cpu", "cuda"), "nccl": ("cuda",)}
-"""Devices for which torch makes a group of the backend each; all members must make the same."""
+BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
+"""The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on it."""
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
 """NCCL's watchdog ends the whole process at its timeout: never let it; the deadline here comes first."""
 _POLL_S = 0.001
@@ -38,7 +38,7 @@ class BroadcastGroup:
         """Deadline of an operation that is given none."""
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
-        self._groups: list[Any] = []
+        self._group: Any = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
@@ -77,9 +77,8 @@ class BroadcastGroup:
         assert self._store is not None, "closed"
         outer = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
         with _translated(self.name, f"meeting {self.world_size - 1} peers"):
-            for device in BACKENDS[self.backend]:
-                store = dist.PrefixStore(f"{device}/", outer)
-                self._groups.append(self._gloo(store) if self.backend == "gloo" else self._nccl(store))
+            store = dist.PrefixStore(f"{BACKENDS[self.backend]}/", outer)
+            self._group = self._gloo(store) if self.backend == "gloo" else self._nccl(store)
 
     def send(self, flat: Tensor, timeout_s: float | None = None) -> None:
         """Rank 0: broadcast a flat uint8 tensor to all; returns when it has left this process."""
@@ -97,7 +96,7 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Drop the connections; an operation that is under way in another thread ends by its own deadline."""
-        self._groups, self._store = [], None
+        self._group = self._store = None
         self._buffer = self._buffer[:0]
 
     @property
@@ -130,9 +129,9 @@ class BroadcastGroup:
             return str(probe.getsockname()[0])
 
     def _broadcast(self, flat: Tensor, doing: str, timeout_s: float | None) -> None:
-        if not self._groups:
+        group, timeout_s = self._group, self.timeout_s if timeout_s is None else timeout_s
+        if group is None:
             raise PeerLost(self.name, doing, "the group is closed")
-        group, timeout_s = self._groups[0], self.timeout_s if timeout_s is None else timeout_s
         if flat.device.type != self._device.type:
             flat = flat.to(self._device)
         options = dist.BroadcastOptions()

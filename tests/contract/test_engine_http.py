@@ -12,7 +12,7 @@ import pytest
 from actors.engine_client import HttpEngine
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
 from bus.messages import Sampling, Span
-from tests.engine_serving import Served, prompts, serving
+from tests.engine_serving import Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -322,15 +322,16 @@ async def test_the_client_gives_what_the_engine_made(model_dir: Path) -> None:
 async def test_broken_weights_fail_the_request_and_not_the_engine(tmp_path: Path) -> None:
     model = tiny_model()
     write_tiny_model(tmp_path)
-    model.model.norm.weight.data[0] = float("nan")
+    model.model.layers[0].self_attn.v_proj.weight.data[0] = float("nan")  # so that kept values are not finite either
     model.save_pretrained(tmp_path)
     async with serving(tmp_path) as served:
         with pytest.raises(EngineFailed, match="not finite"):
-            await served.client.generate([5, 6], Sampling())
+            await served.client.generate([5, 6, 7, 8], Sampling())
         assert (await served.get("/health_generate"))[0] == 503
         write_tiny_model(tmp_path)
         assert (await served.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "1"}))[0] == 200
-        assert len((await served.client.generate([5, 6], Sampling(max_new_tokens=1))).tokens) == 1
+        assert len((await served.client.generate([5], Sampling(max_new_tokens=2, stop_token_ids=()))).tokens) > 0
+        assert (await served.generate([5], temperature=0, max_new_tokens=3))["output_ids"] == await greedy(tiny_model(), [5], 3)
         assert served.engine.stats()["requests_failed"] == 2
 
 

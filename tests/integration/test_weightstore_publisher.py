@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
 from bus.server import EmbeddedServer
-from safetensors.torch import load_file, save_file
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore import joining
 from weightstore.config import WeightsConfig

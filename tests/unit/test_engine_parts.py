@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from actors.builtin.answer import answer
 from actors.builtin.progress import Progress
 from actors.builtin.request import SamplingParams
 from actors.builtin.sequence import Sequence
@@ -62,6 +64,26 @@ def test_a_retracted_sequence_has_another_key() -> None:
     sequence.retract()
     assert sequence.key != first
     assert sequence.context().tolist() == [5, 6, 7, 9]
+
+
+def test_a_partial_answer_has_no_end_even_when_the_thread_has_come_to_one() -> None:
+    """The decoding thread runs ahead of what the loop tells."""
+
+    @dataclass
+    class Teller:
+        text: Text | None
+        version: int
+
+    sequence = new_sequence(max_new_tokens=2)
+    sequence.enter(4)
+    for token in (8, 9):
+        sequence.append(token, -1.0)
+    part = answer(sequence, Teller(None, 4), logprobs=True, partial=1)
+    assert (part["output_ids"], part["meta_info"]["finish_reason"]) == ([8], None)
+    assert part["meta_info"]["output_token_logprobs"] == [(-1.0, 8, None)]
+    assert part["meta_info"]["weight_versions"] == [{"version": "4", "start": 0, "end": 1}]
+    whole = answer(sequence, Teller(None, 4), logprobs=False)
+    assert whole["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +174,8 @@ def test_an_answer_of_sglang_is_understood_and_a_broken_one_refused() -> None:
         "cached_tokens_details": None,
         "e2e_latency": 0.1217,
     }
-    answer = {"text": "...", "output_ids": [83, 196, 289], "meta_info": meta}
-    found = _generation("http://x", answer)
+    told = {"text": "...", "output_ids": [83, 196, 289], "meta_info": meta}
+    found = _generation("http://x", told)
     assert found.tokens.tolist() == [83, 196, 289]
     assert found.spans == (Span(version=1, num_tokens=1), Span(version=2, num_tokens=2))
     assert (found.version, found.finish) == (2, "length")
@@ -165,6 +187,6 @@ def test_an_answer_of_sglang_is_understood_and_a_broken_one_refused() -> None:
         {"id": None, "prompt_tokens": None, "output_token_logprobs": None},
     ):
         with pytest.raises(EngineFailed):
-            _generation("http://x", answer | {"meta_info": meta | wrong})
+            _generation("http://x", told | {"meta_info": meta | wrong})
     with pytest.raises(EngineFailed, match="broken"):
         _generation("http://x", {"error": {"message": "broken"}})

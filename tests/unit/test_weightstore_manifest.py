@@ -78,7 +78,7 @@ def test_strange_manifests_are_refused() -> None:
     spec = TensorSpec(name="a", shape=(1,), dtype="float32")
     with pytest.raises(BadManifest, match="a twice"):
         Manifest([spec, spec])
-    with pytest.raises(BadManifest, match="a: dtype: want one of .*, got 'complex64'"):
+    with pytest.raises(BadManifest, match=r"a: dtype: want one of .*, got 'complex64'"):
         TensorSpec(name="a", shape=(), dtype="complex64")
     with pytest.raises(BadManifest, match="want 4 bytes of uint8, got 3"):
         list(unflatten(Manifest([spec]).buckets(9)[0], torch.zeros(3, dtype=torch.uint8)))

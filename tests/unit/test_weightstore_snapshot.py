@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from safetensors import safe_open
 from safetensors.torch import load_file
+
 from tests.receiver_app import tiny_tensors, write_tiny_companions
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore import snapshot

@@ -1,0 +1,90 @@
+"""What a person sees: the curve, and one picture of a run in the middle."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from bus.messages import Done, LiveRow
+from launch.curves import draw, smooth
+from launch.view import picture, plot, waiting_words
+from launch.watch import Watch
+from tests import data_kit
+
+
+class NoBus:
+    """A watch that has seen everything needs no bus."""
+
+
+def watch_of(rewards: list[float], steps: int) -> Watch:
+    watch = Watch(NoBus(), steps=steps)  # type: ignore[arg-type]
+    for place, reward in enumerate(rewards):
+        metrics = {"data/reward_mean": reward, "offpolicy/lag_max": 2.0, "offpolicy/lag_share/0": 0.25, "offpolicy/lag_share/1": 0.75}
+        watch.outcomes[place + 1] = Done(epoch=1, step=place + 1, metrics=metrics)
+        watch.reached_s[place + 1] = 2.0 * (place + 1)
+    return watch
+
+
+def dots(lines: list[str]) -> list[tuple[int, int]]:
+    """(column, level) of every dot, level 0 at the bottom."""
+    bits = {0x40: (0, 0), 0x04: (0, 1), 0x02: (0, 2), 0x01: (0, 3), 0x80: (1, 0), 0x20: (1, 1), 0x10: (1, 2), 0x08: (1, 3)}
+    found = []
+    for row, line in enumerate(lines):
+        for column, cell in enumerate(line):
+            for bit, (right, up) in bits.items():
+                if (ord(cell) - 0x2800) & bit:
+                    found.append((2 * column + right, 4 * (len(lines) - 1 - row) + up))
+    return sorted(found)
+
+
+def test_a_rising_line_rises() -> None:
+    lines = plot(list(np.linspace(0, 1, 20)), width=10, height=4, low=0, high=1, total=20)
+    assert dots(lines) == [(column, round(column / 19 * 15)) for column in range(20)]
+
+
+def test_a_run_that_is_half_done_fills_half_of_the_width() -> None:
+    found = dots(plot([0.5] * 30, width=10, height=2, low=0, high=1, total=60))
+    assert max(column for column, _ in found) == 9
+
+
+@pytest.mark.parametrize("count", [1, 7, 500])
+def test_any_number_of_values_fits(count: int) -> None:
+    lines = plot([0.3] * count, width=12, height=3, low=0, high=1, total=count)
+    assert [len(line) for line in lines] == [12, 12, 12]
+
+
+def test_time_left_follows_the_pace() -> None:
+    assert watch_of([0.1] * 10, steps=60).left_s() == pytest.approx(100)
+    assert watch_of([0.1] * 2, steps=60).left_s() is None
+
+
+def test_the_picture_says_what_a_person_asks_for() -> None:
+    watch = watch_of([0.1, 0.5, 0.9], steps=10)
+    row = LiveRow(role="engine", id="e-0", host="h", pid=1, phase="serving", version=7, waits_for="nothing")
+    watch.rows = [(row, 0.0), (LiveRow(role="actor", id="a-0", host="h", pid=2, phase="working"), 9.0)]
+    watch.sample = data_kit.sample(data_kit.task(1), 0)
+    watch.event("engine-0 was started again")
+    console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
+    console.print(picture(watch, "tidemill test"))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for wanted in ("step 3/10", "reward 0.900", "engine e-0", "serving", "silent for 9 s", "last sample", "started again", "left"):
+        assert wanted in text, text
+    assert max(len(line) for line in text.splitlines()) <= 110
+    assert len(text.splitlines()) <= 32
+
+
+def test_before_the_first_step_it_says_who_waits_for_what() -> None:
+    watch = watch_of([], steps=5)
+    assert "no process" in waiting_words(watch)
+    watch.rows = [(LiveRow(role="engine", id="e", host="h", pid=1, phase="joining", waits_for="a snapshot"), 0.0)]
+    assert "engine joining (a snapshot)" in waiting_words(watch)
+
+
+def test_curves_are_drawn_even_from_little(tmp_path: object) -> None:
+    from pathlib import Path
+
+    file = Path(str(tmp_path)) / "curves.png"
+    draw([{"step": 1, "data/reward_mean": 0.5}], file, title="one step")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert smooth([1, 2, 3, 4, 5, 6]) == [1, 1.5, 2, 2.5, 3, 4]
