@@ -1,7 +1,7 @@
 """The books of a run, from what is written down: the streams, the registry and the last checkpoint. Asks no process and trusts no counter.
 
-    SAMPLES  what was published            TASKS  what was handed out         DEAD  what was given up by actors
-    PLAN     what was trained or dropped   checkpoint's cursor  what the model claims to have behind it
+SAMPLES  what was published            TASKS  what was handed out         DEAD  what was given up by actors
+PLAN     what was trained or dropped   checkpoint's cursor  what the model claims to have behind it
 """
 
 import math
@@ -54,7 +54,10 @@ class Books:
 
     def balance(self) -> bool:
         """published = trained + dropped + duplicates + invalid + buffered + lost."""
-        return self.published == self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
+        return (
+            self.published
+            == self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
+        )
 
     trained_here: int = 0
     """Of the trained ones, those still in the stream."""
@@ -156,9 +159,7 @@ async def _samples(bus: Bus, records: _Records, books: Books, claims: Claims | N
             books.complain(f"sample {seq} was trained in step {step} and is not in the stream")
 
 
-def _count(
-    seq: int, sample: Sample, records: _Records, books: Books, claims: Claims | None, places: dict[tuple[int, int], int]
-) -> None:
+def _count(seq: int, sample: Sample, records: _Records, books: Books, claims: Claims | None, places: dict[tuple[int, int], int]) -> None:
     """Find what became of one sample."""
     books.published += 1
     books.tokens_generated += sample.response_length

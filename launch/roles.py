@@ -93,9 +93,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
         async with Heartbeat(bus, row):
-            await run_learner(
-                arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
-            )
+            await run_learner(arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s)
 
 
 async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining: asyncio.Event) -> None:

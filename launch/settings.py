@@ -206,7 +206,9 @@ def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
     try:
         return section(**values)
     except ValueError as bad:
-        where = sorted({s.origin for p, s in settings.items() if p.startswith(prefix) and str(bad).startswith(p.removeprefix(prefix) + ":")})
+        where = sorted(
+            {s.origin for p, s in settings.items() if p.startswith(prefix) and str(bad).startswith(p.removeprefix(prefix) + ":")}
+        )
         raise SettingsError(f"{where[0] + ': ' if where else ''}{prefix}{bad}") from None
 
 

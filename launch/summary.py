@@ -29,6 +29,7 @@ def summarize(
     seconds_to_reward: float | None,
     max_lag: int,
     loads: Mapping[str, Mapping[str, float]],
+    aborted_by_pushes: int,
     restarts: Mapping[str, int],
 ) -> dict[str, Any]:
     """Everything that summary.json holds. ``loads``: the last counters each process told of itself, by ``role.id``."""
@@ -36,7 +37,6 @@ def summarize(
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}
     stalls = [line["push/stall_seconds"] for line in pushes.values() if "push/stall_seconds" in line]
     actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
-    aborted_by_pushes = sum(int(load.get("requests_aborted_by_pushes", 0)) for who, load in loads.items() if who.startswith("engine."))
     return {
         "run": run,
         "steps": len(lines),

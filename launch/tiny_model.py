@@ -84,4 +84,3 @@ def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> No
         torch.manual_seed(config.seed)
         model = Qwen3ForCausalLM(shape)
     model.save_pretrained(directory, safe_serialization=True)
-

@@ -235,6 +235,7 @@ class Up:
             seconds_to_reward=_seconds_to(lines, 0.9),
             max_lag=self._config.staleness.max_lag,
             loads=self._watch.loads,
+            aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
             restarts=self._supervisor.restarted,
         )
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)

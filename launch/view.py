@@ -74,7 +74,9 @@ def _progress(watch: Watch) -> Table:
     row.add_column(justify="right", width=34)
     clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (f", {timedelta(seconds=int(left))} left" if left is not None else "")
     row.add_row(
-        Text(f"step {watch.step}/{watch.steps}", style="bold"), ProgressBar(total=watch.steps, completed=watch.step), Text(clock, style="dim")
+        Text(f"step {watch.step}/{watch.steps}", style="bold"),
+        ProgressBar(total=watch.steps, completed=watch.step),
+        Text(clock, style="dim"),
     )
     return row
 

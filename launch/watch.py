@@ -38,6 +38,8 @@ class Watch:
         """(row, seconds since it changed)."""
         self.loads: dict[str, dict[str, float]] = {}
         """The last counters of every process that was ever seen, by ``role.id``."""
+        self.aborted_by_pushes: dict[tuple[str, int], float] = {}
+        """Requests that pushes ended, as every engine process (id, pid) last told."""
         self.samples: StreamState | None = None
         self.backlog: tuple[int, int] | None = None
         """Tasks (waiting, leased)."""
@@ -114,6 +116,8 @@ class Watch:
         self.rows = rows
         for row, _ in rows:
             self.loads[f"{row.role}.{row.id}"] = row.load
+            if row.role == "engine":
+                self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
         generated = sum(load.get("tokens_generated", 0.0) for who, load in self.loads.items() if who.startswith("actor."))
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]

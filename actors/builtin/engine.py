@@ -23,7 +23,7 @@ import torch
 
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, Limits, SamplingParams, seeds
-from actors.builtin.scheduler import Event, Scheduler
+from actors.builtin.scheduler import CLIENT_GONE, Event, Scheduler
 from actors.builtin.sequence import Sequence
 from actors.builtin.shape import ModelShape
 from actors.builtin.text import Text
@@ -206,7 +206,7 @@ class BuiltinEngine:
     def abandon(self, progress: Progress) -> None:
         """Nobody wants these responses any more."""
         mine = set(progress.sequences)
-        self.scheduler.abort(mine.__contains__, "The client has gone")
+        self.scheduler.abort(mine.__contains__, CLIENT_GONE)
 
     async def serve_version(self, wanted: int, timeout_s: float) -> None:
         """Wait until weights of at least this version are served; raises VersionUnavailable."""

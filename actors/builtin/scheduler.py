@@ -40,6 +40,9 @@ PREFILL_TOKENS = 8192
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
+CLIENT_GONE, CLOSING = "The client has gone", "The engine is closing"
+"""Reasons of an abort that no weight update is to blame for."""
+
 Result = TypeVar("Result")
 Event = tuple[Sequence, int, bool]
 """A sequence, how many of its tokens may be read, and whether it has ended."""
@@ -55,6 +58,8 @@ class Counters:
     """Prompt tokens computed; what shared prefixes saved is the difference to ``prompt_tokens``."""
     requests_finished: int = 0
     requests_aborted: int = 0
+    requests_aborted_by_pushes: int = 0
+    """Of them, those ended by a pause of mode ``abort``, or while a weight update was open by anything but their client or the engine's end."""
     requests_failed: int = 0
     steps: int = 0
     prefill_s: float = 0.0
@@ -90,6 +95,8 @@ class Scheduler:
         self.version = version
         self.counters = Counters()
         self.paused = False
+        self.updating = False
+        """A weight update is open: set by its owner, for the counters."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self._weights, self._post, self._threads = weights, post, threads
@@ -219,7 +226,7 @@ class Scheduler:
 
     def _close(self) -> None:
         self._closed = True
-        self._abort(lambda sequence: True, "The engine is closing")
+        self._abort(lambda sequence: True, CLOSING)
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
@@ -372,6 +379,7 @@ class Scheduler:
             self.counters.requests_failed += 1
         elif sequence.finish is not None and sequence.finish["type"] == "abort":
             self.counters.requests_aborted += 1
+            self.counters.requests_aborted_by_pushes += self.updating and sequence.finish["message"] not in (CLIENT_GONE, CLOSING)
         else:
             self.counters.requests_finished += 1
         self._events.append((sequence, len(sequence.tokens), True))
@@ -393,7 +401,8 @@ class Scheduler:
     def _pause(self, mode: str) -> None:
         self.paused = True
         if mode == "abort":
-            self._abort(lambda sequence: True, "Aborted")
+            before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "Aborted")
+            self.counters.requests_aborted_by_pushes = before + aborted
         elif mode == "retract":
             for sequence in self.running:
                 sequence.retract()

@@ -135,7 +135,7 @@ class WeightUpdates:
         """Open an update; one that is open is discarded."""
         if self._open is not None:
             self._discard("another one begins")
-        self._open = Update(self.epoch, version)
+        self._set_open(Update(self.epoch, version))
         async with self._writing:
             await self._ensure_standby()
 
@@ -180,7 +180,8 @@ class WeightUpdates:
         """Take weights from a directory with safetensors, whole or not at all; gives the seconds that decoding was held up."""
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")
-        update = self._open = Update(self.epoch, version)
+        update = Update(self.epoch, version)
+        self._set_open(update)
         async with self._writing:
             try:
                 standby = await self._ensure_standby()
@@ -213,9 +214,12 @@ class WeightUpdates:
         if update is not self._open:
             raise UpdateRefused("another one has begun")
 
+    def _set_open(self, update: Update | None) -> None:
+        self._open, self._scheduler.updating = update, update is not None
+
     def _discard(self, reason: str) -> None:
         log.warning("weight update discarded reason=%s served=%d", reason, self._scheduler.version)
-        self._open = None
+        self._set_open(None)
 
     async def _ensure_standby(self) -> Weights:
         if self._standby is None:
@@ -266,6 +270,7 @@ class WeightUpdates:
         self._check_current(update)
         self._open = None
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
+        self._scheduler.updating = self._open is not None
         self._served, self._standby = new, old
         self.completed += 1
         self.stall_s += stall_s

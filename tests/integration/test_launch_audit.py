@@ -152,7 +152,16 @@ def result(books: Books, rewards: list[float]) -> dict[str, object]:
     lines = [{"step": place + 1, "data/reward_mean": reward} for place, reward in enumerate(rewards)]
     nothing: dict[str, float] = {}
     return summarize(
-        books, lines, [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads={"engine.0": nothing}, restarts={}
+        books,
+        lines,
+        [],
+        run="r",
+        seconds=1,
+        seconds_to_reward=None,
+        max_lag=1,
+        loads={"engine.0": nothing},
+        aborted_by_pushes=0,
+        restarts={},
     )
 
 
@@ -177,8 +186,10 @@ def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
 
 
 def test_requests_that_a_push_aborted_break_a_promise() -> None:
-    loads = {"engine.0": {"requests_aborted_by_pushes": 1.0}, "actor.0": {"waiting_share": 0.5}}
-    summary = summarize(Books(), [], [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads=loads, restarts={})
+    loads = {"actor.0": {"waiting_share": 0.5}}
+    summary = summarize(
+        Books(), [], [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads=loads, aborted_by_pushes=1, restarts={}
+    )
     assert summary["requests_aborted_by_pushes"] == 1
     assert summary["actor_wait_share"] == 0.5
     assert any("aborted" in text for text in broken_promises(summary, require_reward=-1))
