@@ -10,6 +10,7 @@ from launch.prepare_config import PrepareConfig
 
 DATA = Path(__file__).parent / "data"
 GOLD_MARKER = "####"
+FILLER = "."
 
 
 def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
@@ -25,7 +26,8 @@ def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
     for _ in range(config.count):
         length = rng.randint(config.min_digits, config.max_digits)
         digits = "".join(rng.choice("0123456789") for _ in range(length))
-        yield {"prompt": f"{digits}=", "label": solve(config.task, digits)}
+        filler = FILLER * (config.max_digits - length) if config.fill else ""
+        yield {"prompt": f"{digits}{filler}=", "label": solve(config.task, digits)}
 
 
 def solve(task: str, digits: str) -> str:

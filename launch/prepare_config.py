@@ -17,6 +17,8 @@ class PrepareConfig:
     """For digits: largest | copy | reverse | sort."""
     min_digits: int = 2
     max_digits: int = 5
+    fill: bool = False
+    """Put ``.`` behind shorter numbers, so that all prompts are of one length (``48...=``)."""
     count: int = 2048
     """Prompts; for gsm8k the first so many, 0 = all."""
     split: str = "train"

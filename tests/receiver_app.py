@@ -55,6 +55,7 @@ class Engine:
     epoch: int = 0
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     standby: dict[str, torch.Tensor] = field(default_factory=dict)
+    received: set[str] = field(default_factory=set)
     groups: dict[str, BroadcastGroup] = field(default_factory=dict)
     failed: int = 0
 
@@ -91,20 +92,28 @@ class Engine:
         )
 
     async def begin(self, body: Mapping[str, Any]) -> None:
-        self.standby = {}
+        self.received = set()
 
     async def bucket(self, body: Mapping[str, Any]) -> None:
         assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
         dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
         group = self.groups[body["group_name"]]
-        flat = await asyncio.to_thread(group.receive, sum(sizes), body["timeout_s"])
-        for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
-            assert name not in self.standby
-            self.standby[name] = part.view(dtype).view(shape).clone()
+
+        def receive() -> None:
+            flat = group.receive(sum(sizes), body["timeout_s"])
+            for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
+                assert name not in self.received
+                self.received.add(name)
+                if name not in self.standby:
+                    self.standby[name] = torch.empty(shape, dtype=dtype)
+                self.standby[name].copy_(part.view(dtype).view(shape))
+
+        await asyncio.to_thread(receive)
 
     async def end(self, body: Mapping[str, Any]) -> dict[str, float]:
-        self.tensors, self.standby = self.standby, {}
+        assert self.received == self.standby.keys()
+        self.tensors, self.standby = self.standby, self.tensors
         self.version = int(body["weight_version"])
         return {"stall_s": 0.001}
 

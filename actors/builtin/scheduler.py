@@ -59,7 +59,8 @@ class Counters:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_aborted_by_pushes: int = 0
-    """Of them, those ended by a pause of mode ``abort``, or while a weight update was open by anything but their client or the engine's end."""
+    """Of them, those ended by a pause of mode ``abort``, or while a weight update was open by anything but their
+    client or the engine's end."""
     requests_failed: int = 0
     steps: int = 0
     prefill_s: float = 0.0
