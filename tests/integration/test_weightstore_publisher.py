@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,11 +17,14 @@ from safetensors.torch import load_file, save_file
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
+from bus.messages import LiveRow
 from bus.server import EmbeddedServer
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore import joining
 from weightstore.config import WeightsConfig
-from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed
+from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
+from weightstore.member import Member
+from weightstore.port import Rendezvous, WeightReceiver
 from weightstore.publisher import Publisher
 from weightstore.registry import VersionRegistry
 
@@ -156,6 +159,31 @@ def test_a_replaced_learner_cannot_push(bus_url: str, run_id: str, tmp_path: Pat
             assert state(engines["a"][0])["epoch"] == 2
         with pytest.raises(Fenced), publishing(bus_url, run_id, tmp_path / "old", epoch=1):
             pass
+
+
+def test_an_engine_that_knows_a_newer_learner_ends_this_one(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+        body = json.dumps({"weight_version": "9", "epoch": 5}).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{engines['a'][0]}/begin_weight_update", data=body), timeout=10).close()
+        with pytest.raises(Fenced, match="epoch 1 is fenced off by epoch 5"):
+            publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        assert publisher.latest() is None
+
+
+async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -> None:
+    class Silent:
+        url = "silent"
+
+        async def join(self, rendezvous: Rendezvous) -> None:
+            await asyncio.Event().wait()
+
+    row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
+    member = Member(row, cast(WeightReceiver, Silent()), host="127.0.0.1", backend="gloo", deadline_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(ReceiverFailed, match=r"engine silent: join: not done within 0.3 s"):
+        await member.update(1, [])
+    assert time.monotonic() - began < 2
+    await member.close(leave=False)
 
 
 def test_wrong_tensors_are_refused_before_anything_is_pushed(bus_url: str, run_id: str, tmp_path: Path) -> None:
