@@ -127,28 +127,28 @@ class RunConfig:
 
 def _refuse_contradictions(config: RunConfig) -> None:
     """Raise ValueError for settings that are right one by one and wrong together."""
-    algorithm, lag = config.learner.algorithm, config.staleness.max_lag
+    algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
     if algorithm.correction == "none" and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(
-            f"learner.algorithm.correction: none with staleness.max_lag = {lag} trains on stale data as if it were fresh, which looks healthy "
-            "and then collapses; use tis or bypass, or say learner.algorithm.train_without_correction: true as well"
+            f"learner.algorithm.correction: none with staleness.max_lag = {lag} trains on stale data as if it were fresh, which looks "
+            "healthy and then collapses; use tis or bypass, or say learner.algorithm.train_without_correction: true as well"
         )
     if config.sampling.top_p != 1 or config.sampling.top_k > 0:
         raise ValueError(
-            f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes log-probs of the "
-            "whole distribution, so importance weights of a truncated one would be wrong"
+            f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes "
+            "log-probs of the whole distribution, so importance weights of a truncated one would be wrong"
         )
-    if config.weights.push_every - 1 > lag:
+    if push_every - 1 > lag:
         raise ValueError(
-            f"weights.push_every: want <= staleness.max_lag + 1 = {lag + 1}, got {config.weights.push_every}: the steps between two versions would "
+            f"weights.push_every: want <= staleness.max_lag + 1 = {lag + 1}, got {push_every}: the steps between two versions would "
             "wait for samples that are too old for them"
         )
-    if config.learner.checkpoint_every % config.weights.push_every:
+    if config.learner.checkpoint_every % push_every:
         raise ValueError(
-            f"learner.checkpoint_every: want a multiple of weights.push_every = {config.weights.push_every}, got {config.learner.checkpoint_every}"
+            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
         )
     if config.run and config.bus.samples_max_bytes < config.stream_bytes_needed:
         raise ValueError(
-            f"bus.samples_max_bytes: want >= {config.stream_bytes_needed} for what lies between the kept checkpoints, the lag and the history, "
-            f"got {config.bus.samples_max_bytes}; raise it, or lower learner.checkpoint_every or bus.history_samples"
+            f"bus.samples_max_bytes: want >= {config.stream_bytes_needed} for what lies between the kept checkpoints, the lag and the "
+            f"history, got {config.bus.samples_max_bytes}; raise it, or lower learner.checkpoint_every or bus.history_samples"
         )

@@ -28,8 +28,8 @@ class GaveUp(RuntimeError):
 
     def __str__(self) -> str:
         return (
-            f"{self.name} ended with code {self.code}, {self.times} times within {self.window_s:.0f} s, and is not started again; its last lines:\n"
-            f"{self.last_lines}"
+            f"{self.name} ended with code {self.code}, {self.times} times within {self.window_s:.0f} s, and is not started again; "
+            f"its last lines:\n{self.last_lines}"
         )
 
 

@@ -136,7 +136,8 @@ class LearnerConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "groups_per_step", "group_size", "max_tokens_per_micro_batch", "data_parallel", "tensor_parallel", "threads", "batch_timeout_s"):
+        positive = ("steps", "groups_per_step", "group_size", "max_tokens_per_micro_batch", "data_parallel", "tensor_parallel", "threads")
+        for name in (*positive, "batch_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.keep_checkpoints < 2:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
         "    await child.start(); print(child.pid, flush=True); await child.wait()\n"
         "asyncio.run(main())"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
     assert parent.stdout is not None
     pid = int(await asyncio.to_thread(parent.stdout.readline))
     handle = os.pidfd_open(pid)
@@ -125,13 +126,16 @@ async def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
 
 
 async def _running(supervisor: Supervisor, name: str, other_than: int = 0) -> int:
-    async with asyncio.timeout(30):
-        while supervisor.running.get(name, other_than) == other_than:
-            await asyncio.sleep(0)
+    await _until(lambda: supervisor.running.get(name, other_than) != other_than)
     return supervisor.running[name]
 
 
 async def _until_exists(path: Path) -> None:
+    await _until(path.exists)
+
+
+async def _until(reached: Callable[[], bool]) -> None:
+    """What another process does has no event in this one: look at every turn of the loop, for half a minute."""
     async with asyncio.timeout(30):
-        while not path.exists():
+        while not reached():  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -23,7 +23,7 @@ def test_checks_pass(command: tuple[str, ...]) -> None:
 
 
 def test_all_packages_come_from_one_root() -> None:
-    code = "import importlib, pathlib; print('\\n'.join(importlib.import_module(n).__file__ for n in %r))" % (PACKAGES,)
+    code = f"import importlib; print('\\n'.join(importlib.import_module(n).__file__ for n in {PACKAGES!r}))"
     output = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     roots = {name: Path(line).parents[1] for name, line in zip(PACKAGES, output.split(), strict=True)}
     assert set(roots.values()) == {ROOT}, f"a package comes from elsewhere: {roots}"
@@ -44,7 +44,7 @@ def test_light_modules_load_nothing_heavy() -> None:
 
 def test_index_names_every_module_on_disk() -> None:
     index = (ROOT / "docs/index.md").read_text()
-    listed = set(re.findall(r"`((?:%s)/[\w/]+\.py)`" % "|".join((*PACKAGES, "bench")), index))
+    listed = set(re.findall(rf"`((?:{'|'.join((*PACKAGES, 'bench'))})/[\w/]+\.py)`", index))
     on_disk = {
         str(path.relative_to(ROOT))
         for package in (*PACKAGES, "bench")

@@ -37,7 +37,9 @@ def test_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int
     assert min(times) < FAST_S, times
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["config", "launch/configs/digits.yaml", "--print-config"]], ids=["help", "print-config"])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["config", "launch/configs/digits.yaml", "--print-config"]], ids=["help", "print-config"]
+)
 def test_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom launch.cli import main\n"

@@ -42,7 +42,9 @@ def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
 
 
 def test_what_is_printed_can_be_loaded_again(tmp_path: Path) -> None:
-    file = write(tmp_path, "prepare: {kind: digits}\nsampling: {stop: [a, b]}\nactor: {reward_options: {x: 1}}\nlearner: {optimizer: {lr: 1e-3}}\n")
+    file = write(
+        tmp_path, "prepare: {kind: digits}\nsampling: {stop: [a, b]}\nactor: {reward_options: {x: 1}}\nlearner: {optimizer: {lr: 1e-3}}\n"
+    )
     config = load(file).config
     assert config.learner.optimizer.lr == 1e-3, "YAML reads 1e-3 as a word"
     again = write(tmp_path, render(load(file)))

@@ -23,7 +23,9 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -
     assert summary["tokens_trained"] > 0
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert (run.directory / "curves.png").stat().st_size > 5000
-    code = "import sys; from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; M.from_pretrained(sys.argv[1]); T.from_pretrained(sys.argv[1])"
+    code = (
+        "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); t.AutoTokenizer.from_pretrained(sys.argv[1])"
+    )
     subprocess.run([sys.executable, "-c", code, str(run.directory / "final")], check=True, cwd=ROOT)
 
 
