@@ -83,14 +83,17 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Feeder and ranks, and a live row for onlookers: what the learner does is in the feeder's."""
+    """Feeder and ranks, the run's configuration for actors that know nothing but the bus, and a live row (what it does is in the feeder's)."""
     from bus.connection import connect
     from bus.live import Heartbeat
     from bus.messages import LiveRow
+    from launch.settings import to_map
     from learner.process import run_learner
 
     num_ranks = config.learner.data_parallel * config.learner.tensor_parallel
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
+        await bus.create_layout()
+        await bus.rows("run").put("config", to_map(config))
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
         async with Heartbeat(bus, row):
             await run_learner(arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s)

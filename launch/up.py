@@ -117,7 +117,6 @@ class Up:
             url = await self._start_bus()
             async with connect(url, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
                 await bus.create_layout()
-                await bus.rows("run").put("config", to_map(self._config))
                 await self._train(bus, url, draining)
         except GaveUp as error:
             self.code, self.failure = process.CRASHED, str(error)
