@@ -9,17 +9,21 @@ learner, engines, bus: then ``--resume`` goes on.
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
+import os
 import shutil
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import IO
 
 import yaml
 from rich.console import Console
 
 from bus.connection import Bus, connect
+from bus.errors import BusError
 from bus.messages import VersionRow
 from launch import process, roles, summary, view
 from launch.audit import audit, read_claims
@@ -27,10 +31,14 @@ from launch.config import RunConfig
 from launch.settings import to_map
 from launch.supervisor import GaveUp, Supervisor
 from launch.watch import Watch
+from learner.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+LOCK_FILE = ".lock"
+"""In the run's directory: locked by the one `up` that works in it, and holding its process id."""
+WRONG_USE = 2
 BUS_START_S = 60.0
 LATER_STARTS_S = 86_400.0
 REPORTED = (
@@ -43,6 +51,7 @@ REPORTED = (
     "samples_lost",
     "samples_trained_twice",
     "samples_dropped",
+    "requests_aborted_by_pushes",
     "multi_version_samples",
     "max_lag_trained",
     "pushes",
@@ -54,33 +63,66 @@ BROKEN_PROMISE = 3
 
 
 class CannotBegin(ValueError):
-    """The run's directory is not what the command needs."""
+    """The run's directory, or what stands on its bus, is not what the command needs."""
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
     """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken."""
-    console = Console(highlight=False)
-    open_directory(config.root, resume=resume, fresh=fresh)
-    log_to_file(config.root / "logs" / "up.log")
-    run = Up(config, console, resume=resume)
-    code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False)
+    console = Console(highlight=False, soft_wrap=True)
+    log_file = config.root / "logs" / "up.log"
+    with directory_of_one(config.root, resume=resume, fresh=fresh):
+        log_to_file(log_file)
+        run = Up(config, console, resume=resume)
+        code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False)
+    if code and not run.failure:
+        run.failure = "not drained in time" if code == process.NOT_IN_TIME else f"crashed; the reason is in {log_file}"
     if run.failure:
-        console.print(f"[red]{run.failure}[/]", markup=True) if "[" not in run.failure else console.print(run.failure, markup=False)
+        console.print(run.failure, style="red", markup=False)
     return code or run.code
 
 
-def open_directory(root: Path, *, resume: bool, fresh: bool) -> None:
-    """Make the run's directory, or refuse. Raises CannotBegin with the cure."""
+@contextlib.contextmanager
+def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]:
+    """The run's directory, for nobody else meanwhile. Raises CannotBegin with the cure; a run that is under way is never touched."""
     there = (root / CONFIG_FILE).exists()
+    ours = there or (root / LOCK_FILE).exists()
     if resume and not there:
         raise CannotBegin(f"--resume: want a run in {root}, there is none")
-    if there and not resume and not fresh:
-        raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
-    if fresh and there:
-        shutil.rmtree(root)
-    if fresh and root.exists() and any(root.iterdir()):
+    if fresh and not ours and root.exists() and any(root.iterdir()):
         raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
     root.mkdir(parents=True, exist_ok=True)
+    with (root / LOCK_FILE).open("a+") as lock:
+        _lock(lock, root)
+        if there and not resume and not fresh:
+            raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
+        if fresh:
+            _clear(root)
+        yield
+
+
+def _lock(lock: IO[str], root: Path) -> None:
+    """The kernel gives the lock back when this process ends, however it ends; children do not inherit it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        who = lock.read().strip()
+        raise CannotBegin(f"{root}: `tidemill up` (process {who}) is at work in it; end that first, or set another directory") from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+
+
+def _clear(root: Path) -> None:
+    """Everything but the lock; what marks the directory as ours goes last."""
+    found = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
+    for path in found:
+        if path.name == LOCK_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def log_to_file(file: Path) -> None:
@@ -117,11 +159,20 @@ class Up:
             url = await self._start_bus()
             async with connect(url, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
                 await bus.create_layout()
+                await self._refuse_another_run(bus, url)
                 await self._train(bus, url, draining)
-        except GaveUp as error:
+        except CannotBegin as error:
+            self.code, self.failure = WRONG_USE, str(error)
+        except (GaveUp, BusError) as error:
             self.code, self.failure = process.CRASHED, str(error)
         finally:
-            await self._supervisor.end(list(self._supervisor.running), within_s=self._config.up.drain_s)
+            await self._drain()
+            await self._supervisor.end(self._supervisor.names("bus"), within_s=self._config.up.drain_s)
+
+    async def _refuse_another_run(self, bus: Bus, url: str) -> None:
+        """A bus that outlives its runs (``bus.url``) may hold one of this name: to train into its streams would mix the two."""
+        if not self._resume and await bus.tasks.last_id() > 0:
+            raise CannotBegin(f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)")
 
     def _say(self, text: str) -> None:
         log.info("%s", text)
@@ -168,10 +219,12 @@ class Up:
             for role, count in (("engine", self._config.up.engines), ("actor", self._config.up.actors)):
                 for number in range(count):
                     self._supervisor.keep(f"{role}-{number}", [*self._arguments(role), "--bus", url, "--id", f"{role}-{number}"])
-            finished = await self._until(learner, draining)
-            await self._drain(finished)
+            ended = await self._until(learner, draining)
+            finished = ended and await self._trained_to_the_end(bus)
+            await self._drain()
         if not finished:
-            self._say(f"drained at step {self._watch.step} of {self._watch.steps}; go on with: tidemill up CONFIG --resume")
+            cure = f"go on with: tidemill up {self._root / CONFIG_FILE} --resume"
+            self._say(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
             return
         await self._close_books(bus, time.monotonic() - began)
 
@@ -188,7 +241,14 @@ class Up:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.error("nobody saw the rest: %s", result, exc_info=result)
+
+    async def _trained_to_the_end(self, bus: Bus) -> bool:
+        """The last step is in a checkpoint. A learner that somebody told to drain ends as well as one that is done."""
+        row = await bus.rows("run").get(CHECKPOINT_KEY)
+        return row is not None and int(row[0]["step"]) >= self._config.learner.steps
 
     async def _until(self, learner: asyncio.Task[None], draining: asyncio.Event) -> bool:
         """True when the learner has ended well, False when told to drain. Raises GaveUp."""
@@ -207,10 +267,10 @@ class Up:
                 task.cancel()
             await asyncio.gather(failed, drain, return_exceptions=True)
 
-    async def _drain(self, finished: bool) -> None:
+    async def _drain(self) -> None:
+        """Actors and learner first, then the engines they use: nobody loses what it needs to finish."""
         within_s = self._config.up.drain_s
-        working = self._supervisor.names("actor") + ([] if finished else self._supervisor.names("learner"))
-        await self._supervisor.end(working, within_s=within_s + 10)
+        await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
         await self._supervisor.end(self._supervisor.names("engine"), within_s=within_s)
 
     async def _close_books(self, bus: Bus, seconds: float) -> None:
