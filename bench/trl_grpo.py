@@ -27,7 +27,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)
-    parser.add_argument("--settings", required=True, help="JSON: steps, groups, group_size, max_new_tokens, lr, betas, clip_grad, seed")
+    parser.add_argument(
+        "--settings", required=True, help="JSON: steps, groups, group_size, max_new_tokens, lr, betas, eps, clip_grad, seed"
+    )
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
     settings = json.loads(args.settings)
@@ -70,6 +72,7 @@ def main() -> None:
             lr_scheduler_type="constant",
             adam_beta1=settings["betas"][0],
             adam_beta2=settings["betas"][1],
+            adam_epsilon=settings["eps"],
             weight_decay=0.0,
             max_grad_norm=settings["clip_grad"],
             beta=0.0,

@@ -1,6 +1,10 @@
 """Settings of the bus."""
 
+import re
 from dataclasses import dataclass
+
+RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+"""A run's name can be part of a subject and of a stream's name."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,21 @@
 import asyncio
 import base64
 import json
+import logging
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
 from bus.link import Link
 from bus.outbox import Outbox
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _ANSWER_S = 2.0
 PATIENCE_S = 15.0
@@ -63,12 +69,22 @@ class JetStream:
         while True:
             try:
                 await self.link.wait_up(deadline - time.monotonic(), verb)
-                answer = await self.link.request(f"$JS.API.{verb}", payload, _ANSWER_S)
+                answer = await self.link.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
                 return _fields(verb, answer.data)
             except BusUnavailable:
                 if self.link.closed or time.monotonic() + _RETRY_S >= deadline:
                     raise
                 await asyncio.sleep(_RETRY_S)
+
+    async def insist(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What ``ask`` gives, asked again for as long as the bus is away. Raises BusUnavailable only when the connection was closed."""
+        while True:
+            try:
+                return await ask()
+            except BusUnavailable as error:
+                if self.link.closed:
+                    raise
+                _log.warning("bus: waiting reason=%s", error)
 
     async def state(self, stream: str) -> StreamState:
         """Raises NotFound."""

@@ -33,10 +33,13 @@ class Link:
     def __init__(self) -> None:
         self.nc: Client = Client()
         self._up = asyncio.Event()
+        self._turn = asyncio.Event()
+        """Set when it is up, or closed: what waiting for it can end with."""
         self._listeners: set[Callable[[], None]] = set()
         self.last_error = ""
         self._said_s = 0.0
         self._closing = False
+        self._what = "bus"
 
     @property
     def connected(self) -> bool:
@@ -52,11 +55,12 @@ class Link:
 
     async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
         """Raises BusUnavailable when it is not up in time, or closed."""
-        if self._up.is_set():
-            return
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
-                await self._up.wait()
+                while not self._up.is_set():
+                    if self.closed:
+                        raise BusUnavailable(where, "the connection was closed")
+                    await self._turn.wait()
         except TimeoutError:
             raise BusUnavailable(where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})") from None
 
@@ -66,15 +70,21 @@ class Link:
         return lambda: self._listeners.discard(listener)
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
-        """One answer. Raises BusUnavailable."""
+        """One answer. Raises BusUnavailable, at once when the connection breaks that should bring it."""
+        loop = asyncio.get_running_loop()
         try:
-            answer = await self.nc.request(subject, payload, timeout=timeout_s)
+            async with asyncio.timeout(timeout_s) as scope:
+                forget = self.on_lost(lambda: scope.reschedule(loop.time()))
+                try:
+                    answer = await self.nc.request(subject, payload, timeout=2 * timeout_s)
+                finally:
+                    forget()
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # wait_for of Python 3.11 forgets one that comes together with the answer
+                    raise asyncio.CancelledError
+                return answer
         except FOREIGN as error:
             raise self.unavailable(subject, error) from None
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():  # wait_for of Python 3.11 forgets one that comes together with the answer
-            raise asyncio.CancelledError
-        return answer
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Fire and forget. Raises BusUnavailable."""
@@ -98,6 +108,7 @@ class Link:
     async def open(self, url: str, name: str, wait_s: float) -> None:
         """Connect within ``wait_s``. Raises BusUnavailable."""
         since = time.monotonic()
+        self._what = f"{name} at {url}"
         try:
             async with asyncio.timeout(wait_s):
                 await self.nc.connect(
@@ -119,7 +130,7 @@ class Link:
         if (version.major, version.minor) < OLDEST_SERVER:
             want = ".".join(map(str, OLDEST_SERVER))
             raise BusError(f"connecting {name} to {url}: want nats-server >= {want}, got {version.major}.{version.minor}.{version.patch}")
-        self._up.set()
+        self._rise()
 
     async def close(self) -> None:
         """Send what is pending (for at most a second) and close."""
@@ -136,22 +147,29 @@ class Link:
         now = time.monotonic()
         if now - self._said_s > _SAY_EVERY_S:
             self._said_s = now
-            _log.warning("bus: error=%s", self.last_error)
+            _log.warning("bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error)
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self._up.is_set():
             return
-        self._up.clear()
         _log.warning("bus: disconnected, reconnecting for ever")
-        for listener in list(self._listeners):
-            listener()
+        self._fall()
 
     async def _on_reconnected(self) -> None:
         _log.info("bus: connected again")
-        self._up.set()
+        self._rise()
 
     async def _on_closed(self) -> None:
+        self._fall()
+        self._turn.set()
+
+    def _rise(self) -> None:
+        self._up.set()
+        self._turn.set()
+
+    def _fall(self) -> None:
         self._up.clear()
+        self._turn.clear()
         for listener in list(self._listeners):
             listener()
 

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 from nats.aio.msg import Msg
@@ -99,10 +100,8 @@ class Outbox:
     async def _pause(self, full: bool) -> None:
         await asyncio.sleep(random.uniform(*(_FULL_WAIT_S if full else _RETRY_WAIT_S)))
         while not self._link.connected and not self._link.closed:
-            try:
-                await self._link.wait_up(1.0)
-            except BusUnavailable:
-                continue
+            with suppress(BusUnavailable):
+                await self._link.wait_up(60.0)
 
     async def _open(self) -> None:
         async with self._opening:
@@ -138,8 +137,8 @@ class Outbox:
             self._settle(token, None)
 
 
-_INCURABLE = frozenset({10054, 10164, 10071, 10063, 10060})
-"""Message larger than the stream allows; wrong last sequence; wrong expected id or stream."""
+_INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
+"""Message larger than the stream allows; another message stands where this one was to stand."""
 
 
 def _read(subject: str, answer: Msg | None) -> Stored:

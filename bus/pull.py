@@ -152,6 +152,7 @@ class OrderedPull:
         except BusUnavailable as error:
             if self._jet.link.closed:
                 raise
+            self._lost = True
             _log.info("bus: waiting stream=%s reason=%s", self._stream, error)
 
     async def _open(self) -> None:

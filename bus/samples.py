@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, overload
 
 from bus import parts, subjects
@@ -150,18 +151,19 @@ class SampleStream:
 
     async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
         state = await self.info()
-        start = max(1, state.last_seq - last + 1)
+        start, filters = max(1, state.last_seq - last + 1), [f"tm.{self._jet.run}.sample.>"]
         if not follow:
-            async for delivered in present(self._jet, self._stream, start, filters=self._filters(None), headers_only=headers_only):
+            async for delivered in present(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
                 yield delivered
             return
-        async with OrderedPull(self._jet, self._stream, start, filters=self._filters(None), headers_only=headers_only) as pull:
+        async with OrderedPull(self._jet, self._stream, start, filters=filters, headers_only=headers_only) as pull:
             while True:
                 found = await pull.next()
                 assert found is not None
                 yield found
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
+        """None = everything, parts too: then a jump in the sequences can only be a hole, and filtering costs the server nothing."""
         if kinds is None or set(kinds) == set(Kind):
             return []
         return [f"tm.{self._jet.run}.sample.{kind}.>" for kind in sorted(kinds)]
@@ -227,6 +229,7 @@ class _Reading:
         self._created = None if cursor is None else cursor.created
         self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
         self._start = 1 if cursor is None else cursor.floor + 1
+        self._parts_prefix = f"tm.{jet.run}.part."
 
     async def messages(self, filters: Sequence[str]) -> AsyncIterator[Received]:
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
@@ -236,7 +239,7 @@ class _Reading:
                 assert delivered is not None
                 if delivered.seq != expected and expected > self._start:
                     await self._check_gap(expected)
-                if delivered.seq not in self._settled:
+                if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
                     yield await self.received(delivered)
 
     async def received(self, delivered: Delivered) -> Received:
@@ -271,8 +274,8 @@ class _Reading:
         self._check_first(state, max(position, self._start))
 
     async def _check_gap(self, expected: int) -> None:
-        """A jump is a message of another kind or a part - or a hole."""
-        self._check_first(await self._jet.state(self._stream), expected)
+        """A jump is a message of a kind not asked for - or a hole."""
+        self._check_first(await self._jet.insist(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
         if needed < state.first_seq:
@@ -287,7 +290,7 @@ async def _joined(jet: JetStream, stream: str, data: bytes) -> bytes:
     pieces = []
     for seq in manifest.seqs:
         try:
-            pieces.append((await jet.message(stream, seq)).data)
+            pieces.append((await jet.insist(partial(jet.message, stream, seq))).data)
         except NotFound:
             raise WireError("parts.seqs", "parts that are in the stream", seq) from None
     return parts.join(manifest, pieces)

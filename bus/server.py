@@ -1,6 +1,8 @@
 """nats-server as a child of this process: found, configured, started, and gone when this process is."""
 
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -56,19 +58,20 @@ class EmbeddedServer:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> str:
-        """Start and wait until it listens; its URL. Raises ServerFailed with the last lines of its log."""
+        """Start and wait until it listens; its URL. Raises ServerFailed with the last lines of its log.
+
+        The server ends when the *thread* that called this ends: call it from one that lives as long as the process.
+        """
         if self.running:
             return self.url
-        binary = find_binary()
         self.directory.mkdir(parents=True, exist_ok=True)
-        for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
-            stale.unlink()
-        config = self._write_config()
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [binary, "-c", str(config)], stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent()
-            )
-        self._url = self._await_ports(Path(binary).name)
+        try:
+            self._url = self._launch()
+        except ServerFailed as error:
+            if self._url or self.config.port >= 0 or "address already in use" not in error.log_tail:
+                raise
+            self._port_file.unlink()  # taken by a stranger since the last run, and nobody of this run knows it yet
+            self._url = self._launch()
         self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
         return self._url
 
@@ -101,6 +104,39 @@ class EmbeddedServer:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+    def _launch(self) -> str:
+        binary = find_binary()
+        for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
+            stale.unlink()
+        config, lock = self._write_config(), self._lock()
+        try:
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [binary, "-c", str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(lock,),
+                    preexec_fn=_die_with_parent(),
+                )
+        finally:
+            os.close(lock)
+        return self._await_ports(Path(binary).name)
+
+    def _lock(self) -> int:
+        """A lock on the directory that the server inherits and holds as long as it lives: two on one store would destroy it."""
+        lock = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        deadline = time.monotonic() + _STOP_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return lock
+            except OSError as error:
+                if error.errno != errno.EWOULDBLOCK or time.monotonic() > deadline:
+                    os.close(lock)
+                    raise ServerFailed(f"another one is running on {self.directory}") from None
+            time.sleep(0.02)  # one that was killed with its parent is gone in a moment
 
     @property
     def _log(self) -> Path:
@@ -141,7 +177,7 @@ class EmbeddedServer:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
-                raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail())
+                raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail(5))
             try:
                 return str(json.loads(ports.read_text())["nats"][0])
             except (FileNotFoundError, ValueError):  # not written yet, or half written

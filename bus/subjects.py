@@ -2,6 +2,7 @@
 
 import re
 
+from bus.config import RUN_NAME
 from bus.messages import Kind
 
 TASKS, SAMPLES, PLAN, DEAD = "TASKS", "SAMPLES", "PLAN", "DEAD"
@@ -19,13 +20,12 @@ EXPECTED_LAST = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
-_RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def check_run(run: str) -> str:
     """The run id itself. Raises ValueError when it cannot be part of a subject and of a stream name."""
-    if not _RUN.fullmatch(run):
+    if not RUN_NAME.fullmatch(run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {run!r}")
     return run
 

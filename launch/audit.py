@@ -1,19 +1,29 @@
 """The books of a run, from what is written down: the streams, the registry and the last checkpoint. Asks no process and trusts no counter.
 
-SAMPLES  what was published            TASKS  what was handed out         DEAD  what was given up by actors
+SAMPLES  what was published            TASKS  what was handed out         registry            which weights a version was
 PLAN     what was trained or dropped   checkpoint's cursor  what the model claims to have behind it
+
+Every sequence from 1 to the last of SAMPLES is accounted for; of those that were trimmed (kept checkpoints are past them), by PLAN and
+the cursor alone.
 """
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from bus.codec import check_sample
 from bus.connection import Bus
 from bus.errors import WireError
-from bus.messages import Done, Kind, Plan, Sample, Settle, Status
+from bus.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from learner.groups import mismatch
 
 EVERYTHING = 1 << 62
+_MAX_PROBLEMS = 20
+
+Place = tuple[int, int]
+"""(task, index): what is trained at most once, whichever of its samples it is."""
 
 
 @dataclass(slots=True)
@@ -21,22 +31,24 @@ class Books:
     """What the streams say."""
 
     published: int = 0
-    """Logical training samples in SAMPLES (still there); parts of large ones count once."""
+    """Logical training samples, the trimmed ones that PLAN names included; parts of large ones count once."""
     trained: int = 0
     """Samples named by plans."""
     trained_twice: int = 0
-    """Samples, or places (task, index), that more than one plan names."""
+    """Samples, or places, that are named more than once."""
     lost: int = 0
-    """Sequences that are gone from the middle of the stream, named by a plan and not there, or behind the cursor without any record."""
+    """Samples that are gone, or behind the cursor, or of a trained task, without any record of their place."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """By reason: stale, filtered, dead, lost, failed, aborted."""
+    """By reason: stale, filtered, empty, dead, lost, failed, aborted. What comes late for a task given up has that task's reason."""
     duplicates: int = 0
+    """Another sample of the place was trained."""
     invalid: int = 0
+    """Undecodable, against the invariants, or of no task or version of this run."""
     buffered: int = 0
     """Neither trained nor given up yet, and not claimed by the cursor."""
     eval: int = 0
     trimmed: int = 0
-    """Sequences before the first one that is still there; what they held is not counted."""
+    """Sequences before the first one that is still there; counts of tokens know only what is still there."""
     tasks_issued: int = 0
     tasks_open: int = 0
     aborted: int = 0
@@ -49,161 +61,243 @@ class Books:
     tokens_trained: int = 0
     generated_s: float = 0.0
     """Sum of the time samples spent in generation."""
+    trained_here: int = 0
+    """Of the trained ones, those whose samples were published (found, or trimmed)."""
+    unrecorded: int = 0
+    """Of the lost ones, those still in the stream."""
     problems: list[str] = field(default_factory=list)
     """What is wrong, in words, the first few."""
 
     def balance(self) -> bool:
         """published = trained + dropped + duplicates + invalid + buffered + lost."""
-        return (
-            self.published
-            == self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
-        )
-
-    trained_here: int = 0
-    """Of the trained ones, those still in the stream."""
-    unrecorded: int = 0
-    """Of the lost ones, those still in the stream."""
+        fates = self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
+        return self.published == fates
 
     def complain(self, text: str) -> None:
-        if len(self.problems) < 20:
+        if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(text)
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What the last checkpoint's cursor claims to be settled; None = there is no checkpoint."""
+    """What the last checkpoint's cursor claims to be settled."""
 
     floor: int
     settled: frozenset[int]
+    step: int = 0
+    """Of the checkpoint: what plans up to it name must be settled."""
 
     def __contains__(self, seq: int) -> bool:
         return seq <= self.floor or seq in self.settled
 
 
-@dataclass(slots=True)
-class _Records:
-    plans: dict[int, Plan] = field(default_factory=dict)
-    step_of_seq: dict[int, int] = field(default_factory=dict)
-    step_of_task: dict[int, int] = field(default_factory=dict)
-    dropped_seq: dict[int, str] = field(default_factory=dict)
-    dropped_task: dict[int, str] = field(default_factory=dict)
-    outcomes: list[Done] = field(default_factory=list)
+async def audit(
+    bus: Bus, claims: Claims | None = None, *, versions: Mapping[int, int] | None = None, vocab_size: int | None = None
+) -> tuple[Books, list[Done]]:
+    """Read everything there is; the books, and the outcomes of the steps in the order they were recorded.
 
-
-async def audit(bus: Bus, claims: Claims | None = None) -> tuple[Books, list[Done]]:
-    """Read everything there is; the books, and the outcomes of the steps in the order they were recorded."""
-    books = Books()
-    records = await _records(bus, books)
-    issued = [task async for task in bus.tasks.scan() if task.kind is Kind.TRAIN]
-    books.tasks_issued = len(issued)
-    books.tasks_open = sum(task.id not in records.step_of_task and task.id not in records.dropped_task for task in issued)
-    await _samples(bus, records, books, claims)
-    return books, records.outcomes
-
-
-async def _records(bus: Bus, books: Books) -> _Records:
-    records = _Records()
+    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not to be held against it.
+    """
+    reading = _Audit(claims, versions, vocab_size)
     async for _, record in bus.plans.scan():
+        reading.record(record)
+    async for task in bus.tasks.scan():
+        if task.kind is Kind.TRAIN:
+            reading.task(task)
+    await reading.samples(bus)
+    reading.close()
+    return reading.books, reading.outcomes
+
+
+class _Audit:
+    """One reading of a run, in this order: records, tasks, samples, close."""
+
+    def __init__(self, claims: Claims | None, versions: Mapping[int, int] | None, vocab_size: int | None) -> None:
+        self._claims, self._versions, self._vocab_size = claims, versions, vocab_size
+        self.books = Books()
+        self.outcomes: list[Done] = []
+        self._plans: dict[int, Plan] = {}
+        self._step_of_seq: dict[int, int] = {}
+        self._step_of_task: dict[int, int] = {}
+        self._dropped_seq: dict[int, str] = {}
+        self._dropped_task: dict[int, str] = {}
+        self._planned: dict[int, Place] = {}
+        """Place of each trained sequence as its plan has it: samples of a group stand in the order of their index."""
+        self._found: dict[int, Place] = {}
+        """Place of each trained sequence as its sample has it."""
+        self._late: dict[int, Place] = {}
+        """Samples of trained tasks that no record names."""
+        self._tasks: dict[int, Task] = {}
+
+    # ---- PLAN and TASKS
+
+    def record(self, record: object) -> None:
         if isinstance(record, Plan):
-            _take_plan(record, records, books)
+            self._plan(record)
         elif isinstance(record, Settle):
             for task in record.tasks.tolist():
-                records.dropped_task[task] = record.reason
+                self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():
-                if seq in records.step_of_seq:
-                    books.trained_twice += 1
-                    books.complain(f"sample {seq} is given up ({record.reason}) and trained in step {records.step_of_seq[seq]}")
-                records.dropped_seq[seq] = record.reason
+                if seq in self._step_of_seq:
+                    self._twice(f"sample {seq} is given up ({record.reason}) and trained in step {self._step_of_seq[seq]}")
+                self._dropped_seq[seq] = record.reason
         elif isinstance(record, Done):
-            records.outcomes.append(record)
-    return records
+            self.outcomes.append(record)
 
+    def _plan(self, plan: Plan) -> None:
+        if plan.step in self._plans:
+            self.books.complain(f"step {plan.step} was planned twice")
+        self._plans[plan.step] = plan
+        for version, step in plan.version_steps.items():
+            if self._versions is not None and self._versions.get(version) != step:
+                known = self._versions.get(version, "none")
+                self.books.complain(f"step {plan.step} takes version {version} for weights of step {step}; the registry says {known}")
+        for task in plan.tasks.tolist():
+            if task in self._step_of_task or task in self._dropped_task:
+                self.books.complain(f"task {task} is in step {plan.step} and was settled before")
+            self._step_of_task[task] = plan.step
+        places = [(task, index) for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True) for index in range(size)]
+        for seq, place in zip(plan.seqs.tolist(), places, strict=True):
+            if seq in self._step_of_seq or seq in self._dropped_seq:
+                self._twice(f"sample {seq} is in step {plan.step} and was settled before")
+            self._step_of_seq[seq], self._planned[seq] = plan.step, place
+        self.books.trained += len(plan.seqs)
 
-def _take_plan(plan: Plan, records: _Records, books: Books) -> None:
-    if plan.step in records.plans:
-        books.complain(f"step {plan.step} was planned twice")
-    records.plans[plan.step] = plan
-    for task in plan.tasks.tolist():
-        if task in records.step_of_task or task in records.dropped_task:
-            books.complain(f"task {task} is in step {plan.step} and was settled before")
-        records.step_of_task[task] = plan.step
-    for seq in plan.seqs.tolist():
-        if seq in records.step_of_seq or seq in records.dropped_seq:
-            books.trained_twice += 1
-            books.complain(f"sample {seq} is in step {plan.step} and was settled before")
-        records.step_of_seq[seq] = plan.step
-    books.trained += len(plan.seqs)
+    def task(self, task: Task) -> None:
+        self._tasks[task.id] = task
+        self.books.tasks_issued += 1
+        self.books.tasks_open += task.id not in self._step_of_task and task.id not in self._dropped_task
 
+    # ---- SAMPLES
 
-async def _samples(bus: Bus, records: _Records, books: Books, claims: Claims | None) -> None:
-    state = await bus.samples.info()
-    books.trimmed = max(0, state.first_seq - 1)
-    if state.messages != state.last_seq - state.first_seq + 1 and state.messages:
-        gone = state.last_seq - state.first_seq + 1 - state.messages
-        books.lost += gone
-        books.complain(f"{gone} sequences are gone from the middle of the stream")
-    found: set[int] = set()
-    places: dict[tuple[int, int], int] = {}
-    async for received in bus.samples.tail(last=EVERYTHING, follow=False):
-        found.add(received.seq)
-        if isinstance(received.sample, WireError):
-            books.published += 1
+    async def samples(self, bus: Bus) -> None:
+        state = await bus.samples.info()
+        self._trimmed(max(0, state.first_seq - 1))
+        if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
+            self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
+        async for received in bus.samples.tail(last=EVERYTHING, follow=False):
+            if isinstance(received.sample, WireError):
+                self.books.published += 1
+                self.books.invalid += 1
+            elif received.sample.kind is Kind.EVAL:
+                self.books.eval += 1
+            else:
+                self._sample(received.seq, received.sample)
+
+    def _trimmed(self, last: int) -> None:
+        """Sequences 1 .. ``last`` are no longer there: PLAN names them, or the cursor has them behind it."""
+        self.books.trimmed = last
+        unclaimed = 0
+        for seq in range(1, last + 1):
+            if seq in self._step_of_seq:
+                self.books.published += 1
+                self.books.trained_here += 1
+                self._found[seq] = self._planned[seq]
+            elif seq in self._dropped_seq:
+                self.books.published += 1
+                self.books.dropped[self._dropped_seq[seq]] += 1
+            else:
+                unclaimed += self._claims is None or seq not in self._claims
+        for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
+            self.books.max_lag_trained = max(self.books.max_lag_trained, _largest_lag(plan))
+        if unclaimed:
+            self._lost(f"{unclaimed} trimmed sequences are named by no record and not behind the checkpoint's cursor", unclaimed)
+
+    def _sample(self, seq: int, sample: Sample) -> None:
+        """Find what became of one sample."""
+        books = self.books
+        books.published += 1
+        books.tokens_generated += sample.response_length
+        books.generated_s += sample.timings.generating_s
+        books.aborted += sample.status is Status.ABORTED
+        if seq in self._step_of_seq:
+            books.trained_here += 1
+            self._found[seq] = (sample.task, sample.index)
+            self._count_trained(sample, self._plans[self._step_of_seq[seq]])
+        elif seq in self._dropped_seq:
+            books.dropped[self._dropped_seq[seq]] += 1
+        elif sample.status in (Status.FAILED, Status.ABORTED):
+            books.dropped[sample.status.value] += 1
+        elif self._is_invalid(sample):
             books.invalid += 1
-        elif received.sample.kind is Kind.EVAL:
-            books.eval += 1
+        elif sample.task in self._dropped_task:
+            books.dropped[self._dropped_task[sample.task]] += 1
+        elif sample.task in self._step_of_task:
+            self._late[seq] = (sample.task, sample.index)
+        elif self._claims is not None and seq in self._claims:
+            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and no record names it")
         else:
-            _count(received.seq, received.sample, records, books, claims, places)
-    for seq, step in records.step_of_seq.items():
-        if seq > books.trimmed and seq not in found:
-            books.lost += 1
-            books.complain(f"sample {seq} was trained in step {step} and is not in the stream")
+            books.buffered += 1
+
+    def _is_invalid(self, sample: Sample) -> bool:
+        """Nobody could have trained it. A task that is gone from TASKS was settled long ago: what became of it decides."""
+        task = self._tasks.get(sample.task)
+        if task is None:
+            return sample.task not in self._step_of_task and sample.task not in self._dropped_task
+        try:
+            check_sample(sample, vocab_size=self._vocab_size)
+        except WireError:
+            return True
+        unknown = self._versions is not None and any(span.version not in self._versions for span in sample.spans)
+        return unknown or sample.status is Status.PENDING or bool(mismatch(task, sample, 0))
+
+    def _count_trained(self, sample: Sample, plan: Plan) -> None:
+        books = self.books
+        books.multi_version += len({span.version for span in sample.spans}) > 1
+        start = 0
+        for span in sample.spans:
+            tokens = int(sample.loss_mask[start : start + span.num_tokens].sum())
+            start += span.num_tokens
+            step = plan.version_steps.get(span.version)
+            if step is None:
+                books.complain(f"step {plan.step} trains tokens of version {span.version}, whose step its plan does not know")
+                continue
+            if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
+                continue
+            lag = plan.step - 1 - step
+            books.lag_tokens[lag] += tokens
+            books.tokens_trained += tokens
+            books.max_lag_trained = max(books.max_lag_trained, lag)
+
+    # ---- everything against everything
+
+    def close(self) -> None:
+        trained: dict[Place, int] = {}
+        for seq, step in self._step_of_seq.items():
+            place = self._found.get(seq)
+            if place is None:
+                self._lost(f"sample {seq} was trained in step {step} and is not in the stream")
+                continue
+            if place in trained:
+                self._twice(f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}")
+            elif place != self._planned[seq]:
+                self.books.complain(f"sample {seq} is task {place[0]}, index {place[1]}; its plan has it for {self._planned[seq]}")
+            trained[place] = seq
+            if self._claims is not None and step <= self._claims.step and seq not in self._claims:
+                self._twice(f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it would be trained again")
+        for seq, place in self._late.items():
+            if place in trained:
+                self.books.duplicates += 1
+            else:
+                self._unrecorded(f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out when it was trained")
+
+    def _twice(self, text: str) -> None:
+        self.books.trained_twice += 1
+        self.books.complain(text)
+
+    def _lost(self, text: str, count: int = 1) -> None:
+        self.books.lost += count
+        self.books.complain(text)
+
+    def _unrecorded(self, text: str) -> None:
+        self.books.unrecorded += 1
+        self._lost(text)
 
 
-def _count(seq: int, sample: Sample, records: _Records, books: Books, claims: Claims | None, places: dict[tuple[int, int], int]) -> None:
-    """Find what became of one sample."""
-    books.published += 1
-    books.tokens_generated += sample.response_length
-    books.generated_s += sample.timings.generating_s
-    if sample.status is Status.ABORTED:
-        books.aborted += 1
-    if seq in records.step_of_seq:
-        books.trained_here += 1
-        place = (sample.task, sample.index)
-        if place in places:
-            books.trained_twice += 1
-            books.complain(f"samples {places[place]} and {seq} are both trained for task {sample.task}, index {sample.index}")
-        places[place] = seq
-        _count_trained(sample, records.plans[records.step_of_seq[seq]], books)
-    elif seq in records.dropped_seq:
-        books.dropped[records.dropped_seq[seq]] += 1
-    elif sample.status in (Status.FAILED, Status.ABORTED):
-        books.dropped[sample.status.value] += 1
-    elif sample.task in records.step_of_task or sample.task in records.dropped_task:
-        books.duplicates += 1
-    elif claims is not None and seq in claims:
-        books.lost += 1
-        books.unrecorded += 1
-        books.complain(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and no record names it")
-    else:
-        books.buffered += 1
-
-
-def _count_trained(sample: Sample, plan: Plan, books: Books) -> None:
-    books.multi_version += len({span.version for span in sample.spans}) > 1
-    start = 0
-    for span in sample.spans:
-        tokens = int(sample.loss_mask[start : start + span.num_tokens].sum())
-        start += span.num_tokens
-        step = plan.version_steps.get(span.version)
-        if step is None:
-            books.complain(f"step {plan.step} trains tokens of version {span.version}, whose step its plan does not know")
-            continue
-        if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
-            continue
-        lag = plan.step - 1 - step
-        books.lag_tokens[lag] += tokens
-        books.tokens_trained += tokens
-        books.max_lag_trained = max(books.max_lag_trained, lag)
+def _largest_lag(plan: Plan) -> int:
+    """Of the tokens a plan may train; an upper bound, for samples that cannot be looked into any more."""
+    oldest = min(plan.version_steps.values(), default=plan.step - 1)
+    return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
 
 
 def read_claims(checkpoints: Path) -> Claims | None:
@@ -214,8 +308,8 @@ def read_claims(checkpoints: Path) -> Claims | None:
     path = kept.latest_valid(one.path for one in kept.listed(checkpoints))
     if path is None:
         return None
-    cursor = read_state(kept.read_state(path))["samples"]
-    return Claims(int(cursor["floor"]), frozenset(cursor["settled"]))
+    state = read_state(kept.read_state(path))
+    return Claims(int(state["samples"]["floor"]), frozenset(state["samples"]["settled"]), int(state["step"]))
 
 
 def mean(values: list[float]) -> float:

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         viewer.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
         viewer.add_argument("--bus", default="", help="NATS URL")
         viewer.add_argument("--run", default="", help="name of the run")
-        viewer.add_argument("--json", action="store_true", help="one JSON object a line")
+        viewer.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
         if name == "tail":
             viewer.add_argument("--last", type=int, default=10, metavar="N", help="begin with about the N newest samples (default 10)")
             viewer.add_argument("-f", "--follow", action="store_true", help="go on with what comes")

@@ -1,6 +1,7 @@
 """What each sub-command does with its arguments. Heavy modules are imported inside."""
 
 import argparse
+import logging
 import os
 
 from launch.config import RunConfig
@@ -125,7 +126,9 @@ def status(args: argparse.Namespace) -> int:
     import asyncio
 
     from launch.looking import find_run, show_status
+    from launch.process import set_up_logging
 
+    set_up_logging("status", level=logging.ERROR)
     url, run = find_run(args.run_dir, args.bus, args.run)
     return asyncio.run(show_status(url, run, as_json=args.json))
 
@@ -134,6 +137,8 @@ def tail(args: argparse.Namespace) -> int:
     import asyncio
 
     from launch.looking import find_run, show_tail
+    from launch.process import set_up_logging
 
+    set_up_logging("tail", level=logging.ERROR)
     url, run = find_run(args.run_dir, args.bus, args.run)
     return asyncio.run(show_tail(url, run, last=args.last, follow=args.follow, as_json=args.json))

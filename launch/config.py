@@ -8,9 +8,10 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
-from bus.config import BusConfig
+from bus.config import RUN_NAME, BusConfig
 from launch.prepare_config import PrepareConfig
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
@@ -120,13 +121,19 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """SHA-256 of the settings that decide what is trained."""
-        parts = {name: dataclasses.asdict(getattr(self, name)) for name in ("data", "sampling", "staleness", "learner")}
-        return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of the settings that decide what is trained; not of places, machines and names."""
+        parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
+        parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
+        parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
+        parts["reward"] = (self.actor.reward, self.actor.reward_options)
+        parts["push_every"] = self.weights.push_every
+        return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _refuse_contradictions(config: RunConfig) -> None:
     """Raise ValueError for settings that are right one by one and wrong together."""
+    if config.run and not RUN_NAME.fullmatch(config.run):
+        raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
     algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
     if algorithm.correction == "none" and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(

@@ -1,6 +1,8 @@
 """``tidemill status`` and ``tidemill tail``: looking into a run, from anywhere that reaches its bus. They read, and disturb nobody."""
 
 import json
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from bus import subjects
 from bus.connection import Bus, connect
-from bus.errors import BusError, WireError
+from bus.errors import BusError, NotFound, WireError
 from bus.live import processes
-from bus.messages import Done, Plan, Sample
+from bus.messages import Done, Kind, Plan, Sample, Settle
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
 
 CONNECT_S = 10.0
+_RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str) -> tuple[str, str]:
@@ -28,6 +32,11 @@ def find_run(run_dir: str, bus: str, run: str) -> tuple[str, str]:
         config = yaml.safe_load((root / CONFIG_FILE).read_text())
         address = root / BUS_URL_FILE
         url = bus or config["bus"]["url"] or (address.read_text().strip() if address.exists() else "")
+        if not url:
+            over = root / "summary.json"
+            raise ValueError(
+                f"{run_dir}: no bus is running here; " + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
+            )
         return url, run or config["run"]
     if not bus or not run:
         raise ValueError("want --run-dir DIRECTORY, or --bus URL and --run RUN")
@@ -53,23 +62,35 @@ async def read_status(bus: Bus) -> dict[str, Any]:
     rows = await processes(bus, look_s=1.5)
     state, backlog = await bus.samples.info(), await bus.tasks.backlog()
     head = await bus.rows("weights").get("head")
-    step, planned = 0, 0
-    metrics: dict[str, float] = {}
-    async for _, record in bus.plans.scan():
-        if isinstance(record, Plan):
-            planned = record.step
-        elif isinstance(record, Done) and record.step >= step:
-            step, metrics = record.step, record.metrics
+    plans = await _read_plans(bus)
+    metrics = plans.newest.metrics if plans.newest is not None else {}
+    feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
+    issued = await _issued(bus, plans.tasks)
     return {
         "run": bus.run,
-        "step": step,
-        "planned": planned,
+        "step": plans.newest.step if plans.newest is not None else 0,
+        "planned": plans.planned,
         "reward": metrics.get("data/reward_mean"),
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
         "head": head[0] if head else None,
-        "tasks": {"waiting": backlog[0], "leased": backlog[1], "last_id": await bus.tasks.last_id()},
-        "samples": {"first_seq": state.first_seq, "last_seq": state.last_seq, "messages": state.messages, "bytes": state.bytes},
+        "tasks": {
+            "issued": issued,
+            "settled": len(plans.tasks),
+            "open": issued - len(plans.tasks),
+            "waiting": backlog[0],
+            "leased": backlog[1],
+            "last_id": await bus.tasks.last_id(),
+        },
+        "samples": {
+            "first_seq": state.first_seq,
+            "last_seq": state.last_seq,
+            "messages": state.messages,
+            "bytes": state.bytes,
+            "trained": plans.trained,
+            "dropped": dict(sorted(plans.dropped.items())),
+            "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
+        },
         "processes": [
             {
                 "role": row.role,
@@ -88,6 +109,46 @@ async def read_status(bus: Bus) -> dict[str, Any]:
     }
 
 
+@dataclass(slots=True)
+class _Plans:
+    """What the log PLAN says so far."""
+
+    planned: int = 0
+    newest: Done | None = None
+    tasks: set[int] = field(default_factory=set)
+    """Settled: trained or given up."""
+    trained: int = 0
+    """Samples."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Samples, by reason."""
+
+
+async def _read_plans(bus: Bus) -> _Plans:
+    plans = _Plans()
+    async for _, record in bus.plans.scan():
+        if isinstance(record, Plan):
+            plans.planned = record.step
+            plans.tasks.update(record.tasks.tolist())
+            plans.trained += len(record.seqs)
+        elif isinstance(record, Settle):
+            plans.tasks.update(record.tasks.tolist())
+            plans.dropped[record.reason] += len(record.seqs)
+        elif isinstance(record, Done) and (plans.newest is None or record.step >= plans.newest.step):
+            plans.newest = record
+    return plans
+
+
+async def _issued(bus: Bus, settled: set[int]) -> int:
+    """Training tasks there have been: those in the stream, and the settled ones that were trimmed from it."""
+    stream, subject = subjects.stream(bus.run, subjects.TASKS), subjects.task(bus.run, Kind.TRAIN)
+    present = sum((await bus.jet.subjects(stream, subject)).values())
+    try:
+        first = (await bus.jet.next(stream, 1, subject)).seq
+    except NotFound:
+        return len(settled)
+    return present + sum(id < first for id in settled)
+
+
 def _print_status(console: Console, status: dict[str, Any]) -> None:
     head = status["head"]
     version = f"version {head['version']} (step {head['step']})" if head else "no version yet"
@@ -95,8 +156,14 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
     if status["reward"] is not None:
         console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
     tasks, samples = status["tasks"], status["samples"]
-    console.print(f"tasks: {tasks['waiting']} waiting, {tasks['leased']} leased")
-    console.print(f"samples: sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
+    console.print(
+        f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
+        f"actors, {tasks['waiting']} waiting for one"
+    )
+    dropped = ", ".join(f"{count} {reason}" for reason, count in samples["dropped"].items()) or "none"
+    buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
+    console.print(f"samples {samples['trained']} trained, dropped: {dropped}{buffered}")
+    console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "host", "pid", "phase", "version", "waits for"):
         table.add_column(name)

@@ -1,6 +1,7 @@
 """The body of every process, made from the run's configuration: the one place where settings become arguments."""
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
@@ -23,7 +24,10 @@ def run_prepare(config: RunConfig) -> int:
     if config.prepare is not None:
         from launch.prepare import prepare
 
-        prepare(config.prepare, config.root / "prepared")
+        config.root.mkdir(parents=True, exist_ok=True)
+        with (config.root / "prepare.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # scripts of several processes may ask at the same time; the second finds it done
+            prepare(config.prepare, config.root / "prepared")
     return 0
 
 
@@ -54,6 +58,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
 
                 await first_of(keep_up(), draining.wait())
     finally:
+        (config.root / BUS_URL_FILE).unlink(missing_ok=True)
         await asyncio.to_thread(server.stop)
 
 
@@ -83,7 +88,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Feeder and ranks, the run's configuration for actors that know nothing but the bus, and a live row (what it does is in the feeder's)."""
+    """Feeder and ranks, the run's configuration for actors that know only the bus, and a live row: what it does is in the feeder's."""
     from bus.connection import connect
     from bus.live import Heartbeat
     from bus.messages import LiveRow
@@ -105,7 +110,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining:
     from learner.prompts import PromptFile, model_tokenizer
 
     model = Path(config.model.path)
-    vocab_size, max_context = _shape(model)
+    vocab_size, max_context = model_shape(model)
     sampling = Sampling(
         temperature=config.sampling.temperature,
         top_p=config.sampling.top_p,
@@ -157,13 +162,13 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str) -> int:
     return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus)
 
 
-def _shape(model: Path) -> tuple[int, int]:
+def model_shape(model: Path) -> tuple[int, int]:
     """Tokens in the vocabulary, and of a context. Raises ValueError for a directory that holds no model."""
     import json
 
     file = model / "config.json"
     if not file.exists():
-        raise ValueError(f"model.path: want a directory with a Hugging Face model (config.json), got {model}")
+        raise ValueError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
     values = json.loads(file.read_text())
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
 

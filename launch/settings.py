@@ -3,8 +3,12 @@
 Every value remembers where it came from; every error says where, what was wanted, what came and the nearest name.
 """
 
+import contextlib
+import copy
 import dataclasses
 import difflib
+import math
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +21,8 @@ import yaml
 from launch.config import RunConfig
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
+NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+"""What cannot be part of a run's name."""
 _NONE = type(None)
 
 
@@ -82,17 +88,22 @@ def read_yaml(file: Path) -> list[tuple[str, Setting]]:
     if node is None:
         return []
     lines: dict[str, int] = {}
-    _note_lines(node, "", lines)
+    _note_lines(node, "", lines, file)
     return list(_flatten(RunConfig, yaml.safe_load(file.read_text()), "", lambda path: f"{file}:{lines.get(path, 1)}"))
 
 
-def _note_lines(node: Any, path: str, lines: dict[str, int]) -> None:
+def _note_lines(node: Any, path: str, lines: dict[str, int], file: Path) -> None:
+    """Where every key stands. Raises for one that stands twice in a map: YAML would drop the first without a word."""
     lines.setdefault(path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
         for key, value in node.value:
             child = f"{path}.{key.value}" if path else str(key.value)
+            if child in seen:
+                raise SettingsError(f"{file}:{key.start_mark.line + 1}: {child}: stands twice, first in line {lines[child]}")
+            seen.add(child)
             lines[child] = key.start_mark.line + 1
-            _note_lines(value, child, lines)
+            _note_lines(value, child, lines, file)
 
 
 def _override(text: str) -> tuple[str, Setting]:
@@ -104,7 +115,7 @@ def _override(text: str) -> tuple[str, Setting]:
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
     for name, value in sorted(environment.items()):
-        if name.startswith(ENVIRONMENT_PREFIX) and "__" in name:
+        if name.startswith(ENVIRONMENT_PREFIX):
             path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             yield path, Setting(_yaml_value(value, name), f"environment {name}")
 
@@ -126,13 +137,14 @@ def _derive(settings: dict[str, Setting], file: Path | None) -> None:
         if given(path) in (None, ""):
             settings[path] = Setting(value, f"derived: {why}")
 
-    follow("run", file.stem if file is not None else "run", "name of the file")
+    follow("run", NOT_IN_NAME.sub("-", file.stem)[:64] if file is not None else "run", "name of the file")
     follow("directory", f"runs/{given('run')}", "runs/<run>")
-    if any(path == "prepare" or path.startswith("prepare.") for path in settings) and given("prepare") is None:
+    prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
+    if prepares:
         follow("model.path", f"{given('directory')}/prepared/model", "made by prepare")
         follow("data.path", f"{given('directory')}/prepared/prompts.jsonl", "made by prepare")
     for path in ("data.seed", "learner.seed", "prepare.seed"):
-        if given("seed") is not None and (not path.startswith("prepare") or any(p.startswith("prepare.") for p in settings)):
+        if given("seed") is not None and (prepares or not path.startswith("prepare")):
             follow(path, given("seed"), "seed")
 
 
@@ -140,17 +152,23 @@ def _derive(settings: dict[str, Setting], file: Path | None) -> None:
 
 
 def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Setting]]) -> None:
+    """Let ``found`` win over what was there: a value over all below it, a map over what it names."""
     for path, setting in found:
-        _check_path(path, setting.origin)
-        for below in [known for known in settings if known.startswith(f"{path}.")]:
-            del settings[below]
+        kind, value = _kind_of(path, setting.origin), setting.value
+        is_map = _section(kind) is not None and isinstance(value, Mapping)
+        if is_map and value:
+            _take(settings, list(_flatten(kind, value, path, lambda _, origin=setting.origin: origin)))  # type: ignore[misc]
+            continue
+        if not is_map:
+            for below in [known for known in settings if known.startswith(f"{path}.")]:
+                del settings[below]
         settings[path] = setting
 
 
 def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], str]) -> Iterator[tuple[str, Setting]]:
     """Leaves of a nested map, as deep as the dataclasses go."""
     section = _section(kind)
-    if section is None or values is None:
+    if section is None or values is None or (path and values == {}):
         yield path, Setting(values, origin(path))
         return
     if not isinstance(values, Mapping):
@@ -163,21 +181,22 @@ def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], s
         yield from _flatten(kinds[key], value, child, origin)
 
 
-def _check_path(path: str, origin: str) -> None:
-    """Raise unless ``path`` names a setting."""
+def _kind_of(path: str, origin: str) -> Any:
+    """The type of the setting that ``path`` names. Raises where there is none."""
     kind: Any = RunConfig
     walked: list[str] = []
     for key in path.split("."):
         section = _section(kind)
         if section is None:
             if _bare(kind) is dict:
-                return
+                return Any
             raise SettingsError(f"{origin}: {path}: {'.'.join(walked)} is a single value, it has no {key!r}")
         kinds = typing.get_type_hints(section)
         if key not in kinds:
             raise SettingsError(f"{origin}: {_unknown(section, '.'.join(walked), key)}")
         kind = kinds[key]
         walked.append(key)
+    return kind
 
 
 def _unknown(section: type, path: str, key: str) -> str:
@@ -194,15 +213,17 @@ def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
         below = any(known.startswith(f"{path}.") for known in settings)
         inner = _section(kind)
         if inner is not None:
+            if path in settings and settings[path].value not in (None, {}):
+                raise SettingsError(f"{settings[path].origin}: {path}: want a map of settings, got {settings[path].value!r}")
             if below:
                 values[name] = _build(inner, settings, f"{path}.")
-            elif path in settings and settings[path].value is None:
-                values[name] = None if _NONE in typing.get_args(kind) else inner()
+            elif path in settings:
+                values[name] = None if settings[path].value is None and _NONE in typing.get_args(kind) else inner()
             continue
-        if below:
-            values[name] = {known.removeprefix(f"{path}."): s.value for known, s in settings.items() if known.startswith(f"{path}.")}
         if path in settings:
             values[name] = _coerce(kind, settings[path], path)
+        if below:
+            values[name] = _with_below(values.get(name, {}), settings, f"{path}.")
     try:
         return section(**values)
     except ValueError as bad:
@@ -212,15 +233,31 @@ def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
         raise SettingsError(f"{where[0] + ': ' if where else ''}{prefix}{bad}") from None
 
 
+def _with_below(there: dict[str, Any], settings: Mapping[str, Setting], prefix: str) -> dict[str, Any]:
+    """A free map with the entries that were set one by one; dots go deeper."""
+    result = copy.deepcopy(there)
+    for known, setting in settings.items():
+        if known.startswith(prefix):
+            *parents, last = known.removeprefix(prefix).split(".")
+            place = result
+            for walked, key in enumerate(parents):
+                place = place.setdefault(key, {})
+                if not isinstance(place, dict):
+                    where = prefix + ".".join(parents[: walked + 1])
+                    raise SettingsError(f"{setting.origin}: {known}: {where} is a single value, it has no {last!r}")
+            place[last] = setting.value
+    return result
+
+
 def _coerce(kind: Any, setting: Setting, path: str) -> Any:
     value, bare = setting.value, _bare(kind)
     if value is None and _NONE in typing.get_args(kind):
         return None
     if bare is float and isinstance(value, int | str) and not isinstance(value, bool):
-        try:
-            return float(value)  # YAML reads 1e-3 as a word
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            value = float(value)  # YAML reads 1e-3 as a word
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{setting.origin}: {path}: want a number, got {value!r}")
     if bare is tuple and isinstance(value, list):
         item = typing.get_args(kind)[0]
         return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))
@@ -273,4 +310,5 @@ def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) ->
             continue
         text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10_000)
         text = text.removesuffix("\n").removesuffix("\n...").strip()
-        yield f"{indent + f.name + ': ' + text:<48} # {origins.get(path, 'default')}"
+        came = dict.fromkeys(origin for known, origin in origins.items() if known == path or known.startswith(f"{path}."))
+        yield f"{indent + f.name + ': ' + text:<48} # {', '.join(came) or 'default'}"

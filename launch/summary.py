@@ -1,5 +1,6 @@
 """What a run leaves: summary.json from its books, metrics.jsonl from its outcomes, and whether its promises were kept."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ def summarize(
     """Everything that summary.json holds. ``loads``: the last counters each process told of itself, by ``role.id``."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}
-    stalls = [line["push/stall_seconds"] for line in pushes.values() if "push/stall_seconds" in line]
+    stalls = [line["push/stall_seconds_max"] for line in pushes.values() if "push/stall_seconds_max" in line]
     actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
     return {
         "run": run,
@@ -52,6 +53,7 @@ def summarize(
         "samples_duplicate": books.duplicates,
         "samples_invalid": books.invalid,
         "samples_buffered": books.buffered,
+        "samples_trimmed": books.trimmed,
         "samples_aborted": books.aborted,
         "books_balance": books.balance(),
         "requests_aborted_by_pushes": aborted_by_pushes,
@@ -83,11 +85,23 @@ def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> lis
     ]
     if not summary["books_balance"]:
         wrong.append("the books of the stream SAMPLES do not balance")
+    if summary["problems"]:
+        wrong.append(f"problems found by the audit: {len(summary['problems'])}, the first: {summary['problems'][0]}")
     if summary["max_lag_trained"] > summary["max_lag"]:
         wrong.append(f"max_lag_trained = {summary['max_lag_trained']}, want <= {summary['max_lag']}")
     if summary["reward_last"] is None or summary["reward_last"] < require_reward:
         wrong.append(f"reward_last = {summary['reward_last']}, want >= {require_reward}")
     return wrong
+
+
+def seconds_of_steps(file: Path) -> dict[int, float]:
+    """When each step was done, as an earlier start of this run noted it; a line cut short by a kill is passed over."""
+    seconds: dict[int, float] = {}
+    for text in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError, KeyError):
+            line = json.loads(text)
+            seconds.setdefault(int(line["step"]), float(line["seconds"]))
+    return seconds
 
 
 def write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:

@@ -36,6 +36,7 @@ from learner.restart import CHECKPOINT_KEY
 log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """In the run's directory: locked by the one `up` that works in it, and holding its process id."""
 WRONG_USE = 2
@@ -156,6 +157,7 @@ class Up:
         self._say(f"{self._config.run}: files and logs in {self._root}")
         try:
             await self._prepare()
+            self._check_inputs()
             url = await self._start_bus()
             async with connect(url, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
                 await bus.create_layout()
@@ -172,7 +174,9 @@ class Up:
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
         """A bus that outlives its runs (``bus.url``) may hold one of this name: to train into its streams would mix the two."""
         if not self._resume and await bus.tasks.last_id() > 0:
-            raise CannotBegin(f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)")
+            raise CannotBegin(
+                f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)"
+            )
 
     def _say(self, text: str) -> None:
         log.info("%s", text)
@@ -194,6 +198,15 @@ class Up:
         if code:
             raise GaveUp("prepare", code, 1, 0, child.last_lines())
 
+    def _check_inputs(self) -> None:
+        """What every process would stumble over, said once and at once. Raises CannotBegin."""
+        try:
+            roles.model_shape(Path(self._config.model.path))
+        except ValueError as error:
+            raise CannotBegin(str(error)) from None
+        if not Path(self._config.data.path).is_file():
+            raise CannotBegin(f"data.path: want a file with prompts, got {self._config.data.path!r}")
+
     async def _start_bus(self) -> str:
         if self._config.bus.url:
             return self._config.bus.url
@@ -210,10 +223,10 @@ class Up:
         return address.read_text().strip()
 
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
-        began = time.monotonic()
-        metrics = self._root / "metrics.jsonl"
+        metrics = self._root / METRICS_FILE
+        earlier = summary.seconds_of_steps(metrics)
         metrics.unlink(missing_ok=True)
-        self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics)
+        self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
             learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url])
             for role, count in (("engine", self._config.up.engines), ("actor", self._config.up.actors)):
@@ -226,7 +239,7 @@ class Up:
             cure = f"go on with: tidemill up {self._root / CONFIG_FILE} --resume"
             self._say(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
             return
-        await self._close_books(bus, time.monotonic() - began)
+        await self._close_books(bus, self._watch.elapsed_s)
 
     @contextlib.asynccontextmanager
     async def _shown(self) -> AsyncIterator[None]:
@@ -276,15 +289,16 @@ class Up:
     async def _close_books(self, bus: Bus, seconds: float) -> None:
         assert self._watch is not None
         claims = await asyncio.to_thread(read_claims, self._config.checkpoints)
-        books, outcomes = await audit(bus, claims)
-        reached = self._watch.reached_s
-        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
-        summary.write_lines(self._root / "metrics.jsonl", lines)
         rows = await bus.rows("weights").all()
         fields = VersionRow.__dataclass_fields__
         versions = [
             VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
         ]
+        vocab_size, _ = roles.model_shape(Path(self._config.model.path))
+        books, outcomes = await audit(bus, claims, versions={row.version: row.step for row in versions}, vocab_size=vocab_size)
+        reached = self._watch.reached_s
+        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
+        summary.write_lines(self._root / METRICS_FILE, lines)
         result = summary.summarize(
             books,
             lines,
@@ -298,13 +312,13 @@ class Up:
             restarts=self._supervisor.restarted,
         )
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
-        result["promises_broken"] = broken
+        result |= {"promises_broken": broken, "config_digest": self._config.digest()}
         roles.write_aside(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         await asyncio.to_thread(_draw, lines, self._root / "curves.png", f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s")
         self._report(result, broken)
 
     def _report(self, result: dict[str, object], broken: list[str]) -> None:
-        self._say("\n".join(f"  {name:<24} {_short(result[name])}" for name in REPORTED))
+        self._say("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
         self._say(f"  model {self._root}/final, picture {self._root}/curves.png, books {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,14 @@ NUM_EVENTS = 6
 class Watch:
     """The present state of a run, as far as it is known."""
 
-    def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None) -> None:
+    def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:
+        """``earlier``: seconds at which earlier starts of this run had done their steps; time goes on from there."""
         self._bus, self.steps, self._metrics_file = bus, steps, metrics_file
-        self.began_s = time.monotonic()
+        self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
         self.outcomes: dict[int, Done] = {}
         """Newest outcome of every step."""
-        self.reached_s: dict[int, float] = {}
-        """Seconds since the watch began at which a step's outcome was first seen."""
+        self.reached_s: dict[int, float] = dict(earlier or {})
+        """Seconds since the run began at which a step's outcome was first seen."""
         self.rows: list[tuple[LiveRow, float]] = []
         """(row, seconds since it changed)."""
         self.loads: dict[str, dict[str, float]] = {}
@@ -56,7 +58,7 @@ class Watch:
 
     @property
     def elapsed_s(self) -> float:
-        return time.monotonic() - self.began_s
+        return time.monotonic() - self._began_s
 
     def series(self, name: str) -> list[float]:
         """A metric over the steps that have it."""
@@ -127,6 +129,10 @@ class Watch:
         """Mean waiting share that processes of a role tell of."""
         shares = [row.load["waiting_share"] for row, _ in self.rows if row.role == role and "waiting_share" in row.load]
         return sum(shares) / len(shares) if shares else None
+
+    def load(self, role: str) -> dict[str, float]:
+        """Counters of the first process of a role; empty for none."""
+        return next((row.load for row, _ in self.rows if row.role == role), {})
 
     def flat(self) -> dict[str, Any]:
         """What a plain line says."""

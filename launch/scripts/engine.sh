@@ -4,4 +4,5 @@ set -euo pipefail
 CONFIG=${CONFIG:-launch/configs/digits.yaml}
 BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
 HOST=${HOST:-127.0.0.1}      # address at which actors and the learner reach this engine
+tidemill prepare "$CONFIG"   # makes the small model, if the configuration asks for it and it is not there; the same seed, the same weights
 exec tidemill engine --config "$CONFIG" --bus "$BUS" --id "${ID:-$(hostname)-$$}" --set engine.host="$HOST"

@@ -1,6 +1,7 @@
 """The audit sees what is wrong: streams with defects made on purpose, on a real nats-server."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from bus.connection import Bus
 from bus.messages import Plan, Sample, Settle, Status, Task
 from launch.audit import Books, Claims, audit
 from launch.looking import as_map, read_status
-from launch.summary import broken_promises, summarize
+from launch.summary import broken_promises, seconds_of_steps, summarize
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 
@@ -33,13 +34,15 @@ class Run:
     async def sample(self, task: int, index: int, **changes: object) -> int:
         return await self.bus.samples.publish(data_kit.sample(self.tasks[task], index, **changes))  # type: ignore[arg-type]
 
-    async def plan(self, step: int, tasks: list[int], seqs: list[int], *, steps: dict[int, int], oldest: int | None = None) -> None:
+    async def plan(
+        self, step: int, tasks: list[int], seqs: list[int], *, steps: dict[int, int], oldest: int | None = None, size: int = 2
+    ) -> None:
         plan = Plan(
             epoch=EPOCH,
             step=step,
             tasks=np.array([self.tasks[one].id for one in tasks], np.int64),
             seqs=np.array(seqs, np.int64),
-            group_sizes=np.array([2] * len(tasks), np.int32),
+            group_sizes=np.array([size] * len(tasks), np.int32),
             ranks=np.zeros(len(seqs), np.int32),
             micro_batches=np.zeros(len(seqs), np.int32),
             version_steps=steps,
@@ -148,6 +151,94 @@ async def test_a_hole_in_the_stream_is_seen(open_bus: BusOpener) -> None:
     assert any("gone from the middle" in problem for problem in books.problems)
 
 
+async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: BusOpener) -> None:
+    """A plan of half a group: the other half was published, is no duplicate of anything, and will never be trained."""
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        seqs = [await run.sample(0, index) for index in (0, 1)]
+        await run.plan(1, [0], seqs[:1], steps={0: 0}, size=1)
+        books, _ = await audit(bus)
+    assert (books.trained, books.lost, books.duplicates) == (1, 1, 0)
+    assert books.balance()
+    assert any("left out" in problem for problem in books.problems)
+
+
+async def test_what_comes_late_for_a_task_given_up_has_its_reason(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        early = await run.sample(0, 0)
+        await run.settle(0, [early], "dead")
+        late = await run.sample(0, 1)
+        books, _ = await audit(bus, Claims(late, frozenset()))
+    assert books.dropped == {"dead": 2}
+    assert (books.lost, books.balance()) == (0, True)
+
+
+async def test_what_nobody_can_train_is_invalid_and_not_lost(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        await run.sample(0, 0, rollout_log_probs=np.array([0.5, -1, -1], np.float32))
+        await run.sample(0, 0, attempt="b", spans=((77, 3),))
+        await run.sample(0, 0, attempt="c", group_size=9)
+        run.tasks.append(replace(run.tasks[0], id=4000))
+        await run.sample(1, 0)
+        last = await run.sample(0, 1, tokens=np.array([1, 2, 3, 900, 5, 6], np.int32))
+        books, _ = await audit(bus, Claims(last, frozenset()), versions={0: 0}, vocab_size=100)
+    assert (books.invalid, books.lost, books.balance()) == (5, 0, True)
+
+
+async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> None:
+    """The oldest samples are gone from the stream: PLAN knows them, and the cursor has them behind it. If not, they are lost."""
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(3)
+        trained = [await run.sample(0, index) for index in (0, 1)]
+        again = await run.sample(0, 1, attempt="b")
+        dropped = [await run.sample(1, index) for index in (0, 1)]
+        kept = [await run.sample(2, index) for index in (0, 1)]
+        await run.plan(3, [0], trained, steps={0: 1})
+        await run.settle(1, dropped, "stale")
+        await run.plan(4, [2], kept, steps={0: 3})
+        await bus.samples.trim(kept[0])
+        books, _ = await audit(bus, Claims(kept[1], frozenset(), 4))
+        forgotten, _ = await audit(bus, Claims(again - 1, frozenset(), 0))
+        nothing, _ = await audit(bus, None)
+        await run.plan(5, [0], trained, steps={0: 1})
+        twice, _ = await audit(bus, Claims(kept[1], frozenset(), 4))
+    assert (books.trimmed, books.published, books.trained, books.lost, books.trained_twice) == (5, 6, 4, 0, 0)
+    assert books.dropped == {"stale": 2}
+    assert books.max_lag_trained == 1
+    assert (books.balance(), books.problems) == (True, [])
+    assert forgotten.lost == nothing.lost == 1
+    assert twice.trained_twice == 2
+
+
+async def test_a_trained_sample_that_the_cursor_would_give_again_is_seen(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        seqs = [await run.sample(0, index) for index in (0, 1)]
+        await run.plan(1, [0], seqs, steps={0: 0})
+        books, _ = await audit(bus, Claims(seqs[0], frozenset(), 1))
+        later, _ = await audit(bus, Claims(0, frozenset(), 0))
+    assert books.trained_twice == 1
+    assert later.trained_twice == 0, "a plan behind the checkpoint is not in the model yet"
+
+
+async def test_a_plan_that_tells_other_things_than_stream_and_registry_is_seen(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        run = Run(bus)
+        await run.begin(1)
+        seqs = [await run.sample(0, index, spans=((3, 3),)) for index in (0, 1)]
+        await run.plan(5, [0], seqs[::-1], steps={3: 4})
+        books, _ = await audit(bus, versions={3: 2})
+    assert any("the registry says 2" in problem for problem in books.problems)
+    assert sum("its plan has it for" in problem for problem in books.problems) == 2
+
+
 def result(books: Books, rewards: list[float]) -> dict[str, object]:
     lines = [{"step": place + 1, "data/reward_mean": reward} for place, reward in enumerate(rewards)]
     nothing: dict[str, float] = {}
@@ -172,6 +263,7 @@ def result(books: Books, rewards: list[float]) -> dict[str, object]:
         (Books(trained_twice=1), [1.0], "samples_trained_twice"),
         (Books(max_lag_trained=2), [1.0], "max_lag_trained"),
         (Books(published=1), [1.0], "balance"),
+        (Books(problems=["step 3 was planned twice"]), [1.0], "step 3 was planned twice"),
         (Books(), [1.0] * 20 + [0.2] * 10, "reward_last"),
         (Books(), [], "reward_last"),
     ],
@@ -193,6 +285,25 @@ def test_requests_that_a_push_aborted_break_a_promise() -> None:
     assert summary["requests_aborted_by_pushes"] == 1
     assert summary["actor_wait_share"] == 0.5
     assert any("aborted" in text for text in broken_promises(summary, require_reward=-1))
+
+
+def test_means_over_pushes_count_each_push_once() -> None:
+    def line(step: int, version: int, seconds: float, stall: float) -> dict[str, float]:
+        return {"step": step, "push/version": version, "push/seconds": seconds, "push/stall_seconds_max": stall}
+
+    lines = [line(1, 1, 2, 0.2), line(2, 1, 2, 0.2), line(3, 3, 4, 0.6), {"step": 4}]
+    summary = summarize(
+        Books(), lines, [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads={}, aborted_by_pushes=0, restarts={}
+    )
+    assert summary["push_seconds_mean"] == 3
+    assert summary["stall_seconds_mean"] == pytest.approx(0.4)
+
+
+def test_times_of_an_earlier_start_are_found_again(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert seconds_of_steps(file) == {}
+    file.write_text('{"step": 1, "seconds": 2.5}\n{"step": 2, "seconds": 3.5}\n{"step": 2, "seconds": 9}\n{"step": 3, "sec')
+    assert seconds_of_steps(file) == {1: 2.5, 2: 3.5}
 
 
 def test_a_sample_survives_json() -> None:

@@ -73,6 +73,8 @@ def test_seed_and_places_follow_unless_said(tmp_path: Path) -> None:
         ("learner: {steps: 0}", "learner.steps: want > 0, got 0"),
         ("learner: {optimizer: {lr: -1}}", "learner.optimizer.lr: want > 0, got -1"),
         ("sampling: {stop: [1, {}]}", r"sampling.stop\[1\]: want str, got {}"),
+        ("learner: {steps: 1}\nlearner: {group_size: 2}", "learner: stands twice, first in line 2"),
+        ("learner: {optimizer: {lr: .inf}}", "learner.optimizer.lr: want a number, got inf"),
         ("a: [", "not YAML"),
     ],
 )
@@ -82,12 +84,58 @@ def test_errors_name_file_line_path_and_cure(tmp_path: Path, text: str, complain
         load(file)
     assert str(file) in str(error.value)
     if "YAML" not in complaint:
-        assert f"{file}:2" in str(error.value)
+        assert f"{file}:{3 if 'twice' in complaint else 2}" in str(error.value)
+
+
+def test_a_map_changes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
+    file = write(tmp_path, "learner: {steps: 1, groups_per_step: 2}\nactor: {reward_options: {a: 1, b: 2}}\n")
+    settings = ["learner={steps: 9, optimizer: {lr: 0.5}}", "actor.reward_options.b=3", "actor.reward_options.c.d=4"]
+    loaded = load(file, settings)
+    assert (loaded.config.learner.steps, loaded.config.learner.groups_per_step, loaded.config.learner.optimizer.lr) == (9, 2, 0.5)
+    assert loaded.config.actor.reward_options == {"a": 1, "b": 3, "c": {"d": 4}}
+    assert re.search(rf"reward_options: {{a: 1, b: 3, c: {{d: 4}}}} +# {re.escape(str(file))}:2, --set\n", render(loaded))
+    assert load(file, [*settings, "actor.reward_options={e: 5}"]).config.actor.reward_options == {"e": 5}, "the last word counts"
+
+
+def test_nothing_is_prepared_unless_asked_for(tmp_path: Path) -> None:
+    asked = write(tmp_path, "prepare: {}\n")
+    assert load(asked).config.prepare is not None
+    assert load(asked).config.model.path
+    without = load(asked, ["prepare=null"]).config
+    assert (without.prepare, without.model.path, without.data.path) == (None, "", "")
+    assert load(asked, ["prepare=null", "prepare.task=sort"]).config.prepare is not None
+
+
+def test_the_environment_reaches_every_setting_and_is_as_strict(tmp_path: Path) -> None:
+    file = write(tmp_path, "")
+    assert load(file, environment={"TIDEMILL_SEED": "4"}).config.learner.seed == 4
+    with pytest.raises(SettingsError, match=r"environment TIDEMILL_SEDE: sede: no such setting; did you mean seed\?"):
+        load(file, environment={"TIDEMILL_SEDE": "4"})
+
+
+def test_a_name_made_of_the_file_is_fit_for_the_bus(tmp_path: Path) -> None:
+    file = tmp_path / "my run v1.2.yaml"
+    file.write_text("")
+    assert load(file).config.run == "my-run-v1-2"
+
+
+def test_the_digest_tells_training_apart_and_places_not(tmp_path: Path) -> None:
+    file = write(tmp_path, "prepare: {}")
+    digest = load(file).config.digest()
+    for same in ("directory=elsewhere", "bus.port=4333", "up.actors=3", "run=other"):
+        assert load(file, [same]).config.digest() == digest, same
+    for other in ("actor.reward=exact", "learner.optimizer.lr=1", "seed=3", "sampling.max_new_tokens=3", "prepare.task=sort"):
+        assert load(file, [other]).config.digest() != digest, other
 
 
 @pytest.mark.parametrize(
     ("setting", "complaint"),
     [
+        ("learner=3", "--set: learner: want a map of settings, got 3"),
+        ("learner.optimizer=[]", "learner.optimizer: want a map of settings"),
+        ("bus={prt: 3}", "bus.prt: no such setting; did you mean bus.port?"),
+        ("sampling.temperature=.nan", "sampling.temperature: want a number, got nan"),
+        ("run=a.b", "run: want 1 to 64 of"),
         ("learner.steps", "want path.to.key=value"),
         ("learner.steps.x=1", "learner.steps is a single value"),
         ("learner.step=1", "did you mean learner.steps"),

@@ -1,6 +1,7 @@
 """What a person sees: the curve, and one picture of a run in the middle."""
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -70,8 +71,36 @@ def test_the_picture_says_what_a_person_asks_for() -> None:
     text = console.file.getvalue()  # type: ignore[attr-defined]
     for wanted in ("step 3/10", "reward 0.900", "engine e-0", "serving", "silent for 9 s", "last sample", "started again", "left"):
         assert wanted in text, text
-    assert max(len(line) for line in text.splitlines()) <= 110
-    assert len(text.splitlines()) <= 32
+
+
+@pytest.mark.parametrize("size", [(100, 32), (80, 24), (140, 50)])
+@pytest.mark.parametrize("num_actors", [0, 1, 40])
+@pytest.mark.parametrize("steps_done", [0, 5])
+def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, steps_done: int) -> None:
+    """Whatever there is to say: no line is wrapped, no block pushes another one out, and it is never higher than the screen."""
+    width, height = size
+    watch = watch_of([0.5] * steps_done, steps=10)
+    for done in watch.outcomes.values():
+        done.metrics.update({"push/version": 1234.0, "push/seconds": 12.3456, "push/stall_seconds_max": 1.2, "train/wait_share": 1.0})
+    watch.backlog, watch.rate_generated = (12345, 6789), 123456.0
+    watch.rows = [
+        (LiveRow(role="actor", id=f"actor-{place}", host="h", pid=1, phase="working", waits_for="an engine " * 20), 0.0)
+        for place in range(num_actors)
+    ]
+    watch.rows += [(LiveRow(role="engine", id="sick", host="h", pid=1, phase="serving"), 60.0)]
+    watch.sample = replace(data_kit.sample(data_kit.task(1), 0), response="many words\n" * 100)
+    for place in range(9):
+        watch.event(f"engine-{place} ended with code -9; started again in 0.5 s " * 3)
+    console = Console(file=io.StringIO(), width=width, force_terminal=False, color_system=None)
+    console.print(picture(watch, "tidemill test", width=width, height=height))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    lines = text.splitlines()
+    assert {len(line) for line in lines} == {width}, text
+    assert len(lines) < height, text
+    for wanted in ("step", "engine sick", "silent for 60 s", "last sample", "engine-8 ended"):
+        assert wanted in text, text
+    if num_actors == 40:
+        assert "and more" in text
 
 
 def test_before_the_first_step_it_says_who_waits_for_what() -> None:

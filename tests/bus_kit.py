@@ -1,0 +1,107 @@
+"""Samples and tasks as the tests of the bus need them."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from bus.messages import Sample, Sampling, Span, Status, Task
+
+T = TypeVar("T")
+
+
+def make_sample(run: str = "r", *, task: int = 1, index: int = 0, length: int = 8, **changes: Any) -> Sample:
+    """A sound sample with ``length`` response tokens behind three prompt tokens."""
+    fields: dict[str, Any] = {
+        "run": run,
+        "task": task,
+        "index": index,
+        "group_size": 8,
+        "attempt": "a0",
+        "prompt": "1+1=",
+        "tokens": np.arange(length + 3, dtype=np.int32),
+        "response_length": length,
+        "response": "two",
+        "rollout_log_probs": np.full(length, -0.5, np.float32),
+        "loss_mask": np.ones(length, np.uint8),
+        "spans": (Span(version=3, num_tokens=length),) if length else (),
+        "reward": 1.0,
+        "status": Status.COMPLETED,
+        "sampling": Sampling(),
+        "actor": "a1",
+    }
+    return Sample(**{**fields, **changes})
+
+
+def make_task(run: str = "r", *, epoch: int = 1, offset: int = 0, **changes: Any) -> Task:
+    fields: dict[str, Any] = {
+        "run": run,
+        "epoch": epoch,
+        "prompt": "1+1=",
+        "prompt_tokens": np.array([5, 6, 7], np.int32),
+        "group_size": 2,
+        "sampling": Sampling(),
+        "prompt_epoch": 0,
+        "offset": offset,
+    }
+    return Task(**{**fields, **changes})
+
+
+async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 20.0) -> list[T]:
+    """The next ``count`` items; the stream stays open."""
+    async with asyncio.timeout(timeout_s):
+        return [await anext(stream) for _ in range(count)]
+
+
+async def until(met: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """A condition that another task of this process, or the server, brings about."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            if met():
+                return
+            await asyncio.sleep(0.01)
+
+
+class Proxy:
+    """A wire to the server that can be cut, or made to swallow what the server says."""
+
+    def __init__(self, url: str) -> None:
+        self._port = int(url.rsplit(":", 1)[1])
+        self._writers: list[asyncio.StreamWriter] = []
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.deaf = False
+        """True = the client hears nothing any more (and speaks all the same)."""
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"nats://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._server.close()
+        await self.cut()
+
+    async def cut(self) -> None:
+        """Break every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+        if self._pumps:
+            await asyncio.wait(self._pumps)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        upstream, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, upstream_writer]
+        pumps = {asyncio.create_task(self._pump(reader, upstream_writer, False)), asyncio.create_task(self._pump(upstream, writer, True))}
+        self._pumps |= pumps
+        await asyncio.wait(pumps)
+        self._pumps -= pumps
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, downwards: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                if not (downwards and self.deaf):
+                    writer.write(data)
+        writer.close()

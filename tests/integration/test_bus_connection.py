@@ -1,0 +1,96 @@
+"""Connecting and staying connected."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import BusError, BusUnavailable
+from bus.server import EmbeddedServer
+from tests.bus_fixtures import BusOpener
+
+
+async def test_a_server_that_is_not_there_is_named_after_the_wait(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path, BusConfig()) as server:
+        url = server.url
+    with pytest.raises(BusUnavailable, match=rf"connecting actor-1 to {url}: bus unavailable: waited 0\.\d s: .*Connect call failed"):
+        async with connect(url, "r", name="actor-1", wait_s=0.5):
+            pass
+
+
+async def test_a_server_that_comes_later_is_waited_for(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, BusConfig())
+    url = server.start()
+    server.stop()
+
+    async def opened() -> bool:
+        async with connect(url, "r", name="early", wait_s=20) as bus:
+            return bus.connected
+
+    opening = asyncio.create_task(opened())
+    await asyncio.sleep(0)
+    server.start()
+    try:
+        assert await opening
+    finally:
+        server.stop()
+
+
+async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        nats_server.kill()
+        with pytest.raises(BusUnavailable):
+            await bus.jet.call("INFO", patience_s=0.3)
+        assert not bus.connected
+        with pytest.raises(BusUnavailable, match="not connected for"):
+            await bus.wait_connected(0.05)
+        nats_server.start()
+        await bus.wait_connected(10)
+        assert (await bus.samples.info()).messages == 0
+
+
+async def test_a_closed_connection_says_so(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        pass
+    with pytest.raises(BusUnavailable):
+        await bus.samples.info()
+
+
+@asynccontextmanager
+async def old_server(version: str) -> AsyncIterator[str]:
+    """As much of the NATS protocol as a client needs to connect."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        info = f'INFO {{"server_id":"x","version":"{version}","headers":true,"max_payload":1000,"proto":1}}\r\n'
+        writer.write(info.encode())
+        try:
+            while line := await reader.readline():
+                if line.startswith(b"PING"):
+                    writer.write(b"PONG\r\n")
+        finally:
+            writer.close()
+            gone.set()
+
+    gone = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        await gone.wait()
+        await asyncio.sleep(0)
+
+
+async def test_a_server_that_is_too_old_is_refused() -> None:
+    async with old_server("2.9.10") as url:
+        with pytest.raises(BusError, match=r"want nats-server >= 2.10, got 2.9.10"):
+            async with connect(url, "r", name="x", wait_s=5):
+                pass
+
+
+async def test_a_bad_run_id_is_refused_before_anything_else() -> None:
+    with pytest.raises(ValueError, match="run: want"):
+        async with connect("nats://127.0.0.1:1", "a.b", name="x"):
+            pass

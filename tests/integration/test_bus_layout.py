@@ -1,0 +1,55 @@
+"""Streams as wanted, read back, told apart by run."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from bus.errors import ConfigMismatch
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_sample
+
+
+async def test_making_it_twice_changes_nothing(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.samples.publish(make_sample(bus.run))
+        before = await bus.samples.info()
+        await bus.create_layout()
+        assert await bus.samples.info() == before
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "field"),
+    [
+        ("duplicate_window_s", 60.0, "TASKS.duplicate_window"),
+        ("samples_max_bytes", 1_000_000, "SAMPLES.max_bytes"),
+        ("lease_s", 7.0, "TASKS.rollout.ack_wait"),
+    ],
+)
+async def test_another_setting_than_the_servers_is_named(open_bus: BusOpener, setting: str, value: Any, field: str) -> None:
+    async with open_bus() as bus:
+        run = bus.run
+    async with open_bus(layout=False, **{setting: value}) as other:
+        with pytest.raises(ConfigMismatch) as caught:
+            await other.create_layout()
+    assert f"{caught.value.name}.{caught.value.field}" == f"TM_{run}_{field}"
+
+
+async def test_what_the_server_has_dropped_is_noticed(open_bus: BusOpener) -> None:
+    """As an old server drops settings it does not know: the stream is there, the field is not."""
+    async with open_bus(layout=False) as bus:
+        await bus.jet.call(f"STREAM.CREATE.TM_{bus.run}_SAMPLES", {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]})
+        with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects: want"):
+            await bus.create_layout()
+
+
+async def test_two_runs_share_a_server(open_bus: BusOpener) -> None:
+    async with open_bus(run="one") as one, open_bus(run="one_SAMPLES") as two:
+        await one.samples.publish(make_sample("one"))
+        assert (await one.samples.info()).messages == 1
+        assert (await two.samples.info()).messages == 0
+
+
+async def test_layout_is_made_by_two_at_once(open_bus: BusOpener) -> None:
+    async with open_bus(layout=False) as one, open_bus(layout=False) as two:
+        await asyncio.gather(one.create_layout(), two.create_layout())

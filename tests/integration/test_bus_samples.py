@@ -1,0 +1,319 @@
+"""The stream of samples on a real server: stored once, read without a gap, whatever is killed in between."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bus import parts, subjects
+from bus.codec import encode_sample
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from bus.messages import Cursor, Kind, Sample
+from bus.samples import Received, headers_of
+from bus.server import EmbeddedServer
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import Proxy, make_sample, take, until
+
+
+def place(received: Received) -> tuple[int, int]:
+    assert isinstance(received.sample, Sample), received.sample
+    return received.sample.task, received.sample.index
+
+
+async def publish(bus: Bus, *tasks: int) -> list[int]:
+    return [await bus.samples.publish(make_sample(bus.run, task=task)) for task in tasks]
+
+
+async def read_some(bus: Bus, count: int, cursor: Cursor | None = None, **options: object) -> list[Received]:
+    stream = bus.samples.read(cursor, **options)  # type: ignore[arg-type]
+    try:
+        return await take(stream, count)
+    finally:
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_what_is_published_is_read_in_order(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        samples = [make_sample(bus.run, task=4, index=index) for index in range(8)]
+        seqs = await asyncio.gather(*[bus.samples.publish(sample) for sample in samples])
+        found = await read_some(bus, 8)
+        assert [received.seq for received in found] == sorted(seqs) == list(range(1, 9))
+        assert sorted(map(place, found)) == [(4, index) for index in range(8)]
+        assert [received.pending for received in found] == list(range(7, -1, -1))
+        assert found[0].headers["Tm-Task"] == "4"
+        assert found[0].size_bytes == len(encode_sample(samples[0]))
+
+
+async def test_one_message_id_is_stored_once(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        first, again = await publish(bus, 1, 1)
+        other = await bus.samples.publish(make_sample(bus.run, attempt="a1"))
+        assert (first, again, other) == (1, 1, 2)
+        assert bus.samples.stats.duplicates == 1
+
+
+async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as looker, Proxy(nats_server.url) as proxy:
+        async with connect(proxy.url, looker.run, name="publisher") as bus:
+            await publish(bus, 1)
+            proxy.deaf = True
+            publishing = asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=2)))
+            assert place((await read_some(looker, 2))[1]) == (2, 0)
+            assert not publishing.done()
+            await proxy.cut()
+            proxy.deaf = False
+            assert await publishing == 2
+            assert bus.samples.stats.duplicates == 1
+        assert (await looker.samples.info()).messages == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_reader_goes_on_over_kills_of_the_server(nats_server: EmbeddedServer, open_bus: BusOpener, seed: int) -> None:
+    """Publishers retry, the reader reopens: every sample is there once, in the order of the stream."""
+    async with open_bus() as bus, open_bus(name="reader") as reader:
+        stream = reader.samples.read(None)
+        publishing = [asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=task))) for task in range(1, 31)]
+        found = await take(stream, 5 + 7 * seed)
+        nats_server.kill()
+        publishing += [asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=task))) for task in range(31, 61)]
+        nats_server.start()
+        found += await take(stream, 60 - len(found))
+        seqs = await asyncio.gather(*publishing)
+        assert [received.seq for received in found] == list(range(1, 61)) == sorted(seqs)
+        assert sorted(place(received)[0] for received in found) == list(range(1, 61))
+        nats_server.kill()
+        nats_server.start()
+        await publish(bus, 99)
+        assert place((await take(stream, 1))[0]) == (99, 0)
+        await stream.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_full_stream_makes_publishers_wait_until_it_is_trimmed(open_bus: BusOpener) -> None:
+    async with open_bus(samples_max_bytes=40_000) as bus:
+        big = {"prompt": "x" * 15_000}
+        await asyncio.gather(*[bus.samples.publish(make_sample(bus.run, task=task, **big)) for task in (1, 2)])
+        third = asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=3, **big)))
+        await until(lambda: bus.samples.stats.waiting_full == 1 and bus.samples.stats.full > 1)
+        assert not third.done()
+        await bus.samples.trim(2)
+        assert await third == 3
+        assert bus.samples.stats.waiting_full == 0
+        assert "maximum bytes exceeded" in bus.samples.stats.last_error
+
+
+async def test_a_waiting_publish_can_be_cancelled(open_bus: BusOpener) -> None:
+    async with open_bus(samples_max_bytes=1_000) as bus:
+        waiting = asyncio.create_task(bus.samples.publish(make_sample(bus.run, prompt="x" * 2_000)))
+        await until(lambda: bus.samples.stats.waiting_full == 1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert bus.samples.stats.waiting_full == 0
+
+
+async def test_trim_keeps_what_is_not_below(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1, 2, 3, 4)
+        for below in (-5, 0, 1):  # before nats-server 2.15, purge(seq=1) wiped the whole stream
+            await bus.samples.trim(below)
+            assert (await bus.samples.info()).messages == 4
+        await bus.samples.trim(3)
+        state = await bus.samples.info()
+        assert (state.first_seq, state.last_seq, state.messages) == (3, 4, 2)
+        with pytest.raises(ValueError, match="want below <= 5, got 6"):
+            await bus.samples.trim(6)
+        with pytest.raises(NotFound):
+            await bus.samples.fetch(2)
+        assert (await bus.samples.fetch(3)).task == 3
+
+
+async def test_a_cursor_skips_what_is_settled(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1, 2, 3, 4, 5)
+        created = (await bus.samples.info()).created
+        found = await read_some(bus, 2, Cursor(created=created, floor=2, settled=(4,)))
+        assert [received.seq for received in found] == [3, 5]
+        assert await bus.samples.cursor() == Cursor(created=created, floor=0)
+
+
+async def test_another_stream_than_the_cursors_is_refused(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1)
+        cursor = await bus.samples.cursor()
+        await bus.js.delete_stream(f"TM_{bus.run}_SAMPLES")
+        await bus.create_layout()
+        await publish(bus, 1)
+        with pytest.raises(StreamReplaced, match=f"TM_{bus.run}_SAMPLES: the cursor is for the stream created at"):
+            await read_some(bus, 1, cursor)
+
+
+async def test_what_is_needed_and_trimmed_is_an_error(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1, 2, 3, 4)
+        created = (await bus.samples.info()).created
+        await bus.samples.trim(3)
+        with pytest.raises(StreamTrimmed, match="message 2 is needed, but the stream begins at 3"):
+            await read_some(bus, 1, Cursor(created=created, floor=1))
+        settled = await read_some(bus, 1, Cursor(created=created, floor=0, settled=(1, 2)))
+        assert settled[0].seq == 3
+        assert (await read_some(bus, 1))[0].seq == 3, "without a cursor, reading begins where the stream does"
+
+
+async def test_a_hole_opened_before_a_slow_reader_is_an_error(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, *range(1, 6))
+        stream = bus.samples.read(None)
+        await take(stream, 5)
+        bus.jet.link._fall()  # as if the connection had broken: the reader opens again
+        bus.jet.link._rise()
+        await publish(bus, *range(6, 10))
+        await bus.samples.trim(9)
+        with pytest.raises(StreamTrimmed, match="message 6 is needed"):
+            await take(stream, 4)
+
+
+async def test_only_the_kinds_asked_for(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        for task, kind in enumerate((Kind.TRAIN, Kind.EVAL, Kind.TRAIN, Kind.EVAL), 1):
+            await bus.samples.publish(make_sample(bus.run, task=task, kind=kind))
+        assert [received.seq for received in await read_some(bus, 2, kinds=[Kind.EVAL])] == [2, 4]
+        assert [received.seq for received in await read_some(bus, 2, kinds=[Kind.TRAIN])] == [1, 3]
+
+
+async def test_what_is_broken_is_named_and_blocks_nothing(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        subject = f"tm.{bus.run}.sample.train.0.x"
+        await bus.js.publish(subject, b"nonsense")
+        await bus.samples.publish(make_sample(bus.run, index=8))
+        await bus.js.publish(subject, encode_sample(make_sample("another-run")))
+        await publish(bus, 7)
+        errors = [received.sample for received in await read_some(bus, 4, vocab_size=100)]
+        assert [error.field for error in errors[:3] if isinstance(error, WireError)] == ["message", "index", "run"]
+        assert isinstance(errors[3], Sample)
+        unchecked = await read_some(bus, 2, check=False)
+        assert isinstance(unchecked[1].sample, Sample)
+
+
+async def test_samples_of_another_run_are_not_published(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        with pytest.raises(ValueError, match=r"sample\.run: want"):
+            await bus.samples.publish(make_sample("another"))
+
+
+async def test_reading_leaves_no_consumer_behind(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1)
+        await read_some(bus, 1)
+        await bus.nc.flush()
+        assert (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES"))["state"]["consumer_count"] == 0
+
+
+async def test_tail_shows_the_last_and_follows(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, *range(1, 6))
+        assert [received.seq async for received in bus.samples.tail(last=2, follow=False)] == [4, 5]
+        assert [received.seq async for received in bus.samples.tail(last=0, follow=False)] == []
+        assert [received.seq async for received in bus.samples.tail(last=99, follow=False)] == [1, 2, 3, 4, 5]
+        following = bus.samples.tail(last=1)
+        assert (await take(following, 1))[0].seq == 5
+        await publish(bus, 6)
+        assert place((await take(following, 1))[0]) == (6, 0)
+        await following.aclose()  # type: ignore[attr-defined]
+
+
+async def test_tail_of_headers_carries_no_payload(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 7)
+        (glimpse,) = [glimpse async for glimpse in bus.samples.tail(last=1, follow=False, headers_only=True)]
+        assert glimpse.headers.items() >= headers_of(make_sample(bus.run, task=7)).items()
+        assert glimpse.size_bytes == len(encode_sample(make_sample(bus.run, task=7)))
+        assert glimpse.subject == f"tm.{bus.run}.sample.train.3.a1"
+
+
+async def test_tail_of_an_emptied_stream_ends(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1, 2)
+        await bus.samples.trim(3)
+        assert [received.seq async for received in bus.samples.tail(last=9, follow=False)] == []
+
+
+# --- larger than one message
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
+    """As everywhere; with messages of at most 4 KB for the tests that say so."""
+    small = request.node.name.startswith("test_parts_")
+    with EmbeddedServer(tmp_path / "nats", BusConfig(max_payload_bytes=4096) if small else BusConfig()) as server:
+        yield server
+
+
+def large(run: str, task: int, **changes: object) -> Sample:
+    return make_sample(run, task=task, length=1000, response="y" * 3000, **changes)
+
+
+async def test_parts_are_joined_and_read_in_place(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        one, two = large(bus.run, 1), large(bus.run, 2)
+        await asyncio.gather(*[bus.samples.publish(sample) for sample in (one, make_sample(bus.run, task=3), two)])
+        found = await read_some(bus, 3)
+        assert {place(received)[0]: encode_sample(received.sample) for received in found if isinstance(received.sample, Sample)} == {
+            1: encode_sample(one),
+            2: encode_sample(two),
+            3: encode_sample(make_sample(bus.run, task=3)),
+        }
+        last = (await bus.samples.info()).last_seq
+        assert last == 3 + 2 * len(list(parts.cut(encode_sample(one), 4096)))
+        assert encode_sample(await bus.samples.fetch(last)) in (encode_sample(one), encode_sample(two))
+        tail = [received async for received in bus.samples.tail(last=99, follow=False)]
+        assert sorted(place(received)[0] for received in tail) == [1, 2, 3]
+        kinds = await read_some(bus, 3, kinds=[Kind.TRAIN])
+        assert sorted(place(received)[0] for received in kinds) == [1, 2, 3]
+
+
+async def test_parts_published_again_are_stored_once(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        first = await bus.samples.publish(large(bus.run, 1))
+        assert await bus.samples.publish(large(bus.run, 1)) == first
+        assert (await bus.samples.info()).last_seq == first
+
+
+async def test_parts_without_a_manifest_block_nothing(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.js.publish(subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"})
+        await publish(bus, 2)
+        (received,) = await read_some(bus, 1)
+        assert (received.seq, place(received)) == (2, (2, 0))
+
+
+async def manifest_of(bus: Bus, data: bytes, *seqs: int) -> None:
+    headers = headers_of(make_sample(bus.run)) | {"Tm-Parts": str(len(seqs))}
+    await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(data, seqs), headers=headers)
+
+
+async def test_parts_that_are_gone_or_wrong_are_named(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.js.publish(subjects.part(bus.run, "train", 1), b"abc")
+        await manifest_of(bus, b"abX", 1)
+        await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", b"\x81", headers={"Tm-Parts": "1"})
+        await bus.js.publish(subjects.part(bus.run, "train", 2), b"abc")
+        await bus.jet.call(f"STREAM.MSG.DELETE.TM_{bus.run}_SAMPLES", {"seq": 4})
+        await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(b"abc", [4]), headers={"Tm-Parts": "1"})
+        await publish(bus, 7)
+        found = [received.sample for received in await read_some(bus, 4)]
+        assert [error.field for error in found if isinstance(error, WireError)] == ["parts.sha256", "message", "parts.seqs"]
+        assert isinstance(found[3], Sample)
+
+
+async def test_parts_that_a_kept_manifest_needs_survive_a_trim(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1)
+        manifest = await bus.samples.publish(large(bus.run, 2))
+        await bus.samples.trim(manifest)
+        assert (await bus.samples.info()).first_seq == 2, "its first part"
+        assert (await bus.samples.fetch(manifest)).task == 2
+        await bus.samples.trim(manifest + 1)
+        assert (await bus.samples.info()).messages == 0

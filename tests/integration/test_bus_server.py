@@ -1,0 +1,80 @@
+"""The embedded nats-server: up at once, the same port again, gone with its parent, never two on one store."""
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bus.config import BusConfig
+from bus.errors import ServerFailed
+from bus.server import EmbeddedServer
+
+
+def test_it_is_up_within_a_second_and_keeps_its_port_over_kills(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path, BusConfig())
+    since = time.monotonic()
+    url = server.start()
+    assert time.monotonic() - since < 1.0
+    try:
+        for _ in range(2):
+            server.kill()
+            assert not server.running
+            assert server.start() == url
+        assert server.start() == url, "starting a running one does nothing"
+    finally:
+        server.stop()
+    assert not server.running
+    with EmbeddedServer(tmp_path, BusConfig()) as again:
+        assert again.url == url, "the port is kept in the directory"
+
+
+def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from bus.config import BusConfig; from bus.server import EmbeddedServer\n"
+        f"server = EmbeddedServer(pathlib.Path({str(tmp_path)!r}), BusConfig()); server.start()\n"
+        "print(server.pid, flush=True); sys.stdin.read()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdin is not None
+    child = os.pidfd_open(int(parent.stdout.readline()))
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    try:
+        assert select.select([child], [], [], 5)[0], "nats-server outlived its parent"
+    finally:
+        os.close(child)
+        parent.stdin.close()
+        parent.stdout.close()
+
+
+def test_a_port_that_is_taken_is_a_clear_error(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = EmbeddedServer(tmp_path, BusConfig(port=taken.getsockname()[1]))
+        with pytest.raises(ServerFailed, match=r"ended with \d+ while starting[\s\S]*address already in use"):
+            server.start()
+
+
+def test_a_remembered_port_that_is_taken_is_given_up_at_a_fresh_start(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path, BusConfig()) as first:
+        port = int(first.url.rsplit(":", 1)[1])
+    with socket.create_server(("127.0.0.1", port)), EmbeddedServer(tmp_path, BusConfig()) as second:
+        assert second.url != first.url
+
+
+def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bus.server._STOP_S", 0.1)
+    with EmbeddedServer(tmp_path, BusConfig()) as first:
+        with pytest.raises(ServerFailed, match="another one is running on"):
+            EmbeddedServer(tmp_path, BusConfig()).start()
+        assert first.running
+
+
+def test_before_the_start_it_has_no_url(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match="not started yet"):
+        _ = EmbeddedServer(tmp_path, BusConfig()).url

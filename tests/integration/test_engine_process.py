@@ -1,0 +1,105 @@
+"""The engine's process on the bus: it waits for version 0, catches up with the head, serves, keeps up, and drains."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.builtin.engine import BuiltinEngine
+from actors.config import EngineConfig
+from actors.engine_client import HttpEngine
+from actors.engine_process import run_engine
+from bus.connection import Bus
+from bus.messages import Sampling
+from bus.server import EmbeddedServer
+from tests.actor_kit import row_until
+from tests.bus_fixtures import BusOpener
+from tests.tiny_models import write_tiny_model
+from weightstore.registry import VersionRegistry
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sets of weights of one shape."""
+    one, two = (write_tiny_model(tmp_path_factory.mktemp(name), seed=seed) for name, seed in (("one", 1), ("two", 2)))
+    return one, two
+
+
+@asynccontextmanager
+async def process(bus: Bus, server: EmbeddedServer, model: Path, grace_s: float = 0.1) -> AsyncIterator[asyncio.Event]:
+    draining = asyncio.Event()
+    work = asyncio.create_task(
+        run_engine(
+            server.url, bus.run, model, EngineConfig(max_running=4), bus.config, draining, "e1", factory=BuiltinEngine, grace_s=grace_s
+        )
+    )
+    try:
+        yield draining
+    except BaseException:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        raise
+    draining.set()
+    await work
+
+
+async def greedy(url: str) -> list[int]:
+    client = HttpEngine(url)
+    try:
+        answer = await client.generate(np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), id="x", timeout_s=20)
+    finally:
+        await client.close()
+    return answer.tokens.tolist()
+
+
+async def test_from_waiting_to_serving_to_the_next_version_to_gone(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
+) -> None:
+    async with open_bus() as bus:
+        rows, registry = bus.rows("live"), VersionRegistry(bus)
+        async with process(bus, nats_server, models[0]):
+            waiting = await row_until(rows, "engine.e1", lambda row: "version 0" in row["waits_for"])
+            assert waiting["phase"] == "catching up"
+            await registry.publish_initial(str(models[0]), 1)
+            first = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
+            assert first["version"] == 0
+            before = await greedy(first["address"])
+            # a version that no push brings: the engine is passed by, and fetches it
+            row = await registry.reserve(4, 1)
+            await registry.publish(row)
+            await registry.set_snapshot(row.version, str(models[1]))
+            second = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving" and row["version"] == 1)
+            after = await greedy(second["address"])
+        assert before != after
+        assert await rows.get("engine.e1") is None, "a clean exit takes its row along"
+
+
+async def test_it_serves_the_weights_of_the_head_and_not_those_it_was_started_with(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
+) -> None:
+    async with open_bus() as bus:
+        await VersionRegistry(bus).publish_initial(str(models[1]), 1)
+        answers = []
+        for model in models:
+            async with process(bus, nats_server, model):
+                row = await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "serving")
+                answers.append(await greedy(row["address"]))
+        assert answers[0] == answers[1]
+
+
+async def test_it_can_be_drained_before_there_is_anything_to_serve(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
+) -> None:
+    async with open_bus() as bus, process(bus, nats_server, models[0]):
+        await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))
+
+
+async def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    async with open_bus() as bus:
+        with pytest.raises(Exception, match=r"config\.json"):
+            await run_engine(nats_server.url, bus.run, tmp_path, EngineConfig(), bus.config, asyncio.Event(), "e1", factory=BuiltinEngine)

@@ -1,0 +1,119 @@
+"""`tidemill status` and `tidemill tail` as a person calls them, against a run made by hand on a real nats-server."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from bus.connection import Bus
+from bus.messages import Done, Plan, Settle
+from launch.looking import find_run
+from launch.roles import BUS_URL_FILE
+from launch.up import CONFIG_FILE
+from tests import data_kit
+from tests.bus_fixtures import BusOpener
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def tidemill(*arguments: str) -> tuple[int, str, str]:
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "launch", *arguments), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, errors = await child.communicate()
+    assert child.returncode is not None
+    return child.returncode, out.decode(), errors.decode()
+
+
+async def make_run(bus: Bus) -> None:
+    """Three tasks of two samples: one trained in step 1, one given up, one waiting."""
+    await bus.tasks.fence(1)
+    await bus.plans.fence(1)
+    tasks = []
+    for number in range(3):
+        task = replace(data_kit.task(number + 1), run=bus.run)
+        tasks.append(replace(task, id=await bus.tasks.issue(task)))
+    seqs = [await bus.samples.publish(data_kit.sample(task, index)) for task in tasks for index in (0, 1)]
+    await bus.plans.append(
+        Plan(
+            epoch=1,
+            step=1,
+            tasks=np.array([tasks[0].id], np.int64),
+            seqs=np.array(seqs[:2], np.int64),
+            group_sizes=np.array([2], np.int32),
+            ranks=np.zeros(2, np.int32),
+            micro_batches=np.zeros(2, np.int32),
+            version_steps={0: 0},
+            oldest_step=None,
+            data_parallel=1,
+            num_micro_batches=1,
+            config_digest="",
+            chain="",
+        )
+    )
+    await bus.plans.append(Done(epoch=1, step=1, metrics={"data/reward_mean": 0.25}))
+    await bus.plans.append(
+        Settle(epoch=1, reason="stale", tasks=np.array([tasks[1].id], np.int64), seqs=np.array(seqs[2:4], np.int64), step=2)
+    )
+
+
+async def test_status_says_where_everything_is(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await make_run(bus)
+        where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
+        (code, text, errors), (_, line, _) = await asyncio.gather(tidemill("status", *where), tidemill("status", *where, "--jsonl"))
+    assert code == 0, errors
+    for wanted in ("step 1", "reward 0.250", "3 issued: 2 settled, 1 open", "2 trained, dropped: 2 stale", "sequences 1 to 6"):
+        assert wanted in text, text
+    status = json.loads(line)
+    assert status["tasks"] | {"last_id": 0} == {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}
+    assert (status["samples"]["trained"], status["samples"]["dropped"], status["samples"]["buffered"]) == (2, {"stale": 2}, None)
+
+
+async def test_tail_shows_the_newest_and_what_comes(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await make_run(bus)
+        where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
+        (code, text, errors), (_, lines, _) = await asyncio.gather(
+            tidemill("tail", *where, "--last", "2"), tidemill("tail", *where, "--last", "3", "--jsonl")
+        )
+        assert code == 0, errors
+        assert [word for word in text.split() if word.startswith("#")] == ["#5", "#6"]
+        assert "prompt 3xxx" in text
+        assert [json.loads(line)["seq"] for line in lines.splitlines()] == [4, 5, 6]
+        follower = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "launch", "tail", *where, "--last", "1", "--follow", "--jsonl"), cwd=ROOT, stdout=subprocess.PIPE
+        )
+        assert follower.stdout is not None
+        assert json.loads(await follower.stdout.readline())["seq"] == 6
+        await bus.samples.publish(replace(data_kit.sample(data_kit.task(9), 0, attempt="new"), run=bus.run))
+        assert json.loads(await follower.stdout.readline())["attempt"] == "new"
+        follower.terminate()
+        await follower.communicate()
+
+
+async def test_a_bus_that_does_not_answer_is_said_in_one_line() -> None:
+    code, out, errors = await tidemill("status", "--bus", "nats://127.0.0.1:1", "--run", "r")
+    assert (code, out) == (2, "")
+    assert len(errors.splitlines()) == 1
+    assert "nats://127.0.0.1:1" in errors
+
+
+def test_a_run_is_found_by_its_directory(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump({"run": "r", "bus": {"url": ""}}))
+    with pytest.raises(ValueError, match=r"no bus is running here.*--resume"):
+        find_run(str(tmp_path), "", "")
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"the run is over, see .*summary\.json"):
+        find_run(str(tmp_path), "", "")
+    (tmp_path / BUS_URL_FILE).write_text("nats://here:1")
+    assert find_run(str(tmp_path), "", "") == ("nats://here:1", "r")
+    assert find_run(str(tmp_path), "nats://there:2", "other") == ("nats://there:2", "other")
+    (tmp_path / CONFIG_FILE).write_text(yaml.safe_dump({"run": "r", "bus": {"url": "nats://outside:3"}}))
+    assert find_run(str(tmp_path), "", "") == ("nats://outside:3", "r")

@@ -1,0 +1,105 @@
+"""`tidemill up` and the scripts as a user calls them: what cannot work is said at once, and what was only drained is not called done."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.server import EmbeddedServer
+from tests import data_kit
+from tests.whole.running import ROOT, SMOKE, live, until_step, up
+
+
+def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch", "up", str(SMOKE), "--fresh"]
+    for setting in (f"directory={tmp_path}/run", *settings):
+        command += ["--set", setting]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "complaint"),
+    [
+        (["prepare=null", "model.path=no/model", "data.path=x"], 2, "model.path: want a directory with a Hugging Face model"),
+        (["data.path=no/prompts.jsonl"], 2, "data.path: want a file with prompts, got 'no/prompts.jsonl'"),
+        (["prepare.head_dim=16", "prepare.max_position=2"], 1, ""),
+        (["bus.host=203.0.113.1"], 1, "bus ended with code"),
+    ],
+    ids=["no-model", "no-prompts", "prepare", "bus"],
+)
+def test_what_cannot_work_is_said_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
+    result = run_up(tmp_path, *settings, "up.restarts=0")
+    assert result.returncode == code, result.stdout + result.stderr
+    assert complaint in result.stdout, result.stdout
+
+
+def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path, nats_server: EmbeddedServer) -> None:
+    """A bus of one's own outlives the directory that --fresh throws away."""
+
+    async def leave_a_run() -> None:
+        async with connect(nats_server.url, "smoke", BusConfig(lease_s=10), name="test") as bus:
+            await bus.create_layout()
+            await bus.tasks.fence(1)
+            await bus.tasks.issue(data_kit.task(1, run="smoke"))
+
+    asyncio.run(leave_a_run())
+    result = run_up(tmp_path, f"bus.url={nats_server.url}")
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "holds a run named smoke already" in result.stdout
+
+
+async def test_a_learner_that_somebody_drained_has_not_finished(tmp_path: Path) -> None:
+    with up(tmp_path, "learner.steps=5000") as run:
+        async with run.bus() as bus:
+            await until_step(bus, 1)
+            os.kill((await live(bus, "learner")).pid, signal.SIGTERM)
+        assert await asyncio.to_thread(run.wait) == 0, run.log
+    assert "the learner drained at step" in run.log
+    assert f"tidemill up {run.directory}/config.yaml --resume" in run.log
+    assert not (run.directory / "summary.json").exists()
+    assert not (run.directory / "bus.url").exists()
+
+
+async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
+    """Copied, told where the bus is, and started with the actor first: each waits for what it needs."""
+    config = tmp_path / "smoke.yaml"
+    config.write_text(SMOKE.read_text() + f"directory: {tmp_path}/run\n")
+    port = free_port()
+    settings = {"CONFIG": str(config), "BUS": f"nats://127.0.0.1:{port}", "RUN": "smoke", "PORT": str(port)}
+    with script("actor", tmp_path, settings) as actor, script("engine", tmp_path, settings) as engine:
+        with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
+            assert await asyncio.to_thread(learner.wait, 120) == 0, (tmp_path / "learner.log").read_text()
+            for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
+                process.terminate()
+                assert await asyncio.to_thread(process.wait, 60) == 0, (tmp_path / f"{name}.log").read_text()
+    assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+@contextlib.contextmanager
+def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    with (tmp_path / f"{name}.log").open("wb") as log:
+        command = ["bash", str(ROOT / "launch" / "scripts" / f"{name}.sh")]
+        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PATH": path, **settings}, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])

@@ -1,0 +1,80 @@
+"""Each promise of a sample, broken once."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bus.errors import WireError
+from bus.invariants import check_sample
+from bus.messages import Span
+from tests.bus_kit import make_sample
+
+
+def with_value(array: Any, where: int, value: float) -> Any:
+    changed = array.copy()
+    changed[where] = value
+    return changed
+
+
+SOUND = make_sample()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"task": 0}, "task"),
+        ({"task": 2**63}, "task"),
+        ({"index": 8}, "index"),
+        ({"index": -1}, "index"),
+        ({"attempt": ""}, "attempt"),
+        ({"response_length": 12}, "response_length"),
+        ({"response_length": -1}, "response_length"),
+        ({"rollout_log_probs": np.zeros(7, np.float32)}, "rollout_log_probs"),
+        ({"loss_mask": np.ones(9, np.uint8)}, "loss_mask"),
+        ({"tokens": with_value(SOUND.tokens, 4, -1)}, "tokens[4]"),
+        ({"tokens": with_value(SOUND.tokens, 5, 100)}, "tokens[5]"),
+        ({"loss_mask": with_value(SOUND.loss_mask, 2, 2)}, "loss_mask[2]"),
+        ({"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, 1e-4)}, "rollout_log_probs[3]"),
+        ({"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, np.nan)}, "rollout_log_probs[3]"),
+        ({"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, -np.inf)}, "rollout_log_probs[3]"),
+        ({"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, np.inf)}, "rollout_log_probs[3]"),
+        ({"loss_mask": with_value(SOUND.loss_mask, 6, 0)}, "rollout_log_probs[6]"),
+        ({"spans": (Span(version=3, num_tokens=7),)}, "spans"),
+        ({"spans": (Span(version=3, num_tokens=8), Span(version=4, num_tokens=0))}, "spans"),
+        ({"spans": (Span(version=-1, num_tokens=8),)}, "spans"),
+        ({"spans": ()}, "spans"),
+        ({"reward": float("nan")}, "reward"),
+        ({"reward": {"score": 1.0, "length": float("inf")}}, "reward.length"),
+        ({"reward": {}}, "reward"),
+    ],
+)
+def test_a_broken_promise_names_its_field(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(WireError) as caught:
+        check_sample(make_sample(**change), vocab_size=100)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, 1e-6)},
+        {"loss_mask": with_value(SOUND.loss_mask, 6, 0), "rollout_log_probs": with_value(SOUND.rollout_log_probs, 6, 0)},
+        {"spans": (Span(version=0, num_tokens=3), Span(version=9, num_tokens=5))},
+        {"reward": {"score": -1.0}},
+        {"tokens": with_value(SOUND.tokens, 5, 99)},
+    ],
+)
+def test_what_is_sound_passes(change: dict[str, Any]) -> None:
+    check_sample(make_sample(**change), vocab_size=100)
+
+
+def test_an_empty_response_passes() -> None:
+    check_sample(make_sample(length=0), vocab_size=100)
+
+
+def test_without_a_vocabulary_only_negative_ids_are_refused() -> None:
+    check_sample(make_sample(rollout_log_probs=SOUND.rollout_log_probs), vocab_size=None)
+    with pytest.raises(WireError, match=r"tokens\[0\]"):
+        check_sample(make_sample(tokens=with_value(SOUND.tokens, 0, -5)))
