@@ -87,7 +87,9 @@ class Link:
             raise self.unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
-        """Fire and forget. Raises BusUnavailable."""
+        """Fire and forget. Raises BusUnavailable, also when not connected: the client library would send it some day, too late."""
+        if not self.connected:
+            raise BusUnavailable(subject, "not connected")
         try:
             await self.nc.publish(subject, payload, reply=reply)
         except FOREIGN as error:
@@ -140,7 +142,10 @@ class Link:
                 await self.nc.flush(timeout=1)
             except FOREIGN as error:
                 _log.warning("bus: closing with messages unsent error=%r", error)
-        await self.nc.close()
+        try:
+            await self.nc.close()
+        except FOREIGN as error:  # the library tries to send what is pending over a connection that is gone
+            _log.info("bus: closed while it was away error=%r", error)
 
     async def _on_error(self, error: Exception) -> None:
         self.last_error = str(error) or type(error).__name__

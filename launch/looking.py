@@ -19,7 +19,7 @@ from bus.messages import Done, Kind, Plan, Sample, Settle
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
 
-CONNECT_S = 10.0
+CONNECT_S = 3.0
 _RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 

@@ -179,7 +179,11 @@ def _push(watch: Watch) -> str:
     if watch.newest("push/version", -1) < 0:
         return "none yet"
     seconds, stall = watch.newest("push/seconds"), watch.newest("push/stall_seconds_max")
-    return f"v{watch.newest('push/version'):.0f}, {seconds * 1000:.0f} ms, stall {stall * 1000:.1f} ms"
+    return f"v{watch.newest('push/version'):.0f}, {_duration(seconds)}, stall {_duration(stall)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
 
 
 def _lags(watch: Watch) -> Text:

@@ -73,6 +73,7 @@ class Proxy:
         self._pumps: set[asyncio.Task[None]] = set()
         self.deaf = False
         """True = the client hears nothing any more (and speaks all the same)."""
+        self.swallowed = 0
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -102,6 +103,8 @@ class Proxy:
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, downwards: bool) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65536):
-                if not (downwards and self.deaf):
+                if downwards and self.deaf:
+                    self.swallowed += len(data)
+                else:
                     writer.write(data)
         writer.close()

@@ -13,7 +13,7 @@ import yaml
 
 from bus.connection import Bus
 from bus.messages import Done, Plan, Settle
-from launch.looking import find_run
+from launch.looking import find_run, read_status
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
 from tests import data_kit
@@ -68,9 +68,12 @@ async def test_status_says_where_everything_is(open_bus: BusOpener) -> None:
         await make_run(bus)
         where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
         (code, text, errors), (_, line, _) = await asyncio.gather(tidemill("status", *where), tidemill("status", *where, "--jsonl"))
+        await bus.tasks.trim(await bus.tasks.last_id())
+        trimmed = await read_status(bus)
     assert code == 0, errors
     for wanted in ("step 1", "reward 0.250", "3 issued: 2 settled, 1 open", "2 trained, dropped: 2 stale", "sequences 1 to 6"):
         assert wanted in text, text
+    assert trimmed["tasks"]["issued"] == 3, "settled tasks that are gone from the stream count"
     status = json.loads(line)
     assert status["tasks"] | {"last_id": 0} == {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}
     assert (status["samples"]["trained"], status["samples"]["dropped"], status["samples"]["buffered"]) == (2, {"stale": 2}, None)

@@ -19,8 +19,13 @@ from tests.whole.running import ROOT, SMOKE, live, until_step, up
 
 
 def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "launch", "up", str(SMOKE), "--fresh"]
-    for setting in (f"directory={tmp_path}/run", *settings):
+    """With a model and prompts that are there, and nothing else."""
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 16, "max_position_embeddings": 64}')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "label": "1"}\n')
+    command = [sys.executable, "-m", "launch", "up", str(SMOKE)]
+    inputs = ("prepare=null", f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl")
+    for setting in (f"directory={tmp_path}/run", *inputs, *settings):
         command += ["--set", setting]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
@@ -28,14 +33,15 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("settings", "code", "complaint"),
     [
-        (["prepare=null", "model.path=no/model", "data.path=x"], 2, "model.path: want a directory with a Hugging Face model"),
+        (["model.path=no/model"], 2, "model.path: want a directory with a Hugging Face model"),
         (["data.path=no/prompts.jsonl"], 2, "data.path: want a file with prompts, got 'no/prompts.jsonl'"),
-        (["prepare.head_dim=16", "prepare.max_position=2"], 1, ""),
+        (["prepare.task=copy"], 1, "prepare ended with code"),
         (["bus.host=203.0.113.1"], 1, "bus ended with code"),
     ],
     ids=["no-model", "no-prompts", "prepare", "bus"],
 )
 def test_what_cannot_work_is_said_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
+    (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # by somebody else: refused by prepare
     result = run_up(tmp_path, *settings, "up.restarts=0")
     assert result.returncode == code, result.stdout + result.stderr
     assert complaint in result.stdout, result.stdout

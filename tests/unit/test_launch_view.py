@@ -97,7 +97,9 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
     lines = text.splitlines()
     assert {len(line) for line in lines} == {width}, text
     assert len(lines) < height, text
-    for wanted in ("step", "engine sick", "silent for 60 s", "last sample", "engine-8 ended"):
+    if steps_done:
+        assert "v1234, 12.3 s, stall 1.2 s" in text, text
+    for wanted in ("step", "12345 waiting, 6789 leased", "engine sick", "silent for 60 s", "last sample", "engine-8 ended"):
         assert wanted in text, text
     if num_actors == 40:
         assert "and more" in text

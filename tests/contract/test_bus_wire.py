@@ -1,0 +1,249 @@
+"""docs/wire.md as a second implementation: an actor of its own, with msgpack, struct and plain NATS requests, sharing no code with bus/.
+
+Only the other end of each wire (the learner's side) is ours.
+"""
+
+import dataclasses
+import hashlib
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import nats
+import numpy as np
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bus.codec import check_sample, decode_sample
+from bus.errors import WireError
+from bus.live import LiveView
+from bus.messages import Dead, Done, Kind, LiveRow, Plan, Sample, Sampling, Settle, Span, Status, Task, Timings
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_sample, make_task, take
+
+WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
+
+
+class ForeignActor:
+    """What step 1 to 7 of the document say, and nothing more."""
+
+    def __init__(self, nc: Client, run: str) -> None:
+        self.nc, self.run = nc, run
+
+    async def lease(self, timeout_s: float = 5.0) -> Msg:
+        inbox = self.nc.new_inbox()
+        sub = await self.nc.subscribe(inbox)
+        request = json.dumps({"batch": 1, "expires": int(timeout_s * 1e9)}).encode()
+        await self.nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.TM_{self.run}_TASKS.rollout", request, reply=inbox)
+        message = await sub.next_msg(timeout=timeout_s + 1)
+        await sub.unsubscribe()
+        return message
+
+    async def store(self, subject: str, payload: bytes, headers: dict[str, str]) -> int:
+        answer = json.loads((await self.nc.request(subject, payload, timeout=5, headers=headers)).data)
+        assert "error" not in answer, answer
+        return int(answer["seq"])
+
+    async def settle(self, task: Msg) -> None:
+        await self.nc.request(task.reply, b"+ACK", timeout=5)
+
+
+def i4(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}i", *values)
+
+
+def f4(*values: float) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def foreign_sample(run: str, task: int, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "schema": 1,
+        "type": "sample",
+        "run": run,
+        "task": task,
+        "index": 1,
+        "group_size": 2,
+        "attempt": "n0nce",
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "tokens": i4(5, 6, 7, 8, 9),
+        "response_length": 3,
+        "response": "two",
+        "rollout_log_probs": f4(-0.5, 0.0, -1.25),
+        "loss_mask": bytes([1, 0, 1]),
+        "spans": [[3, 2], [4, 1]],
+        "reward": {"score": 1, "format": 0.5},
+        "status": "completed",
+        "sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 40, "seed": 11},
+    }
+    return {**fields, **changes}
+
+
+async def test_a_foreign_actor_takes_part(open_bus: BusOpener) -> None:
+    """Lease, renew, publish, settle: the learner's side gets the sample, and the queue is empty."""
+    async with open_bus() as bus:
+        await bus.tasks.fence(1)
+        id = await bus.tasks.issue(make_task(bus.run, prompt=[{"role": "user", "content": "1+1?"}], label="2", min_version=3))
+        nc = await nats.connect(bus.nc.connected_url.geturl())
+        actor = ForeignActor(nc, bus.run)
+        message = await actor.lease()
+        assert message.reply.split(".")[4:6] == ["1", str(id)], "deliveries and id"
+        assert message.headers is not None and message.headers["Tm-Epoch"] == "1"
+        task = msgpack.unpackb(message.data)
+        assert (task["schema"], task["type"], task["epoch"], task["min_version"], task["label"]) == (1, "task", 1, 3, "2")
+        assert struct.unpack("<3i", task["prompt_tokens"]) == (5, 6, 7)
+        assert task["sampling"]["max_new_tokens"] == 128
+        await nc.publish(message.reply, b"+WPI")
+        payload = msgpack.packb(foreign_sample(bus.run, id, mine="kept"))
+        headers = {"Nats-Msg-Id": f"{id}.1.n0nce", "Tm-Task": str(id)}
+        subject = f"tm.{bus.run}.sample.train.3.foreign"
+        seq = await actor.store(subject, payload, headers)
+        assert await actor.store(subject, payload, headers) == seq
+        await actor.settle(message)
+        assert await bus.tasks.backlog() == (0, 0)
+        reading = bus.samples.read(None, vocab_size=10)
+        (received,) = await take(reading, 1)
+        await reading.aclose()  # type: ignore[attr-defined]
+        await nc.close()
+    assert isinstance(received.sample, Sample)
+    assert_sample(received.sample, bus.run, id)
+
+
+def assert_sample(sample: Sample, run: str, task: int) -> None:
+    expected = Sample(
+        run=run,
+        task=task,
+        index=1,
+        group_size=2,
+        attempt="n0nce",
+        prompt=[{"role": "user", "content": "1+1?"}],
+        tokens=np.array([5, 6, 7, 8, 9], np.int32),
+        response_length=3,
+        response="two",
+        rollout_log_probs=np.array([-0.5, 0, -1.25], np.float32),
+        loss_mask=np.array([1, 0, 1], np.uint8),
+        spans=(Span(version=3, num_tokens=2), Span(version=4, num_tokens=1)),
+        reward={"score": 1.0, "format": 0.5},
+        status=Status.COMPLETED,
+        sampling=Sampling(temperature=0.7, top_p=0.9, top_k=40, seed=11),
+        extra={"mine": "kept"},
+    )
+    for field in dataclasses.fields(Sample):
+        np.testing.assert_equal(getattr(sample, field.name), getattr(expected, field.name), field.name)
+    assert (sample.timings, sample.kind, sample.score) == (Timings(), Kind.TRAIN, 1.0)
+
+
+async def test_our_sample_reads_as_the_document_says(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.samples.publish(make_sample(bus.run, task=4, index=2, length=3))
+        message = await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", 1)
+    fields = msgpack.unpackb(message.data or b"")
+    assert list(fields)[:2] == ["schema", "type"]
+    assert struct.unpack("<6i", fields["tokens"]) == (0, 1, 2, 3, 4, 5)
+    assert struct.unpack("<3f", fields["rollout_log_probs"]) == (-0.5, -0.5, -0.5)
+    assert (fields["loss_mask"], fields["spans"], fields["status"]) == (b"\1\1\1", [[3, 3]], "completed")
+    assert set(fields["sampling"]) == {field.name for field in dataclasses.fields(Sampling)}
+    assert message.subject == f"tm.{bus.run}.sample.train.3.a1"
+    assert message.headers == {
+        "Nats-Msg-Id": "4.2.a0",
+        "Tm-Task": "4",
+        "Tm-Index": "2",
+        "Tm-Group-Size": "8",
+        "Tm-Versions": "3-3",
+        "Tm-Reward": "1",
+        "Tm-Status": "completed",
+        "Tm-Tokens": "3",
+    }
+
+
+async def test_a_foreign_sample_in_parts_is_joined(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        actor = ForeignActor(bus.nc, bus.run)
+        whole = msgpack.packb(foreign_sample(bus.run, 9, mine="kept"))
+        pieces = [whole[start : start + 100] for start in range(0, len(whole), 100)]
+        seqs = [
+            await actor.store(f"tm.{bus.run}.part.train.9", piece, {"Nats-Msg-Id": f"9.1.n0nce.chunk/{number}"})
+            for number, piece in enumerate(pieces)
+        ]
+        digest = hashlib.sha256(whole).hexdigest()
+        manifest = msgpack.packb({"schema": 1, "type": "parts", "seqs": seqs, "length": len(whole), "sha256": digest})
+        headers = {"Nats-Msg-Id": "9.1.n0nce", "Tm-Parts": str(len(seqs))}
+        seq = await actor.store(f"tm.{bus.run}.sample.train.3.foreign.parts", manifest, headers)
+        reading = bus.samples.read(None)
+        (received,) = await take(reading, 1)
+        await reading.aclose()  # type: ignore[attr-defined]
+        assert received.seq == seq
+        assert isinstance(received.sample, Sample)
+        assert_sample(received.sample, bus.run, 9)
+
+
+async def test_a_foreign_report_and_death_are_counted(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.tasks.fence(1)
+        id = await bus.tasks.issue(make_task(bus.run))
+        actor = ForeignActor(bus.nc, bus.run)
+        message = await actor.lease()
+        report = {"schema": 1, "type": "report", "task": id, "reason": "no tool", "actor": "foreign", "attempt": "n0nce"}
+        subject = f"tm.{bus.run}.dead.report.{id}"
+        await actor.store(subject, msgpack.packb(report), {"Nats-Msg-Id": f"report.{id}.n0nce"})
+        filtered = json.dumps({"subjects_filter": subject}).encode()
+        info = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.TM_{bus.run}_DEAD", filtered)).data)
+        assert info["state"]["subjects"] == {subject: 1}
+        assert await bus.dead.report(id, reason="again", actor="ours", attempt="another") == 2
+        dead = {"schema": 1, "type": "dead", "task": id, "reason": "no tool", "attempts": 2, "actor": "foreign", "prompt": "1+1="}
+        headers = {"Nats-Msg-Id": f"dead.{id}", "Nats-Expected-Last-Subject-Sequence": "0"}
+        await actor.store(f"tm.{bus.run}.dead.task.{id}", msgpack.packb(dead), headers)
+        await actor.settle(message)
+        found = [found async for _, found in bus.dead.scan()]
+    assert found == [Dead(task=id, reason="no tool", attempts=2, actor="foreign", prompt="1+1=")]
+
+
+async def test_a_foreign_task_is_handed_back_and_a_foreign_row_is_seen(open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=60) as bus:
+        await bus.tasks.fence(1)
+        id = await bus.tasks.issue(make_task(bus.run))
+        message = await ForeignActor(bus.nc, bus.run).lease()
+        await bus.nc.publish(message.reply, b"-NAK")
+        lease = await bus.tasks.lease(5)
+        assert lease is not None and lease.task.id == id
+        row = {"role": "actor", "id": "foreign", "host": "h", "pid": 1, "phase": "working", "load": {"in_flight": 2}, "since": 1}
+        await bus.nc.request(f"$KV.TM_{bus.run}_live.actor.foreign", json.dumps(row).encode())
+        assert await LiveView(bus).alive() == [
+            LiveRow(role="actor", id="foreign", host="h", pid=1, phase="working", load={"in_flight": 2.0})
+        ]
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"rollout_log_probs": struct.pack(">3f", -0.5, 1e-3, -1.25)}, "rollout_log_probs"),
+        ({"rollout_log_probs": struct.pack("<3d", -0.5, 0, -1.25)}, "rollout_log_probs"),
+        ({"tokens": struct.pack(">5i", 5, 6, 7, 8, 9)}, "tokens"),
+        ({"loss_mask": [1, 0, 1]}, "loss_mask"),
+        ({"spans": [[3, 2]]}, "spans"),
+        ({"index": 2}, "index"),
+        ({"schema": 2}, "schema"),
+    ],
+)
+def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(WireError) as caught:
+        check_sample(decode_sample(msgpack.packb(foreign_sample("r", 1, **change))), vocab_size=10)
+    assert caught.value.field.startswith(field)
+
+
+@pytest.mark.parametrize("message", [Sample, Task, Plan, Done, Settle, Dead, Sampling, Timings, LiveRow])
+def test_the_document_names_every_field(message: type) -> None:
+    named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))
+    fields = {field.name for field in dataclasses.fields(message)} - {"extra"} - ({"id"} if message is Task else set())
+    assert fields <= named, sorted(fields - named)
+
+
+def test_the_document_names_every_header_and_subject() -> None:
+    for name in ("Tm-Task", "Tm-Index", "Tm-Group-Size", "Tm-Versions", "Tm-Reward", "Tm-Status", "Tm-Tokens", "Tm-Parts", "Tm-Epoch"):
+        assert f"`{name}`" in WIRE
+    for status in Status:
+        assert f"`{status.value}`" in WIRE

@@ -1,0 +1,168 @@
+"""One writer at a time: who takes over, who is told, what is void - and what a lost answer means."""
+
+import asyncio
+import random
+
+import pytest
+
+from bus.codec import encode_record
+from bus.connection import Bus, connect
+from bus.epoch import current_epoch, raise_epoch
+from bus.errors import Fenced, WireError
+from bus.messages import Done, Fence, PlanRecord
+from bus.server import EmbeddedServer
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import Proxy, make_task, take
+
+
+def done(step: int, epoch: int = 1) -> Done:
+    return Done(epoch=epoch, step=step, metrics={"loss": 0.5})
+
+
+async def steps(bus: Bus, start: int = 1) -> list[int]:
+    return [record.step async for _, record in bus.plans.scan(start) if isinstance(record, Done)]
+
+
+async def raw(bus: Bus, record: PlanRecord) -> None:
+    """As a writer would that heeds no fence."""
+    await bus.js.publish(f"tm.{bus.run}.plan.done", encode_record(record), headers={"Tm-Epoch": str(record.epoch)})
+
+
+async def test_epochs_count_up_also_when_two_start_at_once(open_bus: BusOpener) -> None:
+    async with open_bus() as one, open_bus() as two:
+        assert await current_epoch(one) == 0
+        assert sorted(await asyncio.gather(*[raise_epoch(bus) for bus in (one, two) for _ in range(5)])) == list(range(1, 11))
+        assert await current_epoch(two) == 10
+
+
+async def test_records_are_stored_behind_their_fence_in_order(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        seqs = [await bus.plans.append(done(step)) for step in (1, 2, 3)]
+        assert seqs == [2, 3, 4]
+        assert [type(record) async for _, record in bus.plans.scan()] == [Fence, Done, Done, Done]
+        assert await steps(bus) == [1, 2, 3]
+        assert await steps(bus, 4) == [3]
+        following = bus.plans.follow(3)
+        assert [seq for seq, _ in await take(following, 2)] == [3, 4]
+        await bus.plans.append(done(4))
+        assert (await take(following, 1))[0][0] == 5
+        await following.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_second_writer_fences_the_first_off(open_bus: BusOpener) -> None:
+    async with open_bus() as old, open_bus() as new:
+        await old.plans.fence(1)
+        await old.tasks.fence(1)
+        await old.plans.append(done(1))
+        await new.plans.fence(2)
+        await new.tasks.fence(2)
+        with pytest.raises(Fenced, match="epoch 1 is fenced off by epoch 2"):
+            await old.plans.append(done(2))
+        with pytest.raises(Fenced):
+            await old.tasks.issue(make_task(old.run, epoch=1))
+        with pytest.raises(Fenced):
+            await old.plans.append(done(2))
+        assert await new.plans.append(done(2, epoch=2)) == 4
+        assert await steps(new) == [1, 2]
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+async def test_no_fence_is_raised_below_a_newer_one(open_bus: BusOpener, epoch: int) -> None:
+    async with open_bus() as new, open_bus() as old:
+        await new.plans.fence(2)
+        await new.plans.fence(2)  # twice by the same writer is once
+        with pytest.raises(Fenced):
+            await old.plans.fence(epoch)
+        assert [seq async for seq, _ in new.plans.scan()] == [1]
+
+
+async def test_a_new_fence_goes_behind_what_the_old_writer_just_wrote(open_bus: BusOpener) -> None:
+    async with open_bus() as old, open_bus() as new:
+        await old.plans.fence(1)
+        results = await asyncio.gather(*[old.plans.append(done(step)) for step in range(1, 20)], new.plans.fence(2), return_exceptions=True)
+        stored = [result for result in results[:-1] if isinstance(result, int)]
+        assert all(isinstance(result, Fenced) for result in results[len(stored) : -1])
+        assert await steps(new) == list(range(1, len(stored) + 1))
+        assert await new.plans.append(done(20, epoch=2)) == len(stored) + 3
+
+
+async def test_what_stands_behind_a_newer_fence_is_void(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        await bus.plans.append(done(1))
+        await bus.plans.fence(2)
+        await raw(bus, done(99, epoch=1))
+        await bus.js.publish(f"tm.{bus.run}.plan.done", encode_record(done(98)))  # names no epoch at all
+        seq = await bus.plans.append(done(2, epoch=2))
+        assert seq == 6, "the writer goes on behind what is void"
+        assert await steps(bus) == [1, 2]
+        assert await steps(bus, 4) == [2], "also when the scan begins behind the fence"
+
+
+async def test_an_append_whose_answer_was_lost_is_recognised(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    """The server says "wrong last sequence" to the second try: its own message stands there."""
+    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="learner") as bus:
+        await bus.plans.fence(1)
+        await bus.plans.append(done(1))
+        proxy.deaf = True
+        appending = asyncio.create_task(bus.plans.append(done(2)))
+        following = looker.plans.follow(3)
+        assert (await take(following, 1))[0][0] == 3
+        await following.aclose()  # type: ignore[attr-defined]
+        await proxy.cut()
+        proxy.deaf = False
+        assert await appending == 3
+        assert await bus.plans.append(done(3)) == 4
+        assert await steps(looker) == [1, 2, 3]
+
+
+async def test_an_append_that_was_cancelled_after_it_was_stored_does_not_block_the_next(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
+    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="learner") as bus:
+        await bus.plans.fence(1)
+        proxy.deaf = True
+        appending = asyncio.create_task(bus.plans.append(done(1)))
+        following = looker.plans.follow(2)
+        await take(following, 1)
+        await following.aclose()  # type: ignore[attr-defined]
+        appending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await appending
+        await proxy.cut()
+        proxy.deaf = False
+        assert await bus.plans.append(done(2)) == 3
+        assert await steps(looker) == [1, 2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_appends_over_kills_of_the_server_are_each_stored_once(nats_server: EmbeddedServer, open_bus: BusOpener, seed: int) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        kills = set(random.Random(seed).sample(range(1, 40), 3))
+        for step in range(1, 41):
+            appending = asyncio.create_task(bus.plans.append(done(step)))
+            if step in kills:
+                await asyncio.sleep(0)
+                nats_server.kill()
+                nats_server.start()
+            await appending
+        assert await steps(bus) == list(range(1, 41))
+
+
+async def test_a_record_of_another_epoch_is_not_appended(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(3)
+        with pytest.raises(WireError, match="epoch: want a record of epoch 3"):
+            await bus.plans.append(done(1, epoch=2))
+
+
+async def test_trimmed_records_are_gone_and_fences_stay(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.plans.fence(1)
+        for step in (1, 2, 3):
+            await bus.plans.append(done(step))
+        await bus.plans.trim(4)
+        assert [seq async for seq, _ in bus.plans.scan()] == [1, 4]
+        assert await bus.plans.append(done(4)) == 5

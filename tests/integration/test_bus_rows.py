@@ -1,0 +1,175 @@
+"""Rows, heartbeats and commands on a real server."""
+
+import asyncio
+
+import pytest
+
+from bus.commands import Command
+from bus.connection import Bus, connect
+from bus.errors import RowConflict, WireError
+from bus.live import Heartbeat, LiveView, processes
+from bus.messages import LiveRow
+from bus.server import EmbeddedServer
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import Proxy, take, until
+
+
+async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("weights")
+        assert await rows.get("head") is None
+        first = await rows.create("head", {"version": 0})
+        with pytest.raises(RowConflict):
+            await rows.create("head", {"version": 9})
+        second = await rows.update("head", {"version": 1}, first)
+        with pytest.raises(RowConflict, match=f"weights.head: changed by someone else since revision {first}"):
+            await rows.update("head", {"version": 2}, first)
+        assert await rows.get("head") == ({"version": 1}, second)
+        third = await rows.put("head", {"version": 5})
+        assert third > second
+        await rows.delete("head")
+        await rows.delete("head")
+        assert await rows.get("head") is None
+        await rows.create("head", {"version": 6})
+
+
+async def test_rows_are_listed(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("weights")
+        assert await rows.keys() == []
+        for version in range(40):
+            await rows.put(f"v.{version}", {"version": version})
+        await rows.delete("v.7")
+        assert len(await rows.keys()) == 39
+        assert {key: value["version"] for key, (value, _) in (await rows.all()).items()} == {f"v.{n}": n for n in range(40) if n != 7}
+        assert await bus.rows("run").keys() == [], "buckets are apart"
+
+
+async def test_rows_are_there_after_a_kill_of_the_server(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        revision = await bus.rows("run").put("epoch", {"epoch": 3})
+        nats_server.kill()
+        reading = asyncio.create_task(bus.rows("run").get("epoch"))
+        await asyncio.sleep(0)
+        nats_server.start()
+        assert await reading == ({"epoch": 3}, revision)
+
+
+async def test_a_write_whose_answer_was_lost_is_recognised(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="writer") as bus:
+        revision = await bus.rows("run").create("epoch", {"epoch": 1})
+        watching = looker.rows("run").watch("epoch")
+        await anext(watching)
+        proxy.deaf = True
+        updating = asyncio.create_task(bus.rows("run").update("epoch", {"epoch": 2}, revision))
+        assert (await take(watching, 1))[0] == ({"epoch": 2}, revision + 1)
+        await watching.aclose()  # type: ignore[attr-defined]
+        await proxy.cut()
+        proxy.deaf = False
+        assert await updating == revision + 1
+
+
+async def test_a_watcher_sees_every_state_it_wakes_to(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("weights")
+        watching = rows.watch("head", every_s=30)
+        assert (await take(watching, 1)) == [None]
+        coming = asyncio.create_task(take(watching, 1))
+        await asyncio.sleep(0)
+        revision = await rows.put("head", {"version": 1})
+        assert await coming == [({"version": 1}, revision)], "a write wakes it"
+        nats_server.kill()
+        nats_server.start()
+        await watching.aclose()  # type: ignore[attr-defined]
+        looking = rows.watch("head", every_s=0.1)
+        assert await take(looking, 1) == [({"version": 1}, revision)]
+        await rows.delete("head")  # makes no message that could wake
+        assert await take(looking, 1) == [None]
+        await looking.aclose()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a.", ".a", "a..b", "a*", "ä"])
+async def test_a_bad_key_is_refused(open_bus: BusOpener, key: str) -> None:
+    async with open_bus() as bus:
+        with pytest.raises(ValueError, match="want a key of"):
+            await bus.rows("run").put(key, {})
+
+
+async def test_what_is_no_row_is_refused(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        with pytest.raises(ValueError, match="bucket: want one of weights, run, live, wanted, got 'x'"):
+            bus.rows("x")
+        with pytest.raises(WireError, match=r"run\.a: want what JSON can hold"):
+            await bus.rows("run").put("a", {"x": object()})
+        await bus.js.publish(f"$KV.TM_{bus.run}_run.a", b"[1]")
+        with pytest.raises(WireError, match=r"run\.a: want a JSON object"):
+            await bus.rows("run").get("a")
+
+
+def row(id: str, role: str = "actor") -> LiveRow:
+    return LiveRow(role=role, id=id, host="h", pid=1, phase="working")
+
+
+async def test_a_process_is_seen_while_it_lives(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        view = LiveView(bus)
+        async with Heartbeat(bus, row("a1")) as heartbeat, Heartbeat(bus, row("e1", "engine")) as engine:
+            await until(lambda: heartbeat.written_s > 0)
+            await until(lambda: engine.written_s > 0)
+            assert await view.alive("actor") == [row("a1")]
+            before = heartbeat.written_s
+            heartbeat.update(phase="draining", load={"in_flight": 3.0})
+            await until(lambda: heartbeat.written_s > before)
+            assert (await view.alive("actor"))[0].phase == "draining"
+            assert [found.role for found, _ in await processes(bus, look_s=0.05)] == ["actor", "engine"]
+        assert await view.refresh() == [], "a clean exit leaves no row"
+
+
+async def test_a_row_that_stands_still_grows_old(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        view = LiveView(bus, dead_after_s=0.2)
+        with pytest.raises(RuntimeError, match="killed"):
+            async with Heartbeat(bus, row("a1")) as heartbeat:
+                await until(lambda: heartbeat.written_s > 0)
+                raise RuntimeError("killed")
+        assert [found.id for found in await view.alive()] == ["a1"], "seen for the first time counts as just changed"
+        await asyncio.sleep(0.25)
+        assert await view.alive() == []
+        assert (await view.refresh())[0][1] > 0.2
+
+
+async def test_a_heartbeat_outlives_an_outage(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus, Heartbeat(bus, row("a1"), every_s=0.1) as heartbeat:
+        await until(lambda: heartbeat.written_s > 0)
+        nats_server.kill()
+        await until(lambda: not bus.connected)
+        before = heartbeat.written_s
+        nats_server.start()
+        await until(lambda: heartbeat.written_s > before)
+        assert heartbeat.last_error == ""
+
+
+async def test_commands_reach_one_or_all(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, open_bus(name="other") as other:
+        receiving = bus.commands.receive("actor", "a.1")
+        first = asyncio.create_task(anext(receiving))
+        await until(lambda: len(bus.nc._subs) >= 2)
+        await bus.nc.flush()
+        await other.commands.send("actor", "a.2", "drain")
+        await other.nc.publish(f"tm.{bus.run}.do.actor.all", b"nonsense")
+        await other.commands.send("actor", "all", "pause", {"for_s": 3})
+        assert await first == _command("all", "pause", {"for_s": 3})
+        await other.commands.send("actor", "a.1", "drain")
+        assert await anext(receiving) == _command("a_1", "drain", {})
+        await receiving.aclose()  # type: ignore[attr-defined]
+
+
+def _command(id: str, command: str, args: dict[str, object]) -> object:
+    return Command(role="actor", id=id, command=command, args=args)
+
+
+async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:
+    async with open_bus(run="one") as one, open_bus(run="two") as two:
+        await one.rows("run").put("epoch", {"epoch": 1})
+        assert await two.rows("run").get("epoch") is None
+        assert isinstance(one, Bus)

@@ -1,0 +1,251 @@
+"""The work queue on a real server: leased, renewed, handed back, failed, forgotten - never lost."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from bus import tasks as bus_tasks
+from bus.codec import encode_task
+from bus.connection import Bus, connect
+from bus.errors import NotFound, WireError
+from bus.messages import Kind
+from bus.server import EmbeddedServer
+from bus.tasks import Lease
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import Proxy, make_task
+
+
+async def issue(bus: Bus, count: int = 1, epoch: int = 1, **changes: object) -> list[int]:
+    await bus.tasks.fence(epoch)
+    return [await bus.tasks.issue(make_task(bus.run, epoch=epoch, offset=offset, **changes)) for offset in range(count)]
+
+
+async def lease(bus: Bus, timeout_s: float = 5.0, kind: Kind = Kind.TRAIN) -> Lease:
+    found = await bus.tasks.lease(timeout_s, kind=kind)
+    assert found is not None
+    return found
+
+
+async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        (id,) = await issue(bus, label={"answer": 4}, metadata={"a": 1})
+        assert await bus.tasks.backlog() == (1, 0)
+        held = await lease(bus)
+        assert (held.task.id, held.deliveries, held.task.label, held.task.offset) == (id, 1, {"answer": 4}, 0)
+        assert await bus.tasks.backlog() == (0, 1)
+        assert await bus.tasks.lease(0.05) is None
+        assert await held.settle()
+        assert await bus.tasks.backlog() == (0, 0)
+
+
+async def test_kinds_have_queues_of_their_own(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.tasks.fence(1)
+        train = await bus.tasks.issue(make_task(bus.run))
+        evaluation = await bus.tasks.issue(make_task(bus.run, kind=Kind.EVAL))
+        assert (await lease(bus, kind=Kind.EVAL)).task.id == evaluation
+        assert (await lease(bus)).task.id == train
+
+
+async def test_many_wait_at_once_and_each_gets_another_task(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        waiting = [asyncio.create_task(lease(bus)) for _ in range(20)]
+        await asyncio.sleep(0)
+        ids = await issue(bus, 20)
+        assert sorted([(await held).task.id for held in waiting]) == ids
+
+
+async def test_a_task_handed_back_comes_again_at_once(open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=60) as bus:
+        (id,) = await issue(bus)
+        first = await lease(bus)
+        await first.hand_back()
+        again = await lease(bus)
+        assert (again.task.id, again.deliveries) == (id, 2)
+        assert again.attempt != first.attempt
+
+
+async def test_a_task_handed_back_with_a_delay_comes_later(open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=60) as bus:
+        await issue(bus)
+        await (await lease(bus)).hand_back(0.4)
+        since = asyncio.get_running_loop().time()
+        await lease(bus)
+        assert 0.3 < asyncio.get_running_loop().time() - since < 3
+
+
+async def test_a_lease_that_is_not_renewed_runs_out(open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=0.5) as bus:
+        (id,) = await issue(bus)
+        await lease(bus)
+        again = await lease(bus)
+        assert (again.task.id, again.deliveries) == (id, 2)
+
+
+async def test_a_lease_that_is_kept_does_not_run_out(open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=0.5) as bus:
+        await issue(bus)
+        held = await lease(bus)
+        async with held.kept():
+            assert await bus.tasks.lease(1.2) is None
+        assert await held.settle()
+        assert await bus.tasks.lease(0.6) is None
+
+
+async def test_a_lease_given_up_while_waiting_loses_nothing(open_bus: BusOpener) -> None:
+    """A task that comes for somebody who has left goes to the next one at once, not after the lease time."""
+    async with open_bus(lease_s=60) as bus:
+        leaving = asyncio.create_task(lease(bus))
+        await bus.nc.flush()
+        await asyncio.sleep(0.05)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        (id,) = await issue(bus)
+        async with connect(bus.nc.connected_url.geturl(), bus.run, bus.config, name="other") as other:
+            assert (await lease(other)).task.id == id
+
+
+async def test_an_actor_that_vanishes_gives_its_task_to_another(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=0.5) as bus:
+        (id,) = await issue(bus)
+        async with Proxy(nats_server.url) as proxy, connect(proxy.url, bus.run, bus.config, name="dying") as dying:
+            assert (await lease(dying)).task.id == id
+            await proxy.cut()
+        assert (await lease(bus)).task.id == id
+
+
+async def test_a_wait_goes_on_over_a_kill_of_the_server(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus, open_bus(name="actor") as actor:
+        waiting = asyncio.create_task(lease(actor, 20))
+        await actor.nc.flush()
+        nats_server.kill()
+        nats_server.start()
+        (id,) = await issue(bus)
+        assert (await waiting).task.id == id
+
+
+async def test_settled_tasks_delivered_again_are_acked_unworked(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    """A killed server forgets acks it had confirmed; what is below the floor is not worked again."""
+    async with open_bus(lease_s=0.5) as bus:
+        ids = await issue(bus, 6)
+        held = [await lease(bus) for _ in range(5)]
+        await bus.tasks.raise_floor(ids[4])
+        await bus.tasks.raise_floor(ids[2])
+        nats_server.kill()
+        nats_server.start()
+        async with open_bus(lease_s=0.5, name="fresh") as fresh:
+            mine = await lease(fresh)
+            assert mine.task.id == ids[5], "the five before it, never settled, are passed over"
+            async with mine.kept():
+                assert await fresh.tasks.lease(1.5) is None, "those whose lease ran out later are passed over, too"
+                assert await fresh.tasks.backlog() == (0, 1)
+        assert len(held) == 5
+        assert (await bus.rows("run").get("task_floor") or ({}, 0))[0] == {"floor": ids[4]}
+
+
+async def test_reports_of_failure_make_a_task_dead(open_bus: BusOpener) -> None:
+    async with open_bus(max_attempts=3) as bus:
+        (id,) = await issue(bus)
+        for attempt in (1, 2):
+            held = await lease(bus)
+            assert held.deliveries == attempt
+            assert not await held.fail("tool broke", actor=f"a{attempt}")
+        held = await lease(bus)
+        assert await held.fail("tool broke again", actor="a3")
+        assert await bus.tasks.lease(0.05) is None
+        assert await bus.tasks.backlog() == (0, 0)
+        ((_, dead),) = [item async for item in bus.dead.scan()]
+        assert (dead.task, dead.reason, dead.attempts, dead.actor, dead.prompt) == (id, "tool broke again", 3, "a3", "1+1=")
+
+
+async def test_a_report_counts_once_and_a_death_is_told_once(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        (id,) = await issue(bus)
+        held = await lease(bus)
+        for _ in range(2):
+            assert await bus.dead.report(id, reason="x", actor="a", attempt=held.attempt) == 1
+        assert await bus.dead.report(id, reason="x", actor="a", attempt="another") == 2
+        dead = bus_tasks._dead(held.task, "x", 2, "a")
+        await bus.dead.store(dead)
+        await bus.dead.store(replace(dead, reason="y"))
+        assert [item.reason async for _, item in bus.dead.scan()] == ["x"]
+        following = bus.dead.follow()
+        assert (await anext(following))[1].task == id
+        await following.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_task_that_cannot_be_read_is_dead_and_blocks_nothing(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        (id,) = await issue(bus)
+        await bus.js.publish(f"tm.{bus.run}.task.train", b"nonsense", headers={"Tm-Epoch": "1"})
+        assert (await lease(bus)).task.id == id
+        assert await bus.tasks.lease(0.1) is None
+        assert await bus.tasks.backlog() == (0, 1)
+        ((_, dead),) = [item async for item in bus.dead.scan()]
+        assert (dead.task, dead.prompt) == (id + 1, "")
+        assert "want one msgpack map" in dead.reason
+
+
+async def test_a_task_delivered_too_often_is_dead(open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=60) as bus:
+        (id,) = await issue(bus)
+        for _ in range(bus_tasks.MAX_DELIVERIES):
+            await (await lease(bus)).hand_back()
+        assert await bus.tasks.lease(0.3) is None
+        ((_, dead),) = [item async for item in bus.dead.scan()]
+        assert (dead.task, dead.attempts) == (id, 51)
+
+
+async def test_a_task_behind_a_newer_fence_is_void_for_actors_too(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await issue(bus, epoch=1)
+        await bus.tasks.fence(2)
+        late = encode_task(make_task(bus.run, epoch=1, offset=9))
+        await bus.js.publish(f"tm.{bus.run}.task.train", late, headers={"Tm-Epoch": "1"})  # by a writer that heeds nothing
+        (valid,) = await issue(bus, epoch=2)
+        assert [(await lease(bus)).task.id for _ in range(2)] == [2, valid]
+        assert await bus.tasks.lease(0.05) is None
+
+
+async def test_scan_and_fetch_give_tasks_by_id(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        ids = await issue(bus, 4)
+        assert [task.id async for task in bus.tasks.scan()] == ids
+        assert [task.offset async for task in bus.tasks.scan(ids[2])] == [2, 3]
+        assert [task.id async for task in bus.tasks.scan(99)] == []
+        assert (await bus.tasks.fetch(ids[1])).offset == 1
+        await bus.tasks.trim(ids[2])
+        assert [task.id async for task in bus.tasks.scan()] == ids[2:]
+        assert await bus.tasks.last_id() == ids[3]
+        with pytest.raises(NotFound):
+            await bus.tasks.fetch(ids[0])
+
+
+async def test_trimmed_tasks_are_not_leased_and_fences_stay(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        ids = await issue(bus, 3)
+        await bus.tasks.trim(ids[2] + 1)
+        assert await bus.tasks.lease(0.05) is None
+        assert [task.id async for task in bus.tasks.scan()] == []
+        assert sum((await bus.jet.subjects(f"TM_{bus.run}_TASKS", ">")).values()) == 1
+
+
+async def test_a_task_of_another_epoch_is_not_issued(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.tasks.fence(3)
+        with pytest.raises(WireError, match="epoch: want the fenced epoch 3, got 2"):
+            await bus.tasks.issue(make_task(bus.run, epoch=2))
+
+
+async def test_a_lease_says_when_the_bus_is_away(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus(lease_s=0.5) as bus:
+        await issue(bus)
+        held = await lease(bus)
+        nats_server.kill()
+        assert not await held.settle()
+        assert not await held.renew()
+        assert await bus.tasks.lease(0.1) is None
+        nats_server.start()
+        assert (await lease(bus)).task.id == held.task.id

@@ -1,0 +1,296 @@
+"""Bytes of messages: round trips, refusals that name the field, and nothing but WireError for whatever comes."""
+
+import contextlib
+import dataclasses
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from bus import codec
+from bus.errors import UnknownSchema, WireError
+from bus.messages import Dead, Done, Fence, Kind, Plan, PlanRecord, Sample, Sampling, Settle, Span, Status, Task, Timings
+from tests.bus_kit import make_sample, make_task
+
+INTS = st.integers(-(2**63), 2**63 - 1)
+FLOATS = st.floats(allow_nan=False)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+MAPS = st.dictionaries(TEXT, st.none() | INTS | TEXT | st.lists(INTS, max_size=3), max_size=3)
+PROMPTS = TEXT | st.lists(st.dictionaries(TEXT, TEXT, max_size=2), max_size=3)
+
+
+def arrays(dtype: str) -> st.SearchStrategy[Any]:
+    return hnp.arrays(np.dtype(dtype), st.integers(0, 9), elements={"allow_nan": False} if "f" in dtype else None)
+
+
+SAMPLINGS = st.builds(
+    Sampling,
+    temperature=FLOATS,
+    top_p=FLOATS,
+    top_k=INTS,
+    max_new_tokens=INTS,
+    stop=st.lists(TEXT, max_size=2).map(tuple),
+    stop_token_ids=st.lists(INTS, max_size=2).map(tuple),
+    seed=st.none() | INTS,
+)
+UNKNOWN = st.dictionaries(TEXT.map(lambda name: f"x-{name}"), MAPS, max_size=2)
+TASKS = st.builds(
+    Task,
+    run=TEXT,
+    epoch=INTS,
+    prompt=PROMPTS,
+    prompt_tokens=arrays("int32"),
+    group_size=INTS,
+    sampling=SAMPLINGS,
+    prompt_epoch=INTS,
+    offset=INTS,
+    kind=st.sampled_from(Kind),
+    label=TEXT | MAPS,
+    reissue_of=st.none() | INTS,
+    reissues=INTS,
+    min_version=INTS,
+    issue_step=INTS,
+    metadata=MAPS,
+    extra=UNKNOWN,
+)
+SAMPLES = st.builds(
+    Sample,
+    run=TEXT,
+    task=INTS,
+    index=INTS,
+    group_size=INTS,
+    attempt=TEXT,
+    prompt=PROMPTS,
+    tokens=arrays("int32"),
+    response_length=INTS,
+    response=TEXT,
+    rollout_log_probs=arrays("float32"),
+    loss_mask=arrays("uint8"),
+    spans=st.lists(st.builds(Span, version=INTS, num_tokens=INTS), max_size=3).map(tuple),
+    reward=FLOATS | st.dictionaries(TEXT, FLOATS, max_size=3),
+    status=st.sampled_from(Status),
+    sampling=SAMPLINGS,
+    kind=st.sampled_from(Kind),
+    label=TEXT | MAPS,
+    metadata=MAPS,
+    actor=TEXT,
+    engine=TEXT,
+    timings=st.builds(Timings, queued_s=FLOATS, generating_s=FLOATS, tools_s=FLOATS, reward_s=FLOATS),
+    finish_reason=TEXT,
+    created_s=FLOATS,
+    extra=UNKNOWN,
+)
+RECORDS: st.SearchStrategy[PlanRecord] = st.one_of(
+    st.builds(
+        Plan,
+        epoch=INTS,
+        step=INTS,
+        tasks=arrays("int64"),
+        seqs=arrays("int64"),
+        group_sizes=arrays("int32"),
+        ranks=arrays("int32"),
+        micro_batches=arrays("int32"),
+        version_steps=st.dictionaries(INTS, INTS, max_size=3),
+        oldest_step=st.none() | INTS,
+        data_parallel=INTS,
+        num_micro_batches=INTS,
+        config_digest=TEXT,
+        chain=TEXT,
+    ),
+    st.builds(Done, epoch=INTS, step=INTS, metrics=st.dictionaries(TEXT, FLOATS, max_size=3), weights_digest=st.none() | TEXT),
+    st.builds(Settle, epoch=INTS, reason=TEXT, tasks=arrays("int64"), seqs=arrays("int64"), step=INTS),
+    st.builds(Fence, epoch=INTS),
+)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    for field in dataclasses.fields(one):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, np.ndarray):
+            np.testing.assert_array_equal(left, right)
+            assert left.dtype == right.dtype
+        else:
+            assert left == right, field.name
+
+
+@given(SAMPLES)
+def test_sample_round_trip(sample: Sample) -> None:
+    assert_same(sample, codec.decode_sample(codec.encode_sample(sample)))
+
+
+@given(TASKS, st.integers(1, 2**60))
+def test_task_round_trip_gets_its_id_from_the_stream(task: Task, id: int) -> None:
+    assert_same(dataclasses.replace(task, id=id), codec.decode_task(codec.encode_task(task), id))
+
+
+@given(RECORDS)
+def test_record_round_trip(record: PlanRecord) -> None:
+    assert_same(record, codec.decode_record(codec.encode_record(record)))
+
+
+def test_dead_round_trip() -> None:
+    dead = Dead(task=4, reason="tool failed", attempts=3, actor="a", prompt=[{"role": "user", "content": "?"}])
+    assert codec.decode_dead(codec.encode_dead(dead)) == dead
+
+
+DECODERS = [codec.decode_sample, lambda data: codec.decode_task(data, 1), codec.decode_record, codec.decode_dead]
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=200), st.sampled_from(DECODERS))
+def test_arbitrary_bytes_raise_wire_error(data: bytes, decode: Any) -> None:
+    with pytest.raises(WireError):
+        decode(data)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_damaged_bytes_decode_or_raise_wire_error(data: st.DataObject) -> None:
+    """Any damage is refused as WireError, or leaves a message that can be decoded and checked without another error."""
+    whole = bytearray(codec.encode_sample(make_sample()))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WireError):
+        codec.check_sample(codec.decode_sample(bytes(whole[: data.draw(st.integers(1, len(whole)))])))
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | TEXT | st.binary(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT | INTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([field.name for field in dataclasses.fields(Sample) if field.name != "extra"]), VALUES)
+def test_any_value_in_any_field_decodes_or_names_the_field(name: str, value: Any) -> None:
+    fields = msgpack.unpackb(codec.encode_sample(make_sample()))
+    fields[name] = value
+    try:
+        codec.check_sample(codec.decode_sample(msgpack.packb(fields)))
+    except WireError as error:
+        related = {"tokens": "response_length", "response_length": "rollout_log_probs", "group_size": "index"}
+        assert error.field.startswith((name, related.get(name, name), "spans", "rollout_log_probs")), error
+
+
+def test_arrays_are_read_only_views() -> None:
+    sample = codec.decode_sample(codec.encode_sample(make_sample()))
+    for array in (sample.tokens, sample.rollout_log_probs, sample.loss_mask):
+        assert array.base is not None
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def wire(**changes: Any) -> bytes:
+    fields = msgpack.unpackb(codec.encode_sample(make_sample()))
+    fields.update(changes)
+    return msgpack.packb({name: value for name, value in fields.items() if value is not ...})
+
+
+REQUIRED = [
+    field.name
+    for field in dataclasses.fields(Sample)
+    if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+]
+
+
+@pytest.mark.parametrize("name", REQUIRED)
+def test_a_missing_field_is_named(name: str) -> None:
+    with pytest.raises(WireError) as caught:
+        codec.decode_sample(wire(**{name: ...}))
+    assert caught.value.field == name
+    assert "got 'nothing'" in str(caught.value)
+
+
+def test_a_field_with_a_default_may_be_missing() -> None:
+    sample = codec.decode_sample(wire(label=..., timings=..., finish_reason=...))
+    assert (sample.label, sample.timings, sample.finish_reason) == (None, Timings(), "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("task", "1", "task"),
+        ("task", True, "task"),
+        ("task", 1.0, "task"),
+        ("tokens", [1, 2], "tokens"),
+        ("tokens", b"12345", "tokens"),
+        ("rollout_log_probs", "x", "rollout_log_probs"),
+        ("status", "done", "status"),
+        ("kind", ["train"], "kind"),
+        ("prompt", 5, "prompt"),
+        ("prompt", ["hello"], "prompt"),
+        ("spans", [[1]], "spans"),
+        ("spans", {"version": 1}, "spans"),
+        ("reward", "high", "reward"),
+        ("reward", {"score": "high"}, "reward"),
+        ("metadata", [1], "metadata"),
+        ("sampling", None, "sampling"),
+        ("sampling", {"temperature": "hot"}, "sampling.temperature"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(name: str, value: Any, field: str) -> None:
+    with pytest.raises(WireError) as caught:
+        codec.decode_sample(wire(**{name: value}))
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None, True, ...])
+def test_another_schema_is_refused(schema: Any) -> None:
+    with pytest.raises(UnknownSchema, match="schema: want 1, got"):
+        codec.decode_sample(wire(schema=schema))
+
+
+def test_a_message_of_another_type_is_refused() -> None:
+    with pytest.raises(WireError, match="type: want sample, got 'task'"):
+        codec.decode_sample(codec.encode_task(make_task()))
+
+
+def test_unknown_fields_are_kept_and_passed_on() -> None:
+    sample = codec.decode_sample(wire(routed_experts=b"\1\2", note={"a": [1]}))
+    assert sample.extra == {"routed_experts": b"\1\2", "note": {"a": [1]}}
+    again = msgpack.unpackb(codec.encode_sample(sample))
+    assert again["routed_experts"] == b"\1\2"
+    assert again["note"] == {"a": [1]}
+
+
+def test_extra_never_replaces_a_field() -> None:
+    sample = dataclasses.replace(make_sample(task=7), extra={"task": 8, "schema": 9, "type": "x"})
+    assert codec.decode_sample(codec.encode_sample(sample)).task == 7
+
+
+def test_an_unknown_sampling_parameter_is_refused() -> None:
+    """It would change the distribution that was sampled from, and nobody would know."""
+    sampling = msgpack.unpackb(wire())["sampling"] | {"min_p": 0.1}
+    with pytest.raises(WireError, match=r"sampling\.min_p"):
+        codec.decode_sample(wire(sampling=sampling))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"tokens": np.arange(11)}, "tokens"),
+        ({"tokens": [1, 2, 3]}, "tokens"),
+        ({"rollout_log_probs": np.zeros((2, 4), np.float32)}, "rollout_log_probs"),
+        ({"task": np.int64(3)}, "task"),
+        ({"metadata": {"x": object()}}, "metadata"),
+        ({"label": np.float32(1)}, "label"),
+        ({"status": "completed"}, "status"),
+        ({"response": "\ud800"}, "response"),
+        ({"extra": {"x": object()}}, "x"),
+        ({"sampling": Sampling(top_k="all")}, "sampling.top_k"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_cannot_be_written_is_named_by_the_writer(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(WireError) as caught:
+        codec.encode_sample(make_sample(**change))
+    assert caught.value.field == field
+
+
+def test_schema_and_type_come_first() -> None:
+    assert list(msgpack.unpackb(codec.encode_sample(make_sample())))[:2] == ["schema", "type"]
