@@ -13,8 +13,8 @@ import pytest
 
 pytest_plugins = ["tests.bus_fixtures"]
 
-BLOCKED_S = 1.0
-"""A step of the loop longer than this fails the test; generous, because two shared cores run several processes."""
+BLOCKED_S = 5.0
+"""A step of the loop longer than this fails the test. Wall time, so generous: on shared cores a step of milliseconds can take a second."""
 
 ASYNC_TEST_LIMIT_S = 120.0
 
