@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from functools import partial
 
 from actors.activity import Activity
 from actors.actor import Actor
@@ -28,7 +29,7 @@ async def run_actor(
     draining: asyncio.Event,
     actor_id: str | None = None,
     *,
-    engine: Callable[[str], Engine] = HttpEngine,
+    engine: Callable[[str], Engine] | None = None,
 ) -> None:
     """Work on the tasks of ``run`` until ``draining`` is set and what was held is done.
 
@@ -48,7 +49,7 @@ async def run_actor(
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
         if bus is not None:
-            await _work(bus, id, actor_config, draining, engine)
+            await _work(bus, id, actor_config, draining, engine or partial(HttpEngine, join=actor_config.join_requests))
 
 
 async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:

@@ -53,6 +53,8 @@ class ActorConfig:
     reward_timeout_s: float = 30.0
     generate_timeout_s: float = 300.0
     """Bound on one response, waiting for the engine included."""
+    join_requests: bool = False
+    """The responses of a group are asked for in one HTTP request: much cheaper for short ones; they all come when the longest is done."""
     retries: int = 3
     """Attempts at one response on any engine before its task is reported as failed."""
 

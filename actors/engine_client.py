@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.joined import Joined
 from actors.port import EngineInfo, Generation
 from bus.messages import Sampling, Span
 
@@ -26,10 +27,14 @@ MAX_LINE_BYTES = 1 << 26
 
 
 class HttpEngine:
-    """A client of one engine; connections are opened on first use, as many as there are requests."""
+    """A client of one engine; connections are opened on first use, as many as there are requests.
 
-    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S) -> None:
+    ``join``: requests for one prompt that start together travel as one (see ``actors.joined``).
+    """
+
+    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False) -> None:
         self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
+        self._joined = Joined() if join else None
         self._opened: aiohttp.ClientSession | None = None
 
     async def generate(
@@ -37,7 +42,11 @@ class HttpEngine:
     ) -> Generation:
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s)
-        return _generation(self.url, await self._call("POST", "/generate", body, timeout_s=timeout_s))
+
+        async def send(wanted: dict[str, Any]) -> Any:
+            return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
+
+        return _generation(self.url, await (send(body) if self._joined is None else self._joined.ask(body, send)))
 
     async def stream(
         self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
@@ -85,6 +94,8 @@ class HttpEngine:
         )
 
     async def close(self) -> None:
+        if self._joined is not None:
+            await self._joined.close()
         if self._opened is not None:
             await self._opened.close()
             self._opened = None
