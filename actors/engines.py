@@ -128,9 +128,9 @@ class Engines:
     ``run`` keeps looking; it must be running while requests are made.
     """
 
-    def __init__(self, lookout: Lookout, engine: Callable[[str], Engine]) -> None:
+    def __init__(self, lookout: Lookout, engine: Callable[[str], Engine], *, quarantine_s: tuple[float, float] = QUARANTINE_S) -> None:
         """``engine(url)`` gives a client; it is closed when its engine is gone, and by ``run`` at the end."""
-        self._lookout, self._engine = lookout, engine
+        self._lookout, self._engine, self._quarantine_s = lookout, engine, quarantine_s
         self._places: dict[str, _Place] = {}
         self._changed = asyncio.Event()
         self._tickets = itertools.count()
@@ -230,7 +230,7 @@ class Engines:
         now = time.monotonic()
         if place.quarantined_until > now:  # one death fails many requests, and counts once
             return
-        first_s, longest_s = QUARANTINE_S
+        first_s, longest_s = self._quarantine_s
         pause_s = min(first_s * 2**place.failures, longest_s)
         place.failures += 1
         place.quarantined_until = now + pause_s

@@ -1,7 +1,8 @@
-"""``python -m bench [NAME ...]``: run benchmarks by name, all of them without one."""
+"""``python -m bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name."""
 
 import importlib
 import sys
+import traceback
 
 NAMES = {
     "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
@@ -14,17 +15,43 @@ NAMES = {
 
 
 def main() -> int:
-    wanted = sys.argv[1:] or list(NAMES)
-    for name in wanted:
-        if name not in NAMES:
-            print(f"bench: want some of {', '.join(NAMES)}, got {name!r}", file=sys.stderr)
-            return 2
-    for name in wanted:
-        print(f"== {name}: {NAMES[name]}", flush=True)
-        module = importlib.import_module(f"bench.{name}")
-        sys.argv = [f"bench {name}"]
-        module.main()
-    return 0
+    wanted = chosen(sys.argv[1:])
+    if wanted is None:
+        print(f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}", file=sys.stderr)
+        return 2
+    failed = [name for name, options in wanted if not runs_well(name, options)]
+    if failed:
+        print(f"bench: failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+def chosen(words: list[str]) -> list[tuple[str, list[str]]] | None:
+    """Names, each with the words up to the next name; None when the first word is no name."""
+    if words and words[0] not in NAMES:
+        return None
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word in NAMES:
+            found.append((word, []))
+        else:
+            found[-1][1].append(word)
+    return found or [(name, []) for name in NAMES]
+
+
+def runs_well(name: str, options: list[str]) -> bool:
+    """Run one; what it raises is printed, and the others go on."""
+    print(f"== {name}: {NAMES[name]}", flush=True)
+    sys.argv = [f"python -m bench {name}", *options]
+    try:
+        importlib.import_module(f"bench.{name}").main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return not end.code
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
 """Samples and seconds to reward 0.9: Tidemill, synchronous and asynchronous, against TRL's GRPOTrainer on the same task.
 
-Same model directory, tokenizer, prompts, reward, batch, optimizer and seed; one torch thread a process. TRL is one process; Tidemill is
-engine, actor, feeder, learner and bus on the same two cores. TRL's clock starts with its training loop; Tidemill's with its first outcome
-less one mean step, and the time of the whole command with start-up is printed beside it.
+Same model, tokenizer, prompts, reward, batch, optimizer and seed; one torch thread a process. TRL is one process, Tidemill is bus, engine,
+actor, feeder, rank and their parents. They take turns, so that other load on the machine meets all of them.
+
+``seconds`` count from where training begins: TRL's on_train_begin (model loaded, nothing generated); Tidemill's first request for a batch
+(model loaded; the wait for the engine to come up and for the first samples is in). ``with start`` is from the command on. ``CPU`` is user
+and system time of all processes, from the first step's end to the crossing: what the run costs, whoever else uses the machine.
 """
 
 import argparse
+import filecmp
 import json
 import subprocess
 import sys
@@ -13,8 +17,9 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from bench.meter import Metered, metered
+from launch.config import RunConfig
 from launch.prepare import prepare
 from launch.settings import load
 
@@ -23,35 +28,38 @@ CONFIG = ROOT / "launch/configs/digits.yaml"
 TARGET, OVER = 0.9, 5
 """Reached when the mean reward of so many consecutive steps is so high."""
 TRL = ("torch==2.13.0", "trl==1.16.0", "datasets", "accelerate")
-LIMIT_S = 900
+LAST = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Where a run crossed the target; None = it never did."""
+    """Where a run crossed the target; ``step`` None = it never did, and the other figures are those of its end."""
 
-    samples: int | None
-    seconds: float | None
+    step: int | None
+    samples: int
+    seconds: float
+    with_start_s: float
+    cpu_ms_per_step: float
     last: float
-    """Mean reward of the last ten steps."""
-    whole_s: float
-    """Start-up included."""
+    """Mean reward of the last steps."""
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench learn", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench learn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--lags", type=int, nargs="*", default=[0, 2], help="values of max_lag")
     parser.add_argument("--trl-python", default="", help="python of an environment that has TRL; otherwise one is made")
     args = parser.parse_args(arguments)
     work = ROOT / "runs" / "bench" / "learn"
-    work.mkdir(parents=True, exist_ok=True)
     python = args.trl_python or make_environment(ROOT / "runs" / "bench" / "trl-venv")
     results: dict[str, list[Reached]] = {}
     for seed in range(args.seeds):
-        results.setdefault("TRL", []).append(run_trl(python, work, seed, args.steps))
-        for lag in (0, 2):
-            results.setdefault(f"Tidemill, max_lag {lag}", []).append(run_tidemill(work, seed, args.steps, lag))
+        note(results, "TRL", run_trl(python, work, seed, args.steps))
+        for lag in args.lags:
+            note(results, f"max_lag {lag}", run_tidemill(work, seed, args.steps, lag))
     report(results)
 
 
@@ -59,9 +67,10 @@ def make_environment(directory: Path) -> str:
     """A virtual environment with TRL; torch first, so that whatever build the index offers satisfies the rest."""
     python = directory / "bin" / "python"
     if not (directory / "ready").exists():
+        print(f"installing {', '.join(TRL)} in {directory.relative_to(ROOT)}", flush=True)
         venv.create(directory, with_pip=True, clear=True)
         for packages in (TRL[:1], TRL):
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
         (directory / "ready").touch()
     return str(python)
 
@@ -70,8 +79,21 @@ def run_trl(python: str, work: Path, seed: int, steps: int) -> Reached:
     config = load(CONFIG, [f"seed={seed}"]).config
     assert config.prepare is not None
     prepared = prepare(config.prepare, work / f"trl-{seed}")
-    learner, optimizer = config.learner, config.learner.optimizer
-    settings = {
+    out = work / f"trl-{seed}.jsonl"
+    script = str(Path(__file__).with_name("trl_grpo.py"))
+    command = [python, script, "--model", str(prepared.model), "--prompts", str(prepared.prompts)]
+    command += ["--settings", json.dumps(trl_settings(config, seed, steps)), "--out", str(out)]
+    run = metered(command, lines_file=out, log_file=work / f"trl-{seed}.log", directory=ROOT)
+    return crossed(run, "reward", config.samples_per_step, began_s=0.0)
+
+
+def trl_settings(config: RunConfig, seed: int, steps: int) -> dict[str, object]:
+    """What of the configuration TRL can be told. Refuses what ``trl_grpo.py`` does not hand on."""
+    learner, optimizer, algorithm = config.learner, config.learner.optimizer, config.learner.algorithm
+    assert (optimizer.warmup_steps, optimizer.lr_decay, optimizer.weight_decay) == (0, "constant", 0.0), optimizer
+    assert (algorithm.advantage, algorithm.clip_low, algorithm.clip_high) == ("grpo", 0.2, 0.28), algorithm
+    assert config.sampling.temperature == 1.0, config.sampling
+    return {
         "steps": steps,
         "groups": learner.groups_per_step,
         "group_size": learner.group_size,
@@ -82,64 +104,68 @@ def run_trl(python: str, work: Path, seed: int, steps: int) -> Reached:
         "clip_grad": optimizer.clip_grad,
         "seed": seed,
     }
-    out = work / f"trl-{seed}.jsonl"
-    script = str(Path(__file__).with_name("trl_grpo.py"))
-    command = [python, script, "--model", str(prepared.model), "--prompts", str(prepared.prompts)]
-    command += ["--settings", json.dumps(settings), "--out", str(out)]
-    quiet(command)
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
-    return crossed(lines, "reward", settings["groups"] * settings["group_size"], began_s=0.0)
 
 
 def run_tidemill(work: Path, seed: int, steps: int, lag: int) -> Reached:
     directory = work / f"lag-{lag}-{seed}"
     settings = (f"directory={directory}", f"seed={seed}", f"staleness.max_lag={lag}", f"learner.steps={steps}", "up.require_reward=-1")
-    command = [sys.executable, "-m", "launch", "up", str(CONFIG), "--fresh"]
-    quiet([*command, *(word for setting in settings for word in ("--set", setting))])
-    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    pace_s = (lines[-1]["seconds"] - lines[0]["seconds"]) / (len(lines) - 1)
-    return crossed(lines, "data/reward_mean", int(lines[0]["data/samples"]), began_s=lines[0]["seconds"] - pace_s)
+    command = [sys.executable, "-m", "launch", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
+    run = metered(command, lines_file=directory / "metrics.jsonl", log_file=work / f"lag-{lag}-{seed}.log", directory=ROOT)
+    for file in ("model/model.safetensors", "prompts.jsonl"):
+        assert filecmp.cmp(work / f"trl-{seed}" / file, directory / "prepared" / file, shallow=False), f"{file} is not the one TRL had"
+    first = run.lines[0]
+    began_s = first["seconds"] - first["train/wait_seconds"] - first["train/step_seconds"]
+    return crossed(run, "data/reward_mean", int(first["data/samples"]), began_s=began_s)
 
 
-def crossed(lines: list[dict[str, Any]], name: str, samples_per_step: int, *, began_s: float) -> Reached:
+def crossed(run: Metered, name: str, samples_per_step: int, *, began_s: float) -> Reached:
     """First crossing of the target."""
-    rewards = [line[name] for line in lines]
-    last, whole_s = sum(rewards[-10:]) / len(rewards[-10:]), lines[-1]["seconds"]
-    for end in range(OVER, len(rewards) + 1):
-        if sum(rewards[end - OVER : end]) / OVER >= TARGET:
-            return Reached(end * samples_per_step, lines[end - 1]["seconds"] - began_s, last, whole_s)
-    return Reached(None, None, last, whole_s)
+    rewards = [line[name] for line in run.lines]
+    ends = (end for end in range(OVER, len(rewards) + 1) if sum(rewards[end - OVER : end]) / OVER >= TARGET)
+    step = next(ends, None)
+    end = step or len(rewards)
+    return Reached(
+        step=step,
+        samples=end * samples_per_step,
+        seconds=run.lines[end - 1]["seconds"] - began_s,
+        with_start_s=run.at(end).wall_s,
+        cpu_ms_per_step=1e3 * run.cpu_s_per_line(1, end),
+        last=sum(rewards[-LAST:]) / len(rewards[-LAST:]),
+    )
 
 
-def quiet(command: list[str]) -> None:
-    """Run with one thread; its output only if it fails."""
-    import os
-
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command[:4])} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+def note(results: dict[str, list[Reached]], name: str, found: Reached) -> None:
+    """Keep and print one run."""
+    results.setdefault(name, []).append(found)
+    where = f"step {found.step}" if found.step else "never"
+    print(
+        f"seed {len(results[name]) - 1} {name:<10} {TARGET} at {where}: {found.samples} samples, {found.seconds:.1f} s "
+        f"(with start {found.with_start_s:.1f}), {found.cpu_ms_per_step:.0f} CPU ms/step, last reward {found.last:.3f}",
+        flush=True,
+    )
 
 
 def report(results: dict[str, list[Reached]]) -> None:
-    """A line a system and the ratios to TRL (medians over seeds)."""
-    print(f"{'to reward ' + str(TARGET):<24}{'samples':>10}{'seconds':>10}{'samples/s':>11}{'last reward':>13}{'whole run s':>13}")
-    middles: dict[str, tuple[float, float]] = {}
+    """Medians over the seeds, and ratios to TRL of those that always got there."""
+    print(
+        f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}{'last reward':>13}{'never':>7}"
+    )
+    middles: dict[str, tuple[float, float, float, float]] = {}
     for name, runs in results.items():
-        if any(run.samples is None or run.seconds is None for run in runs):
-            never = sum(run.samples is None for run in runs)
-            print(f"{name:<24} never in {never} of {len(runs)} runs; last {[round(run.last, 3) for run in runs]}")
-            continue
-        samples, seconds = median(run.samples or 0 for run in runs), median(run.seconds or 0.0 for run in runs)
-        middles[name] = (samples, seconds)
-        last, whole = median(run.last for run in runs), median(run.whole_s for run in runs)
-        print(f"{name:<24}{samples:>10.0f}{seconds:>10.1f}{samples / seconds:>11.0f}{last:>13.3f}{whole:>13.1f}")
-    if "TRL" not in middles:
-        return
-    for name, (samples, seconds) in middles.items():
-        if name != "TRL":
-            trl = middles["TRL"]
-            print(f"{name} / TRL: samples ratio {samples / trl[0]:.2f}, seconds ratio {seconds / trl[1]:.2f}")
+        never = sum(run.step is None for run in runs)
+        one = (
+            median(run.samples for run in runs),
+            median(run.seconds for run in runs),
+            median(run.with_start_s for run in runs),
+            median(run.cpu_ms_per_step for run in runs),
+        )
+        print(f"{name:<14}{one[0]:>9.0f}{one[1]:>9.1f}{one[2]:>12.1f}{one[3]:>13.0f}{median(run.last for run in runs):>13.3f}{never:>7}")
+        if not never:
+            middles[name] = one
+    for name, one in middles.items():
+        if name != "TRL" and "TRL" in middles:
+            samples, seconds, with_start, cpu = (mine / theirs for mine, theirs in zip(one, middles["TRL"], strict=True))
+            print(f"ratio {name} / TRL: samples {samples:.2f}, seconds {seconds:.2f}, with start {with_start:.2f}, CPU a step {cpu:.2f}")
 
 
 if __name__ == "__main__":

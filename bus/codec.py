@@ -28,6 +28,7 @@ __all__ = [
     "encode_task",
 ]
 
+_FIRST = ("schema", "type")
 _MISSING: Any = object()
 _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
@@ -57,10 +58,10 @@ class Table:
             raise self._not_packable(packed) from None
 
     def decode(self, fields: dict[str, Any]) -> Any:
-        """The message from its map, which is used up."""
+        """The message from its map."""
         found = self._take(fields)
-        if self._keeps_unknown:
-            found["extra"] = self._unknown(fields)
+        if self._keeps_unknown and len(fields) > len(found) + 2:
+            found["extra"] = {_name(key): value for key, value in fields.items() if key not in found and key not in _FIRST}
         return self.message(**found)
 
     def pack(self, value: Any) -> dict[str, Any]:
@@ -84,7 +85,7 @@ class Table:
         field, value = "", None
         try:
             for field, exact, unpack, required in self._unpackers:
-                value = fields.pop(field, _MISSING)
+                value = fields.get(field, _MISSING)
                 if type(value) is exact:
                     found[field] = value
                 elif value is not _MISSING:
@@ -96,14 +97,6 @@ class Table:
                 raise WireError(f"{field}.{error.field}".rstrip("."), error.want, error.got) from None
             raise WireError(field, self._forms[field].want, _short(value)) from None
         return found
-
-    def _unknown(self, fields: dict[Any, Any]) -> dict[str, Any]:
-        fields.pop("schema", None)
-        fields.pop("type", None)
-        for key in fields:
-            if type(key) is not str:
-                raise WireError("a field name", "text", key)
-        return fields
 
     def _not_packable(self, packed: dict[str, Any]) -> WireError:
         for field, value in packed.items():
@@ -119,13 +112,19 @@ class Table:
         def unpack(value: Any) -> Any:
             if type(value) is not dict:
                 raise TypeError
-            fields = dict(value)
-            found = self._take(fields)
-            for unknown in fields:
-                raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(fields[unknown]))
+            found = self._take(value)
+            if len(value) > len(found):
+                unknown = next(key for key in value if key not in found)
+                raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(value[unknown]))
             return self.message(**found)
 
         return Form(f"a map ({self.message.__name__})", self.pack, unpack)
+
+
+def _name(key: Any) -> str:
+    if type(key) is not str:
+        raise WireError("a field name", "text", key)
+    return key
 
 
 def _required(field: dataclasses.Field[Any]) -> bool:

@@ -57,13 +57,14 @@ def _check_response(sample: Sample) -> None:
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     if not len(mask):
         return
-    if np.maximum.reduce(mask) > 1:
+    all_trainable = mask.tobytes() == b"\1" * len(mask)
+    if not all_trainable and np.maximum.reduce(mask) > 1:
         raise WireError(f"loss_mask[{int(np.argmax(mask))}]", "0 or 1", int(mask.max()))
     # NaN fails both comparisons
     if not (np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) > -math.inf):
         where = int(np.argmax(~(np.isfinite(log_probs) & (log_probs <= LOG_PROB_SLACK))))
         raise WireError(f"rollout_log_probs[{where}]", "finite and <= 0", float(log_probs[where]))
-    if not np.minimum.reduce(mask):
+    if not all_trainable:
         outside = np.flatnonzero((mask == 0) & (log_probs != 0))
         if len(outside):
             raise WireError(f"rollout_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))

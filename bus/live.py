@@ -15,6 +15,8 @@ from bus.subjects import token
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
+_PATIENCE = 5
+"""Heartbeats after which one that is not stored is an error, and is made anew."""
 _FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
 
 
@@ -58,11 +60,12 @@ class Heartbeat:
     async def _beat(self) -> None:
         while True:
             try:
-                await self._rows.put(_key(self.row), dataclasses.asdict(self.row))
+                async with asyncio.timeout(_PATIENCE * self._every_s):
+                    await self._rows.put(_key(self.row), dataclasses.asdict(self.row))
                 self.last_error, self.written_s = "", time.monotonic()
-            except BusError as error:
-                self.last_error = str(error)
-                _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), error)
+            except (BusError, TimeoutError) as error:
+                self.last_error = str(error) or f"no answer for {_PATIENCE * self._every_s:.1f} s"
+                _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from actors.builtin.engine import BuiltinEngine
 from actors.config import ActorConfig, EngineConfig
-from bus.config import BusConfig
+from actors.engine_client import HttpEngine
 from bus.connection import Bus
 from bus.epoch import raise_epoch
 from bus.live import Heartbeat
@@ -139,6 +139,17 @@ async def at_work(built: BuiltinEngine, requests: int) -> None:
         await asyncio.sleep(0.005)
 
 
+@asynccontextmanager
+async def paused(built: BuiltinEngine) -> AsyncIterator[HttpEngine]:
+    """The engine holds its requests until ``resume`` of the client given here."""
+    client = HttpEngine(built.url)
+    try:
+        await client.pause()
+        yield client
+    finally:
+        await client.close()
+
+
 class ActorProcess:
     """A real actor process."""
 
@@ -169,39 +180,10 @@ async def actor_process(
         "bus": None if config is None else {"lease_s": 1.0, **bus_settings},
     }
     root = Path(__file__).parents[1]
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.actor_kit", json.dumps(told), cwd=root)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.actor_child", json.dumps(told), cwd=root)
     try:
         yield ActorProcess(process)
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def _main(told: dict[str, Any]) -> int:
-    """The actor process: first SIGTERM drains, the deadline cancels."""
-    from actors.actor_process import run_actor
-
-    config = None if told["actor"] is None else ActorConfig(**{**told["actor"], "engines": tuple(told["actor"]["engines"])})
-    bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
-
-    async def main() -> int:
-        loop, draining = asyncio.get_running_loop(), asyncio.Event()
-        work = asyncio.ensure_future(run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]))
-
-        def drain() -> None:
-            draining.set()
-            loop.call_later(told["drain_s"], work.cancel)
-
-        loop.add_signal_handler(signal.SIGTERM, drain)
-        try:
-            await work
-        except asyncio.CancelledError:
-            return 75
-        return 0
-
-    return asyncio.run(main())
-
-
-if __name__ == "__main__":
-    sys.exit(_main(json.loads(sys.argv[1])))

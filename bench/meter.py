@@ -1,0 +1,96 @@
+"""Runs a command that writes a JSON line a step, and notes when each line came and what CPU time all its processes had used by then.
+
+Wall time on shared cores says little about a program of many processes; CPU time says what it costs.
+"""
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+LOOK_EVERY_S = 0.2
+LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """How far a run was when this many of its lines had been seen."""
+
+    lines: int
+    wall_s: float
+    """Since the command was started."""
+    cpu_s: float
+    """Of the command and everything it started, user and system."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metered:
+    """A command that has ended well."""
+
+    lines: list[dict[str, Any]]
+    seen: list[Seen]
+
+    def at(self, line: int) -> Seen:
+        """The first look that saw line number ``line`` (from 1)."""
+        return next(each for each in self.seen if each.lines >= line)
+
+    def cpu_s_per_line(self, first: int, last: int) -> float:
+        """Mean CPU time of the lines between two."""
+        begin, end = self.at(first), self.at(last)
+        return (end.cpu_s - begin.cpu_s) / max(1, end.lines - begin.lines)
+
+
+def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path) -> Metered:
+    """Run with one torch thread a process. Raises SystemExit with its last words when it fails or takes too long."""
+    lines_file.unlink(missing_ok=True)
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    seen: list[Seen] = []
+    began_s = time.monotonic()
+    with log_file.open("w") as log:
+        child = subprocess.Popen(list(command), cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        tree = [psutil.Process(child.pid)]
+        try:
+            while child.poll() is None and time.monotonic() - began_s < LIMIT_S:
+                num_lines = _count(lines_file)
+                if not num_lines:  # all its processes are there when its first step is done; to look for them costs time
+                    tree = [tree[0], *_children(tree[0])]
+                if num_lines > (seen[-1].lines if seen else 0):
+                    seen.append(Seen(lines=num_lines, wall_s=time.monotonic() - began_s, cpu_s=sum(map(_cpu_s, tree))))
+                time.sleep(LOOK_EVERY_S)
+        finally:
+            if child.poll() is None:
+                child.terminate()
+            child.wait()
+    if child.returncode:
+        raise SystemExit(f"{' '.join(command[:4])} ended with {child.returncode}:\n{log_file.read_text()[-2000:]}")
+    lines = [json.loads(line) for line in lines_file.read_text().splitlines()]
+    if seen[-1].lines < len(lines):  # the last ones came between two looks
+        seen.append(Seen(lines=len(lines), wall_s=time.monotonic() - began_s, cpu_s=seen[-1].cpu_s))
+    return Metered(lines=lines, seen=seen)
+
+
+def _count(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Of a process and of its children that have ended; 0 when it is gone."""
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system + times.children_user + times.children_system

@@ -1,0 +1,36 @@
+"""An actor as a process of its own, for tests that kill it: ``python -m tests.actor_child '{...}'``. Loads no torch."""
+
+import asyncio
+import itertools
+import json
+import sys
+from typing import Any
+
+from actors.actor_process import run_actor
+from actors.config import ActorConfig
+from bus.config import BusConfig
+from launch.process import run
+from rewards.port import RewardRequest
+
+_calls = itertools.count(1)
+
+
+async def answers_twice(request: RewardRequest) -> float:
+    """A reward that hangs from its third call on: a group of more is left half done."""
+    if next(_calls) > 2:
+        await asyncio.Event().wait()
+    return 1.0
+
+
+def main(told: dict[str, Any]) -> int:
+    """Run it until it is drained; ``told``: url, run, id, drain_s, actor, bus (the last two may be None)."""
+    config = None if told["actor"] is None else ActorConfig(**{**told["actor"], "engines": tuple(told["actor"]["engines"])})
+    bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
+    return run(
+        lambda draining: run_actor(told["url"], told["run"], config, bus_config, draining, told["id"]),
+        drain_s=told["drain_s"],
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(json.loads(sys.argv[1])))

@@ -1,0 +1,112 @@
+"""Engines without a model: where they are and what they answer is written down by the test."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engines import Engines, Sighting
+from actors.port import EngineInfo, Generation
+from bus.errors import BusError
+from bus.messages import Sampling, Span
+
+Answer = Generation | Exception | Callable[[Sampling], Generation]
+
+
+def generation(*, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, finish: str = "stop", **changes: Any) -> Generation:
+    """A response as engines give it."""
+    spans = (Span(version=3, num_tokens=len(tokens)),) if tokens else ()
+    settings: dict[str, Any] = {
+        "id": "r",
+        "tokens": np.array(tokens, np.int32),
+        "log_probs": np.full(len(tokens), log_prob, np.float32),
+        "spans": spans,
+        "finish": finish,
+        "text": "abc",
+        **changes,
+    }
+    return Generation(**settings)
+
+
+class ScriptedEngine:
+    """Implements the Engine port: gives its answers one after the other, the last one for ever; remembers what it was asked."""
+
+    def __init__(self, url: str, answers: Sequence[Answer] = ()) -> None:
+        self.url, self.answers = url, list(answers) or [generation()]
+        self.asked: list[tuple[Sampling, dict[str, Any]]] = []
+        self.closed = False
+
+    async def generate(
+        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+    ) -> Generation:
+        self.asked.append((sampling, {"id": id, "min_version": min_version, "timeout_s": timeout_s}))
+        await asyncio.sleep(0)
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, Generation) else answer(sampling)
+
+    async def stream(self, prompt: Any, sampling: Sampling, **options: Any) -> AsyncIterator[Generation]:
+        yield await self.generate(prompt, sampling, **options)
+
+    async def abort(self, id: str | None = None) -> None: ...
+    async def pause(self, mode: str = "in_place") -> None: ...
+    async def resume(self) -> None: ...
+    async def healthy(self) -> bool:
+        return True
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(engine=self.url, version=3, model_path="", model_type="", max_context=64, details={})
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class Scene:
+    """A lookout whose view is set by the test, and the engines in it."""
+
+    def __init__(self, engines: dict[str, Sequence[Answer]]) -> None:
+        """``engines``: id -> what it answers; all of them serve version 3."""
+        self._answers = engines
+        self.clients: dict[str, ScriptedEngine] = {}
+        self.view = {id: Sighting(url=f"http://{id}", id=id, serving=True, version=3) for id in engines}
+        self.blind: BusError | None = None
+        self._looks = asyncio.Event()
+
+    async def look(self) -> list[Sighting]:
+        self._looks.set()
+        if self.blind is not None:
+            raise self.blind
+        return list(self.view.values())
+
+    async def close(self) -> None:
+        pass
+
+    def client(self, url: str) -> ScriptedEngine:
+        id = url.removeprefix("http://")
+        self.clients[id] = ScriptedEngine(url, self._answers.get(id, ()))
+        return self.clients[id]
+
+    async def seen(self) -> None:
+        """Return when the engines have looked twice from now: what the view is now has been taken in."""
+        for _ in range(2):
+            self._looks.clear()
+            await self._looks.wait()
+
+
+@asynccontextmanager
+async def looking(scene: Scene, quarantine_s: tuple[float, float] = (0.02, 0.1)) -> AsyncIterator[Engines]:
+    """Engines that look at the scene; those in it at the beginning are known."""
+    engines = Engines(scene, scene.client, quarantine_s=quarantine_s)
+    running = asyncio.create_task(engines.run())
+    try:
+        if scene.view:
+            async with engines.one(timeout_s=5):
+                pass
+        yield engines
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

@@ -1,0 +1,93 @@
+"""An actor as a process: killed in the middle of a group, drained, and stopped at the deadline."""
+
+from collections import Counter
+
+import pytest
+
+from actors.config import ActorConfig
+from bus.messages import Sampling, Status
+from bus.server import EmbeddedServer
+from tests.actor_kit import (
+    actor_process,
+    all_samples,
+    at_work,
+    complete,
+    engine,
+    issue,
+    model_dir,
+    paused,
+    prompt_tokens,
+    row_until,
+    samples_until,
+    settled,
+    take_over,
+)
+from tests.bus_fixtures import BusOpener
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    """Made here, where it blocks no loop."""
+    model_dir()
+    prompt_tokens()
+
+
+async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """Two of four samples are stored when it dies; after the lease another actor makes all four, and those two count once."""
+    half = ActorConfig(reward="tests.actor_child:answers_twice", reward_timeout_s=60)
+    async with open_bus() as bus, engine(bus):
+        tasks = await issue(bus, await take_over(bus))
+        async with actor_process(nats_server.url, bus.run, half, id="first") as first:
+            await samples_until(bus, lambda found: len(found) == 2)
+            first.kill()
+            await first.exit_code()
+        assert await bus.tasks.backlog() == (0, 1), "still leased by the dead"
+        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="second"):
+            found = await samples_until(bus, complete(tasks))
+            await settled(bus)
+        found = await all_samples(bus)
+        by_actor = {name: {s.index: s for s in found if s.actor == name} for name in ("first", "second")}
+        assert (len(by_actor["first"]), sorted(by_actor["second"])) == (2, [0, 1, 2, 3])
+        assert len({s.message_id for s in found}) == len(found) == 6
+        assert len({s.attempt for s in found}) == 2, "one attempt a lease"
+        for index, sample in by_actor["first"].items():
+            assert sample.tokens.tolist() == by_actor["second"][index].tokens.tolist(), "the same seed: the same response"
+        assert [letter async for letter in bus.dead.scan()] == []
+
+
+async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=30.0) as bus, engine(bus) as built, paused(built) as client:
+        tasks = await issue(bus, await take_over(bus), 5, sampling=Sampling(max_new_tokens=100, seed=7))
+        config = ActorConfig(max_samples_in_flight=8)
+        async with actor_process(nats_server.url, bus.run, config, id="a1", lease_s=30.0) as actor:
+            await at_work(built, 8)
+            actor.terminate()
+            row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "draining")
+            assert row["waits_for"] == "8 samples"
+            await client.resume()
+            assert await actor.exit_code() == 0
+        found = await all_samples(bus)
+        assert Counter((s.task, s.index) for s in found) == {(task, index): 1 for task in tasks[:2] for index in range(4)}
+        assert {s.status for s in found} <= {Status.COMPLETED, Status.TRUNCATED}
+        assert await bus.tasks.backlog() == (3, 0)
+        assert await bus.rows("live").get("actor.a1") is None
+
+
+async def test_not_drained_in_time_it_hands_back_and_exits_75(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=30.0) as bus, engine(bus) as built, paused(built):
+        (task,) = await issue(bus, await take_over(bus))
+        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="a1", drain_s=0.2, lease_s=30.0) as actor:
+            await at_work(built, 4)
+            actor.terminate()
+            assert await actor.exit_code() == 75
+        lease = await bus.tasks.lease(5)
+        assert lease is not None
+        assert lease.task.id == task, "at once, not after the lease"
+        assert lease.deliveries >= 2
+        await at_work(built, 0)
+
+
+async def test_a_wrong_reward_ends_it_with_1(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus:
+        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digit"), id="a1") as actor:
+            assert await actor.exit_code() == 1
