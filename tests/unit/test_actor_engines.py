@@ -59,11 +59,11 @@ async def test_the_engine_to_avoid_is_taken_when_there_is_no_other() -> None:
 
 @pytest.mark.parametrize("error", [GONE, EngineUnavailable("e", "503"), EngineFailed("e", "500")])
 async def test_one_that_fails_is_left_alone_and_comes_back(error: EngineError) -> None:
-    async with looking(Scene({"a": (), "b": ()}), quarantine_s=(0.05, 1.0)) as engines:
+    async with looking(Scene({"a": (), "b": ()}), quarantine_s=(0.3, 1.0)) as engines:
         assert await fail(engines, error) == "a"
         assert [await chosen(engines) for _ in range(3)] == ["b", "b", "b"]
-        while await chosen(engines) == "b":
-            await asyncio.sleep(0.005)
+        assert await fail(engines, error) == "b"
+        assert await chosen(engines) == "a"
 
 
 @pytest.mark.parametrize("error", [VersionUnavailable("e", "not yet"), BadRequest("too long")])
@@ -76,13 +76,10 @@ async def test_what_is_not_the_engines_fault_is_not_held_against_it(error: Engin
 async def test_rests_grow_to_a_bound() -> None:
     async with looking(Scene({"a": ()}), quarantine_s=(0.02, 0.05)) as engines:
         for least_s in (0.02, 0.04, 0.05, 0.05):
-            await fail(engines, GONE)
             begin = time.monotonic()
-            with pytest.raises(NoEngine, match="quarantined"):
-                async with engines.one(timeout_s=0.5 * least_s):
-                    pass
+            await fail(engines, GONE)
             await _back(engines)
-            assert time.monotonic() - begin >= 0.95 * least_s
+            assert time.monotonic() - begin >= least_s
 
 
 async def _back(engines: Engines) -> None:
