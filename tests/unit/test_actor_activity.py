@@ -1,0 +1,70 @@
+"""Counters, the waiting share, and what a process makes of the config it is told."""
+
+import time
+
+import pytest
+
+from actors.activity import Activity
+from actors.config import ActorConfig
+from actors.membership import default_id, first_row, section
+from bus.config import BusConfig
+from bus.subjects import token
+
+
+def test_the_waiting_share_is_one_before_anything_happens_and_falls_with_work() -> None:
+    activity = Activity()
+    assert activity.waiting_share == pytest.approx(1.0)
+    with activity:
+        early = activity.waiting_share
+        with activity:
+            assert activity.busy == 2
+        assert activity.busy == 1
+        _spend(0.01)
+        late = activity.waiting_share
+    assert late < early <= 1
+    _spend(0.01)
+    assert late < activity.waiting_share < 1
+
+
+def test_an_error_inside_counts_as_an_end() -> None:
+    activity = Activity()
+    with pytest.raises(KeyError), activity:
+        raise KeyError
+    assert activity.busy == 0
+
+
+def test_the_load_has_every_counter() -> None:
+    activity = Activity()
+    activity.counters.samples_published += 3
+    load = activity.load()
+    assert load["samples_published"] == 3.0
+    assert {"tokens_generated", "tasks_done", "tasks_handed_back", "failures", "requests_aborted", "waiting_share"} <= set(load)
+    assert all(type(value) is float for value in load.values())
+
+
+def test_a_section_of_the_config_becomes_its_dataclass() -> None:
+    told = {"actor": {"engines": ["http://a", "http://b"], "reward_options": {"strip": False}, "retries": 5}}
+    config = section(told, "actor", ActorConfig)
+    assert config == ActorConfig(engines=("http://a", "http://b"), reward_options={"strip": False}, retries=5)
+    assert section(told, "bus", BusConfig) == BusConfig(), "a section that is not there is all defaults"
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [({"retry": 5}, r"actor\.retry: unknown; there are \['engines'.*'retries'"), ({"retries": 0}, "retries: want > 0, got 0")],
+)
+def test_a_wrong_section_says_what_was_wanted(told: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        section({"actor": told}, "actor", ActorConfig)
+
+
+def test_a_name_of_its_own_that_fits_into_a_subject() -> None:
+    row = first_row("actor", default_id())
+    assert token(row.id) == row.id
+    assert (row.role, row.phase) == ("actor", "starting")
+
+
+def _spend(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass

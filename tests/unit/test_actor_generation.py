@@ -1,0 +1,192 @@
+"""From an engine's answer to a sample, and what is tried when there is no good answer."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.activity import Activity
+from actors.engines import Engines, NoEngine
+from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
+from actors.generation import GenerationFailed, SingleTurn, failed, failed_sample
+from bus.codec import check_sample, decode_sample, encode_sample
+from bus.messages import Kind, Sampling, Span, Status, Task
+from tests.engine_scene import Answer, Scene, generation, looking
+
+TASK = Task(
+    id=17,
+    run="r",
+    epoch=2,
+    prompt="ab=",
+    prompt_tokens=np.array([2, 3, 4], np.int32),
+    group_size=4,
+    sampling=Sampling(temperature=0.7, seed=1000),
+    prompt_epoch=0,
+    offset=5,
+    kind=Kind.EVAL,
+    label="ba",
+    min_version=3,
+    metadata={"topic": "x"},
+)
+
+
+def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0) -> tuple[SingleTurn, Activity]:
+    activity = Activity()
+    return SingleTurn(engines, timeout_s=timeout_s, retries=retries, activity=activity), activity
+
+
+async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activity, list[Any]]:
+    """What comes of one engine's answers: (sample or error, activity, what the engine was asked)."""
+    scene = Scene({"a": answers})
+    async with looking(scene) as engines:
+        single, activity = turn(engines, **options)
+        try:
+            result: Any = await single.sample(TASK, 2, "n0")
+        except (GenerationFailed, NoEngine) as error:
+            result = error
+        return result, activity, scene.clients["a"].asked
+
+
+async def test_an_answer_becomes_a_sample() -> None:
+    answer = generation(tokens=(5, 6, 1), spans=(Span(version=3, num_tokens=2), Span(version=4, num_tokens=1)), text="ba")
+    sample, activity, asked = await outcome([answer])
+    check_sample(sample)
+    assert sample.tokens.tolist() == [2, 3, 4, 5, 6, 1]
+    assert (sample.response_length, sample.response, sample.loss_mask.tolist()) == (3, "ba", [1, 1, 1])
+    assert sample.rollout_log_probs.tolist() == [-0.5, -0.5, -0.5]
+    assert (sample.spans, sample.min_version, sample.max_version) == (answer.spans, 3, 4)
+    assert (sample.run, sample.task, sample.index, sample.group_size, sample.attempt) == ("r", 17, 2, 4, "n0")
+    assert (sample.kind, sample.label, sample.metadata, sample.prompt) == (Kind.EVAL, "ba", {"topic": "x"}, "ab=")
+    assert (sample.status, sample.finish_reason, sample.engine) == (Status.COMPLETED, "stop", "a")
+    assert sample.sampling == TASK.sampling
+    assert (activity.counters.requests_aborted, activity.busy) == (0, 0)
+    ((sampling, options),) = asked
+    assert sampling == replace(TASK.sampling, seed=1002), "its own seed: the group's plus its index"
+    assert options["min_version"] == 3
+    assert 0 < options["timeout_s"] <= 30
+
+
+async def test_without_a_seed_the_engine_chooses() -> None:
+    scene = Scene({"a": ()})
+    async with looking(scene) as engines:
+        await turn(engines)[0].sample(replace(TASK, sampling=Sampling()), 1, "n")
+    assert scene.clients["a"].asked[0][0].seed is None
+
+
+@pytest.mark.parametrize(("finish", "status"), [("stop", Status.COMPLETED), ("length", Status.TRUNCATED)])
+async def test_the_finish_decides_the_status(finish: str, status: Status) -> None:
+    sample, *_ = await outcome([generation(finish=finish)])
+    assert sample.status is status
+
+
+BROKEN: dict[str, Answer] = {
+    "died": EngineGone("a", "connection reset"),
+    "failed": EngineFailed("a", "HTTP 500"),
+    "aborted": generation(finish="abort"),
+    "positive log-prob": generation(log_prob=0.5),
+    "no log-prob": generation(log_prob=float("nan")),
+    "spans too short": generation(spans=(Span(version=3, num_tokens=1),)),
+    "negative token": generation(tokens=(5, -1)),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_a_request_that_is_broken_off_is_made_again(name: str) -> None:
+    sample, activity, asked = await outcome([BROKEN[name], generation()])
+    assert sample.status is Status.COMPLETED
+    assert activity.counters.requests_aborted == 1
+    assert len({options["id"] for _, options in asked}) == 2, "request ids are never used twice"
+
+
+@pytest.mark.parametrize("name", BROKEN)
+async def test_but_not_for_ever(name: str) -> None:
+    error, activity, asked = await outcome([BROKEN[name]], retries=3)
+    assert isinstance(error, GenerationFailed)
+    assert str(error).startswith("generation: 3 requests broken off, the last one: engine a: failed" if name != "died" else "generation: 3")
+    assert (len(asked), activity.counters.requests_aborted) == (3, 3)
+
+
+async def test_the_next_try_goes_elsewhere() -> None:
+    scene = Scene({"a": [EngineGone("a", "reset")], "b": ()})
+    async with looking(scene, quarantine_s=(0.0, 0.0)) as engines:
+        sample = await turn(engines)[0].sample(TASK, 0, "n")
+    assert sample.engine == "b"
+
+
+async def test_an_engine_that_is_away_is_asked_until_it_is_back_and_that_is_no_broken_request() -> None:
+    away = EngineUnavailable("a", "connection refused")
+    sample, activity, asked = await outcome([away] * 6 + [generation()], retries=1)
+    assert sample.status is Status.COMPLETED
+    assert (len(asked), activity.counters.requests_aborted) == (7, 0)
+    assert sample.timings.queued_s > 0
+
+
+async def test_but_only_as_long_as_a_response_may_take() -> None:
+    error, _, asked = await outcome([EngineUnavailable("a", "refused")], timeout_s=0.3)
+    assert isinstance(error, GenerationFailed | NoEngine)
+    assert len(asked) > 1
+
+
+async def test_a_request_that_can_never_be_served_is_made_once() -> None:
+    error, activity, asked = await outcome([BadRequest("input_ids: too long")])
+    assert isinstance(error, GenerationFailed)
+    assert str(error) == "generation: input_ids: too long"
+    assert (len(asked), activity.counters.requests_aborted) == (1, 0)
+
+
+async def test_no_engine_at_all_is_not_the_tasks_fault() -> None:
+    async with looking(Scene({})) as engines:
+        with pytest.raises(NoEngine):
+            await turn(engines, timeout_s=0.05)[0].sample(TASK, 0, "n")
+
+
+async def test_giving_up_ends_a_wait() -> None:
+    scene = Scene({})
+    async with looking(scene) as engines:
+        single, _ = turn(engines)
+        waiting = asyncio.create_task(single.sample(TASK, 0, "n"))
+        await scene.seen()
+        assert "none known" in single.waits_for()
+        single.give_up_waiting()
+        with pytest.raises(NoEngine):
+            await waiting
+
+
+def test_a_failed_sample_is_a_valid_message() -> None:
+    sample = failed_sample(TASK, 3, "n1", "no luck")
+    check_sample(sample)
+    again = decode_sample(encode_sample(sample))
+    assert (again.status, again.response_length, again.spans, again.index) == (Status.FAILED, 0, (), 3)
+    assert again.tokens.tolist() == [2, 3, 4]
+    assert again.metadata == {"topic": "x", "error": "no luck"}
+    assert TASK.metadata == {"topic": "x"}, "the task's own is left alone"
+
+
+async def test_failing_a_sample_keeps_what_it_has() -> None:
+    sample, *_ = await outcome([generation()])
+    bad = failed(replace(sample, reward={"score": 1.0}), "reward hangs")
+    check_sample(bad)
+    assert (bad.status, bad.reward, bad.metadata["error"]) == (Status.FAILED, 0.0, "reward hangs")
+    assert bad.tokens is sample.tokens
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=4), st.sampled_from(["stop", "length"]), st.data())
+def test_every_answer_that_keeps_the_ports_promises_becomes_a_valid_sample(
+    stretches: list[tuple[int, int]], finish: str, data: st.DataObject
+) -> None:
+    total = sum(length for _, length in stretches)
+    tokens = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total))
+    log_probs = data.draw(st.lists(st.floats(-(2.0**100), 0, width=32, allow_subnormal=False), min_size=total, max_size=total))
+    spans = tuple(Span(version=version, num_tokens=length) for version, length in stretches)
+    answer = generation(tokens=tokens, log_probs=np.array(log_probs, np.float32), spans=spans, finish=finish)
+    with asyncio.Runner() as runner:
+        sample, _, asked = runner.run(outcome([answer]))
+    check_sample(sample)
+    assert len(asked) == 1
+    assert sample.tokens[3:].tolist() == tokens
