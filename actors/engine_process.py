@@ -149,6 +149,7 @@ class _Served:
         self._say("")
         await engine.probe()
         engine.phase = "serving"
+        self.tell()
         log.info("serving version=%d url=%s", engine.version, engine.url)
         await keep_up(
             self._bus,

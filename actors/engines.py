@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 """Time between two looks at the engines."""
 LOOK_EVERY_WAITING_S = 0.1
-"""The same while somebody waits for one: at max_lag 0 every step waits for the new version."""
+"""The same while somebody waits for one (at max_lag 0 every step waits for the new version), if no change is noticed before."""
 ANSWER_S = 5.0
 """Time an engine has to say what it is."""
 QUARANTINE_S = (0.5, 10.0)
@@ -59,6 +59,10 @@ class Lookout(Protocol):
         """All engines there are, serving or not. Raises nothing but BusError."""
         ...
 
+    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """While entered, ``wake`` is called when an engine has changed, as far as that can be noticed."""
+        ...
+
     async def close(self) -> None:
         """Free what it holds."""
         ...
@@ -77,6 +81,9 @@ class LiveLookout:
             if row.address
         ]
 
+    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        return self._view.noticing("engine", wake)
+
     async def close(self) -> None:
         pass
 
@@ -89,6 +96,9 @@ class UrlLookout:
 
     async def look(self) -> list[Sighting]:
         return list(await asyncio.gather(*(self._ask(url, engine) for url, engine in self._engines.items())))
+
+    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     async def close(self) -> None:
         for engine in self._engines.values():
@@ -142,19 +152,33 @@ class Engines:
     async def run(self) -> None:
         """Look for engines, for ever; sooner while somebody waits."""
         try:
-            while True:
-                try:
-                    await self._update(await self._lookout.look())
-                except BusError as error:  # what was seen last is still the best guess
-                    logger.debug("engines not seen error=%s", error)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S):
-                        await self._look_now.wait()
-                self._look_now.clear()
+            async with AsyncExitStack() as stack:
+                await self._notice(stack)
+                while True:
+                    try:
+                        await self._update(await self._lookout.look())
+                    except BusError as error:  # what was seen last is still the best guess
+                        logger.debug("engines not seen error=%s", error)
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S):
+                            await self._look_now.wait()
+                    self._look_now.clear()
         finally:
             await self._lookout.close()
             for place in self._places.values():
                 await place.engine.close()
+
+    async def _notice(self, stack: AsyncExitStack) -> None:
+        """Look at once when an engine changes and somebody waits for one."""
+
+        def wake() -> None:
+            if self._waiting:
+                self._look_now.set()
+
+        try:
+            await stack.enter_async_context(self._lookout.noticing(wake))
+        except BusError as error:
+            logger.warning("changes of engines are not noticed, only looked for error=%s", error)
 
     @asynccontextmanager
     async def one(self, *, min_version: int = 0, timeout_s: float, avoid: str = "") -> AsyncIterator[tuple[str, Engine]]:

@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -146,26 +147,33 @@ def note(results: dict[str, list[Reached]], name: str, found: Reached) -> None:
 
 
 def report(results: dict[str, list[Reached]]) -> None:
-    """Medians over the seeds, and ratios to TRL of those that always got there."""
+    """Medians over the seeds; ratios to TRL's run of the same seed, which came just before: their median and range."""
     print(
         f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}{'last reward':>13}{'never':>7}"
     )
-    middles: dict[str, tuple[float, float, float, float]] = {}
     for name, runs in results.items():
-        never = sum(run.step is None for run in runs)
-        one = (
-            median(run.samples for run in runs),
-            median(run.seconds for run in runs),
-            median(run.with_start_s for run in runs),
-            median(run.cpu_ms_per_step for run in runs),
-        )
-        print(f"{name:<14}{one[0]:>9.0f}{one[1]:>9.1f}{one[2]:>12.1f}{one[3]:>13.0f}{median(run.last for run in runs):>13.3f}{never:>7}")
-        if not never:
-            middles[name] = one
-    for name, one in middles.items():
-        if name != "TRL" and "TRL" in middles:
-            samples, seconds, with_start, cpu = (mine / theirs for mine, theirs in zip(one, middles["TRL"], strict=True))
-            print(f"ratio {name} / TRL: samples {samples:.2f}, seconds {seconds:.2f}, with start {with_start:.2f}, CPU a step {cpu:.2f}")
+        samples, seconds, with_start_s, cpu_ms = (median(column) for column in zip(*map(figures, runs), strict=True))
+        last, never = median(run.last for run in runs), sum(run.step is None for run in runs)
+        print(f"{name:<14}{samples:>9.0f}{seconds:>9.1f}{with_start_s:>12.1f}{cpu_ms:>13.0f}{last:>13.3f}{never:>7}")
+    for name, runs in results.items():
+        if name != "TRL":
+            print(f"RATIO {name} / TRL: {ratios(runs, results['TRL'])}")
+
+
+def figures(run: Reached) -> tuple[float, float, float, float]:
+    return run.samples, run.seconds, run.with_start_s, run.cpu_ms_per_step
+
+
+def ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> str:
+    """Of the seeds with which both got there."""
+    pairs = [(figures(mine), figures(trl)) for mine, trl in zip(ours, theirs, strict=True) if mine.step and trl.step]
+    if not pairs:
+        return "with no seed did both get there"
+    shown = []
+    for place, name in enumerate(("samples", "seconds", "with start", "CPU a step")):
+        found = [mine[place] / trl[place] for mine, trl in pairs]
+        shown.append(f"{name} {median(found):.2f} ({min(found):.2f} to {max(found):.2f})")
+    return f"{', '.join(shown)}, {len(pairs)} seeds"
 
 
 if __name__ == "__main__":

@@ -137,7 +137,10 @@ def _seen(value: Any, field: str) -> object:
 
 def _short(value: object) -> object:
     """The value if it is small, else a description: error messages stay readable."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"{type(value).__name__} nested too deeply to be shown"
     return value if len(text) <= 100 and isinstance(value, (int, float, str, type(None))) else f"{type(value).__name__} {text[:80]}"
 
 

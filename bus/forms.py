@@ -100,14 +100,14 @@ def keyed(key: Form, form: Form) -> Form:
 
 
 def either(first: Form, second: Form) -> Form:
-    """The first form where it fits, else the second."""
+    """One of two forms. The exact type of the first is taken without a call, so what is converted is tried as the second before."""
 
     def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def convert(value: Any) -> Any:
             try:
-                return convert_first(value)
-            except (TypeError, ValueError):
                 return convert_second(value)
+            except (TypeError, ValueError):
+                return convert_first(value)
 
         return convert
 

@@ -4,6 +4,8 @@ import asyncio
 import dataclasses
 import logging
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Self
 
 from bus.connection import Bus
@@ -76,20 +78,25 @@ class LiveView:
         self._rows, self._dead_after_s = bus.rows(_BUCKET), dead_after_s
         self._seen: dict[str, tuple[int, float]] = {}
 
-    async def refresh(self) -> list[tuple[LiveRow, float]]:
-        """(row, seconds since its revision changed), by role and id. Raises BusUnavailable.
+    async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
+        """(row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
 
         A row seen for the first time counts as just changed. Time in which the bus was away counts as age: let a dead bus not
         look like dead processes by asking ``bus.connected`` too.
         """
-        rows, now = await self._rows.all(), time.monotonic()
-        self._seen = {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
+        rows, now = await self._rows.all(role), time.monotonic()
+        kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
+        self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
         found = [(_row(key, value), now - self._seen[key][1]) for key, (value, _) in sorted(rows.items())]
         return [(row, age) for row, age in found if row is not None]
 
-    async def alive(self, role: str | None = None) -> list[LiveRow]:
-        """Rows that changed within ``dead_after_s``, after a refresh."""
-        return [row for row, age in await self.refresh() if age <= self._dead_after_s and role in (None, row.role)]
+    async def alive(self, role: str = "") -> list[LiveRow]:
+        """Rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
+        return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
+
+    def noticing(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """While entered, ``wake`` is called when a row of the role was written (or nearly so: look again besides)."""
+        return self._rows.noticing(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
         seen = self._seen.get(key)

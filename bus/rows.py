@@ -7,7 +7,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from bus import subjects
@@ -39,20 +40,20 @@ class Rows:
         message = await self._message(key)
         return None if message is None else (self._value(key, message.data), message.seq)
 
-    async def all(self) -> dict[str, Row]:
-        """Every row: key -> (value, revision)."""
+    async def all(self, under: str = "") -> dict[str, Row]:
+        """Every row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(key: str) -> tuple[str, Row | None]:
             async with limit:
                 return key, await self.get(key)
 
-        found = await asyncio.gather(*[one(key) for key in await self.keys()])
+        found = await asyncio.gather(*[one(key) for key in await self.keys(under)])
         return {key: row for key, row in found if row is not None}
 
-    async def keys(self) -> list[str]:
+    async def keys(self, under: str = "") -> list[str]:
         prefix = subjects.row(self._jet.run, self.bucket, "")
-        found = await self._jet.subjects(self._stream, f"{prefix}>")
+        found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(subject.removeprefix(prefix) for subject in found)
 
     async def put(self, key: str, value: dict[str, Any]) -> int:
@@ -76,17 +77,9 @@ class Rows:
 
         Writes wake it (they pass as core messages), and it looks every ``every_s`` besides: a wake-up may be lost, a change may not.
         """
-        subject, waiter = self._subject(key), Waiter()
-
-        async def wake(message: object) -> None:
-            waiter.wake()
-
-        try:
-            sub = await self._jet.link.nc.subscribe(subject, cb=wake)
-        except FOREIGN as error:
-            raise self._jet.link.unavailable(subject, error) from None
+        waiter = Waiter()
         seen: int | None = -1
-        try:
+        async with self.noticing(key, waiter.wake):
             while True:
                 try:
                     row = await self.get(key)
@@ -99,6 +92,24 @@ class Rows:
                         seen = revision
                         yield row
                 await waiter.wait(every_s)
+
+    @asynccontextmanager
+    async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
+        """While entered, ``wake`` is called at writes of these keys (``*`` = any one part). Some may be missed, so look besides.
+
+        A wake-up may come a moment before what was written can be read.
+        """
+        subject = subjects.row(self._jet.run, self.bucket, keys)
+
+        async def notice(message: object) -> None:
+            wake()
+
+        try:
+            sub = await self._jet.link.nc.subscribe(subject, cb=notice)
+        except FOREIGN as error:
+            raise self._jet.link.unavailable(subject, error) from None
+        try:
+            yield
         finally:
             if not self._jet.link.closed:
                 await sub.unsubscribe()

@@ -12,6 +12,7 @@ they are in), and the feeder when no rank is left to serve.
 
 import asyncio
 import collections
+import contextlib
 import ctypes
 import logging
 import os
@@ -52,7 +53,8 @@ class _Child:
     def signal(self, number: signal.Signals) -> None:
         """To the child and everything it has started; nothing happens when it has ended."""
         if self.process.returncode is None:
-            os.killpg(self.process.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
+                os.killpg(self.process.pid, number)
 
     async def ended(self) -> int:
         """Pass its output on until it ends; its exit code. 75 (drained, not in time) counts as an orderly end."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,10 @@ class Scene:
         if self.blind is not None:
             raise self.blind
         return list(self.view.values())
+
+    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        self.changed = wake
+        return nullcontext()
 
     async def close(self) -> None:
         pass

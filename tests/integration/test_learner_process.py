@@ -2,11 +2,13 @@
 
 import asyncio
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from learner.process import ChildFailed, run_learner
+from learner.process import ChildFailed, _Child, run_learner
 
 
 def _children() -> set[int]:
@@ -33,3 +35,12 @@ async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
     except ChildFailed as error:  # it was quick enough to read its arguments
         assert error.code == 2
     assert _children() == before
+
+
+async def test_a_child_that_ended_a_moment_ago_can_be_signalled() -> None:
+    process = await asyncio.create_subprocess_exec("true", start_new_session=True)
+    while os.path.exists(f"/proc/{process.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread; the loop cannot hear of it meanwhile
+        time.sleep(0.001)  # noqa: ASYNC251
+    assert process.returncode is None
+    _Child("true", process).signal(signal.SIGTERM)
+    assert await process.wait() == 0
