@@ -1,0 +1,317 @@
+"""What is optimised, and how old data is corrected for: one preset by name, every part of it open to change.
+
+``correction`` names a preset; a field that is None takes the preset's value, any other value replaces it, and ``--print-config`` shows
+what came out. Formulas, sources and when to use which: ``docs/algorithms.md``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
+LOSSES = ("ppo", "reinforce", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv", "sft")
+ANCHORED = ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")
+"""Losses that compare the new policy with an anchor."""
+AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
+
+_PPO: dict[str, Any] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
+_TIS: dict[str, Any] = {"weight": "token", "weight_action": "clip", "weight_low": 0.0, "weight_high": 2.0}
+_NONE: dict[str, Any] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
+_PLAIN: dict[str, Any] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "none": _PLAIN | _NONE,
+    "naive": _PPO | _NONE,
+    "bypass": _PPO | _NONE | {"anchor": "rollout"},
+    "tis": _PLAIN | _TIS,
+    "aipo": _PLAIN | _TIS | {"weight_high": 4.0},
+    "decoupled": _PPO | _TIS,
+    "a3po": _PPO | _TIS | {"proximal": "loglinear"},
+    "mis": _PPO | _TIS | {"weight_action": "mask", "weight_low": 0.5},
+    "icepop": _PPO | _TIS | {"weight_action": "mask", "weight_low": 0.5, "weight_high": 5.0},
+    "seq_tis": _PPO | _TIS | {"weight": "sequence"},
+    "seq_mis": _PPO | _TIS | {"weight": "sequence", "weight_action": "mask", "weight_low": 0.5},
+    "geo_mask": _PPO | _TIS | {"reject": ("k1 seq_mean 0.99 1.01",)},
+    "kpop": _PPO | _TIS | {"binary_kl_limit": 2.0},
+    "opsm": _PPO | _TIS | {"opsm_threshold": 0.5},
+    "m2po": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04},
+    "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
+    "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    "topr": _PLAIN | _NONE | {"loss": "topr", "anchor": "rollout"},
+    "sapo": _PLAIN | _NONE | {"loss": "sapo", "anchor": "rollout"},
+    "vespo": _PLAIN | _NONE | {"loss": "vespo", "anchor": "rollout"},
+    "dppo_tv": _PPO | _NONE | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
+    "sft": _PLAIN | _NONE | {"loss": "sft"},
+}
+"""What each name stands for; fields that a preset does not name have the defaults below."""
+UNCORRECTED = ("none", "naive")
+"""Presets that train stale data as if it were fresh."""
+_DEFAULTS: Mapping[str, Any] = {
+    "proximal": "recompute",
+    "reject": (),
+    "binary_kl_limit": 0.0,
+    "opsm_threshold": 0.0,
+    "m2_limit": 0.0,
+    "aggregation": "token_mean",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RejectRule:
+    """One entry of ``AlgorithmConfig.reject``."""
+
+    metric: str
+    span: str
+    low: float
+    """Of k1 alone; 0 = none."""
+    high: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.metric}_{self.span}"
+
+
+def reject_rule(text: str) -> RejectRule:
+    """``"k3 seq_mean 0.01"``: metric, span, upper bound; ``"k1 token 0.5 2"``: lower and upper. Raises ValueError."""
+    parts = text.split()
+    form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max"
+    try:
+        metric, span, *bounds = parts
+        numbers = [float(bound) for bound in bounds]
+        low, high = numbers if len(numbers) == 2 else (0.0, *numbers)
+    except ValueError:
+        raise ValueError(f"reject: want {form}, got {text!r}") from None
+    if metric not in ("k1", "k2", "k3") or span not in ("token", "seq_sum", "seq_mean", "seq_max") or (low and metric != "k1"):
+        raise ValueError(f"reject: want {form}, got {text!r}")
+    if not low < high:
+        raise ValueError(f"reject: want low < high, got {text!r}")
+    if metric == "k1" and high < 1:
+        raise ValueError(f"reject: k1 bounds the ratio pi / mu: want high >= 1, got {text!r}")
+    return RejectRule(metric, span, low, high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """Divergence from a reference model (its initial weights, or ``reference``)."""
+
+    coef: float = 0.0
+    """In the loss; 0 = none."""
+    estimator: str = "k3"
+    """k1 | k2 | k3 | low_var_kl | k1+ | k3+ (the value of the one, the gradient of k2)."""
+    corrected: bool = True
+    """Times pi_theta / mu with the gradient through the ratio: exact on old data too."""
+    reward_coef: float = 0.0
+    """Of the summed k1 of a sample, taken from its reward; 0 = none."""
+    target: float = 0.0
+    """> 0: the coefficients adapt so that the mean divergence per token stays there."""
+    horizon: float = 10_000.0
+    """Samples over which they adapt."""
+    reference: str = ""
+    """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts from."""
+
+    def __post_init__(self) -> None:
+        if self.estimator not in KL_ESTIMATORS:
+            raise ValueError(f"estimator: want {' | '.join(KL_ESTIMATORS)}, got {self.estimator!r}")
+        if min(self.coef, self.reward_coef, self.target) < 0 or self.horizon <= 0:
+            raise ValueError("coef, reward_coef, target: want >= 0; horizon: want > 0")
+        if self.target and not (self.coef or self.reward_coef):
+            raise ValueError("target: want coef or reward_coef > 0 as well: there is nothing to adapt")
+        if self.estimator == "k1" and self.coef and not self.corrected:
+            raise ValueError("estimator: k1 in the loss has no gradient in expectation; want corrected: true, or another estimator")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlarmConfig:
+    """What happens when a diagnostic passes its threshold (docs/metrics.md)."""
+
+    action: str = "warn"
+    """off | warn (say it) | stop (end the learner at an error-level alarm)."""
+    patience: int = 3
+    """Steps in a row at error level before ``stop`` stops."""
+    ignore: tuple[str, ...] = ()
+    """Names of alarms that are not wanted."""
+    thresholds: Mapping[str, Any] = field(default_factory=dict)
+    """Alarm -> [warn, error] in place of the defaults."""
+
+    def __post_init__(self) -> None:
+        if self.action not in ("off", "warn", "stop"):
+            raise ValueError(f"action: want off, warn or stop, got {self.action!r}")
+        if self.patience < 1:
+            raise ValueError(f"patience: want >= 1, got {self.patience}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantages, loss, correction, divergence."""
+
+    correction: str = "decoupled"
+    """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
+    cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
+    train_without_correction: bool = False
+    """Needed to train asynchronously on data that nothing corrects (none, naive)."""
+
+    advantage: str = "grpo"
+    """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl, or
+    module:function."""
+    whiten: bool | None = None
+    """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
+    failed_members: str = "count"
+    """Samples of a group that failed: count (in the baseline, with their reward) | leave_out. They are never trained."""
+    overlong_buffer: int = 0
+    """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
+    overlong_penalty: float = 1.0
+    distill_coef: float = 0.0
+    """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
+
+    loss: str | None = None
+    """ppo | reinforce | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft, or module:function."""
+    anchor: str | None = None
+    """What the loss compares with: proximal (three policies) | rollout (two) | none."""
+    proximal: str | None = None
+    """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
+    clip_low: float | None = None
+    """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv: of the probability; cispo: of the weight, 1 = no lower bound)."""
+    clip_high: float | None = None
+    clip_dual: float = 0.0
+    """Upper bound of the ratio where the advantage is negative; 0 = none, else > 1."""
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
+    dppo_penalty: float = 0.0
+    """Of the squared log-ratio (dppo_tv)."""
+
+    weight: str | None = None
+    """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
+    weight_action: str | None = None
+    """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
+    weight_low: float | None = None
+    weight_high: float | None = None
+    """0 = no bound."""
+    self_normalise: bool = False
+    """Divide the weights by their mean over the update on all ranks."""
+
+    reject: tuple[str, ...] | None = None
+    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
+    veto: float = 0.0
+    """Reject a sample with a token whose ratio is below this (1e-4); 0 = off."""
+    binary_kl_limit: float | None = None
+    """KPop; 0 = off."""
+    opsm_threshold: float | None = None
+    """Off-policy sequence masking of negative samples; 0 = off."""
+    m2_limit: float | None = None
+    """Largest mean of the squared log-ratio (M2PO, 0.04); 0 = off."""
+
+    aggregation: str | None = None
+    """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
+    loss_constant: float = 0.0
+    """0 = max_new_tokens."""
+    entropy_coef: float = 0.0
+    ess_lr: bool = False
+    """Learning rate times the root of the sequence weights' effective sample share (VCPO)."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
+
+    def __post_init__(self) -> None:
+        if self.correction not in PRESETS:
+            raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
+        for name, value in (_DEFAULTS | PRESETS[self.correction]).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        _refuse(self)
+
+    @property
+    def uncorrected(self) -> bool:
+        """Old data would be trained as if it were fresh."""
+        return (
+            self.weight == "none"
+            and self.anchor in ("none", "proximal")
+            and self.loss in ("reinforce", "ppo", "gspo", "gspo_token", "cispo")
+        )
+
+    @property
+    def rejects(self) -> tuple[RejectRule, ...]:
+        return tuple(reject_rule(text) for text in self.reject or ())
+
+    @property
+    def needs_reference(self) -> bool:
+        """Log-probs under the reference model are wanted."""
+        return bool(self.kl.coef or self.kl.reward_coef or self.distill_coef)
+
+    @property
+    def coupled(self) -> bool:
+        """A token's weight depends on all tokens of the update: log-probs are wanted before the first backward pass."""
+        return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or self.distill_coef)
+
+
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "anchor": ("proximal", "rollout", "none"),
+    "proximal": ("recompute", "loglinear"),
+    "weight": ("none", "token", "sequence", "geometric", "prefix"),
+    "weight_action": ("clip", "truncate", "mask"),
+    "aggregation": AGGREGATIONS,
+    "failed_members": ("count", "leave_out"),
+}
+_NOT_NEGATIVE = (
+    *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
+    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef"),
+)
+
+
+def _refuse(config: AlgorithmConfig) -> None:
+    """Raise ValueError for a value that is none, and for values that contradict each other, with the reason."""
+    for name, choices in _CHOICES.items():
+        if getattr(config, name) not in choices:
+            raise ValueError(f"{name}: want {' | '.join(choices)}, got {getattr(config, name)!r}")
+    for name, choices in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        value = getattr(config, name)
+        if value not in choices and ":" not in value:
+            raise ValueError(f"{name}: want {' | '.join(choices)} or module:function, got {value!r}")
+    for name in _NOT_NEGATIVE:
+        if getattr(config, name) < 0:
+            raise ValueError(f"{name}: want >= 0, got {getattr(config, name)!r}")
+    config.rejects  # noqa: B018  # parsed for its errors
+    _refuse_contradictions(config)
+
+
+def _refuse_contradictions(config: AlgorithmConfig) -> None:
+    assert config.loss is not None and config.weight_high is not None and config.weight_low is not None
+    assert config.clip_low is not None and config.clip_high is not None
+    if config.anchor == "rollout" and config.weight != "none":
+        raise ValueError(
+            f"weight: {config.weight} with anchor: rollout corrects twice: the ratio pi / mu of the loss is the correction already; "
+            "want weight: none, or anchor: proximal"
+        )
+    if config.loss in ANCHORED and config.anchor == "none":
+        raise ValueError(f"anchor: {config.loss} compares the policy with another one; want proximal or rollout")
+    if config.loss in ("reinforce", "sft") and config.anchor != "none":
+        raise ValueError(f"anchor: {config.loss} compares the policy with none; want anchor: none, got {config.anchor!r}")
+    if config.loss in ("sapo", "topr", "vespo") and config.weight != "none":
+        raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
+    if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto):
+        raise ValueError("loss: sft takes every token as it is; want weight: none and nothing rejected")
+    if config.loss in ("ppo", "gspo", "gspo_token", "dppo_tv", "cispo") and not (config.clip_low and config.clip_high):
+        raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")
+    if config.clip_dual and (config.clip_dual <= 1 or config.loss not in ("ppo", "gspo", "gspo_token")):
+        raise ValueError(f"clip_dual: want > 1 and a clipped loss (ppo, gspo, gspo_token), or 0, got {config.clip_dual} with {config.loss}")
+    if config.weight_high and config.weight_low >= config.weight_high:
+        raise ValueError(f"weight_low: want < weight_high = {config.weight_high}, got {config.weight_low}")
+    if (config.weight != "none" and config.weight_low > 1) or 0 < config.weight_high < 1:
+        raise ValueError(f"weight_low, weight_high: want 1 between them, got {config.weight_low}, {config.weight_high}")
+    if config.weight_action == "truncate" and config.weight_low:
+        raise ValueError(f"weight_low: truncate has no lower bound; want weight_action: clip or mask, got weight_low {config.weight_low}")
+    if config.self_normalise and config.weight == "none":
+        raise ValueError("self_normalise: there are no weights to normalise (weight: none)")
+    if config.proximal == "loglinear" and config.anchor != "proximal":
+        raise ValueError(f"proximal: loglinear with anchor: {config.anchor} is never looked at; want anchor: proximal")
+    if config.proximal == "loglinear" and config.coupled:
+        raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef and distill_coef need")
+    if config.opsm_threshold and config.loss == "sft":
+        raise ValueError("opsm_threshold: sft has no advantages")
+    if config.overlong_penalty and not config.overlong_buffer and config.overlong_penalty != 1.0:
+        raise ValueError("overlong_penalty: want overlong_buffer > 0 as well")
+
+
+def unset_names() -> tuple[str, ...]:
+    """Fields that a preset fills."""
+    return tuple(f.name for f in fields(AlgorithmConfig) if f.default is None and f.name != "whiten")

@@ -1,0 +1,237 @@
+"""Policy losses per token. Pure functions of torch tensors; T = tokens of a packed row, N = samples of the step.
+
+``anchor_T`` is the log-prob that the new policy is compared with: of the proximal policy (three policies) or mu itself (two).
+``r = pi_theta / pi_anchor``. Every loss is exactly 0 with exactly 0 gradient where the mask is False, and its value is a surrogate whose
+gradient is the formula (``-A r`` rather than ``-A log pi``), so that the first step has loss ``-mean A``. Denominators come later.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.ratios import log_ratio, sequence_means, sequence_sums, spread
+from learner.algorithms.rejection import total_variation_outside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """Loss of every token, and whose gradient the trust region has taken."""
+
+    loss_T: Tensor
+    clipped_T: Tensor
+    """True where the gradient is 0 although the advantage is not; False where masked."""
+
+
+def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
+    """1, with the gradient of log pi_theta."""
+    return log_ratio(log_probs_T, log_probs_T.detach(), mask_T).exp()
+
+
+def _nowhere(mask_T: Tensor) -> Tensor:
+    return torch.zeros_like(mask_T)
+
+
+def _made(loss_T: Tensor, clipped_T: Tensor, mask_T: Tensor) -> PolicyLoss:
+    return PolicyLoss(loss_T=torch.where(mask_T, loss_T, 0.0), clipped_T=clipped_T.detach() & mask_T)
+
+
+def reinforce(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
+    """``-A grad log pi_theta``. With weights ``min(pi_theta / mu, C)`` on it: token TIS, AIPO. Without, it is wrong on stale data.
+
+    Sources: Williams 1992; with weights Yao et al. 2025 (TIS), LlamaRL 2505.24034 (AIPO).
+    """
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    return _made(-_score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+
+
+def ppo(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float = 0.0,
+) -> PolicyLoss:
+    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``clip_dual = c > 1`` no more than ``-c A`` where A < 0.
+
+    The gradient is 0 iff (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low) or (dual, A < 0 and r > c), else ``-A r``.
+    Sources: PPO, Schulman et al. 2017; asymmetric range, DAPO 2503.14476; dual clip, Ye et al. 2020.
+    """
+    ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
+    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
+
+
+def _clipped(ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, clip_low: float, clip_high: float, clip_dual: float) -> PolicyLoss:
+    plain_T = ratio_T * advantages_T
+    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    loss_T, clipped_T = -torch.minimum(plain_T, held_T), held_T < plain_T
+    if clip_dual:
+        over_T = (advantages_T < 0) & (ratio_T > clip_dual)
+        loss_T, clipped_T = torch.where(over_T, -clip_dual * advantages_T, loss_T), clipped_T | over_T
+    return _made(loss_T, clipped_T, mask_T)
+
+
+def cispo(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
+    """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta``: the weight is clipped, and no token loses its gradient.
+
+    ``clip_low >= 1`` = no lower bound. There is no trust region: nothing stops a policy that runs away from its data.
+    Source: CISPO, MiniMax-M1 2506.13585 (TRL's epsilon_high is the cap itself, here it is cap - 1).
+    """
+    ratio_T = log_ratio(log_probs_T.detach(), anchor_T, mask_T).exp().clamp(max(0.0, 1 - clip_low), 1 + clip_high)
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    return _made(-ratio_T.detach() * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+
+
+def gspo(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float = 0.0,
+) -> PolicyLoss:
+    """PPO on the sequence ratio ``s = exp(mean_t log r_t)``, the same at every token of a sample.
+
+    With ``seq_mean_token_mean`` the gradient is ``-A s / T`` at each token. Its clip range is 3e-4 / 4e-4, of the size of bfloat16 noise:
+    against mu it clips nearly everything, so anchor it at the proximal policy. Source: GSPO 2507.18071.
+    """
+    mean_N = sequence_means(log_ratio(log_probs_T, anchor_T.detach(), mask_T), mask_T, sample_T, num_samples)
+    ratio_T = torch.where(mask_T, spread(mean_N, sample_T), 0.0).exp()
+    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
+
+
+def gspo_token(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    clip_low: float,
+    clip_high: float,
+    clip_dual: float = 0.0,
+) -> PolicyLoss:
+    """GSPO whose gradient goes through each token by itself: ``s_t = sg(s) pi_theta / sg(pi_theta)``; advantages may differ by token.
+
+    The same as ``gspo`` for one advantage per sample, and as PPO for one token. Source: GSPO 2507.18071, section 4.3.
+    """
+    means_N = sequence_means(log_ratio(log_probs_T.detach(), anchor_T.detach(), mask_T), mask_T, sample_T, num_samples)
+    ratio_T = torch.where(mask_T, spread(means_N, sample_T), 0.0).exp() * _score(log_probs_T, mask_T)
+    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
+
+
+def topr(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+) -> PolicyLoss:
+    """``-A log pi`` for A >= 0 with weight 1, for A < 0 with the detached *sequence* ratio cut to 0 .. 1.
+
+    Bounded above, so negatives cannot blow up however old the data; positives are never weighed down, so the policy sharpens on old
+    solutions. Source: TOPR 2503.14286 (others use the token ratio under this name).
+    """
+    sums_N = sequence_sums(log_ratio(log_probs_T.detach(), anchor_T, mask_T), mask_T, sample_T, num_samples)
+    ratio_T = spread(sums_N, sample_T).clamp(max=0.0).exp()
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    weight_T = torch.where(advantages_T < 0, ratio_T, 1.0)
+    return _made(-weight_T * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+
+
+def sapo(
+    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, tau_positive: float, tau_negative: float
+) -> PolicyLoss:
+    """``-f(r) A`` with the soft gate ``f(r) = 4 / tau sigmoid(tau (r - 1))``: slope 1 at r = 1, fading smoothly on both sides.
+
+    ``tau`` is tau_positive where A > 0, else tau_negative. Not to be combined with importance weights (its gate is one).
+    Source: SAPO 2511.20347.
+    """
+    ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative)
+    return _made(-4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T, _nowhere(mask_T), mask_T)
+
+
+def dppo_tv(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    *,
+    low: float,
+    high: float,
+    penalty: float = 0.0,
+) -> PolicyLoss:
+    """``-A r`` inside a trust region of total variation (see ``total_variation_outside``), plus ``penalty * (log r)^2`` everywhere.
+
+    Source: DPPO 2602.04879; with the penalty (1e-3) as prime-rl has it.
+    """
+    delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    out_T = total_variation_outside(log_probs_T, anchor_T, advantages_T, mask_T, low=low, high=high)
+    return _made(torch.where(out_T, 0.0, -delta_T.exp() * advantages_T) + penalty * delta_T.square(), out_T & (advantages_T != 0), mask_T)
+
+
+def vespo(
+    log_probs_T: Tensor,
+    anchor_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> PolicyLoss:
+    """``-sg(phi(W)) A log pi`` with the sequence ratio W and ``phi(W) = W^k e^(lambda (1 - W))``: phi(1) = 1, largest at k / lambda.
+
+    ``(k, lambda)`` by the sign of A. Source: VESPO 2602.10693.
+    """
+    log_w_T = spread(sequence_sums(log_ratio(log_probs_T.detach(), anchor_T, mask_T), mask_T, sample_T, num_samples), sample_T)
+    log_w_T = log_w_T.clamp(-50.0, 50.0)
+    advantages_T = torch.where(mask_T, advantages_T, 0.0)
+    k_T = torch.where(advantages_T > 0, positive[0], negative[0])
+    lambda_T = torch.where(advantages_T > 0, positive[1], negative[1])
+    weight_T = (k_T * log_w_T + lambda_T * (1 - log_w_T.exp())).exp()
+    return _made(-weight_T * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
+
+
+def gepo_ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sample_T: Tensor, groups_N: Tensor) -> Tensor:
+    """The group-expectation weight ``p_i / (sum_j q_j^2 / sum_j q_j)``, [N], with length-normalised ``p, q = exp(mean log prob)``.
+
+    The sums are over the samples of i's group, which must all be in this row (an absent sample has no tokens and is left out).
+    Equal q, or a group of one: p / q. Source: GEPO 2508.17850.
+    """
+    num_samples = len(groups_N)
+    p_N = sequence_means(torch.where(mask_T, log_probs_T, 0.0), mask_T, sample_T, num_samples).exp()
+    q_N = sequence_means(torch.where(mask_T, anchor_T.detach(), 0.0), mask_T, sample_T, num_samples).exp()
+    there_N = sequence_sums(torch.ones_like(log_probs_T), mask_T, sample_T, num_samples) > 0
+    q_N = torch.where(there_N, q_N, 0.0)
+    _, place_N = torch.unique(groups_N, return_inverse=True)
+    zeros_G = q_N.new_zeros(int(place_N.max()) + 1 if len(place_N) else 0)
+    sums_G, squares_G = zeros_G.index_add(0, place_N, q_N), zeros_G.index_add(0, place_N, q_N.square())
+    expected_N = (squares_G / torch.where(sums_G > 0, sums_G, math.inf))[place_N]
+    return torch.where(there_N, p_N / torch.where(there_N, expected_N, 1.0), 1.0)
+
+
+def loglinear_proximal(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, lag_T: Tensor) -> Tensor:
+    """Log-probs of an interpolated proximal policy, without a forward pass: ``log mu + alpha (sg(log pi_theta) - log mu)``, detached.
+
+    ``alpha = lag / (lag + 1)`` per token, where lag counts updates between the version that sampled the token and the policy that the
+    step starts from: fresh tokens have the proximal policy mu, old ones nearly pi_theta. Needs exact per-token versions.
+    Source: A-3PO 2512.06547 (its own lag counts to the policy that the update ends at, one more than here).
+    """
+    lag_T = lag_T.clamp(min=0).to(log_probs_T.dtype)
+    base_T = torch.where(mask_T, rollout_T, 0.0)
+    return base_T + lag_T / (lag_T + 1) * (torch.where(mask_T, log_probs_T.detach(), 0.0) - base_T)

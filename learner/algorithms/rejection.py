@@ -1,0 +1,126 @@
+"""Which tokens are kept out of an update altogether, because the ratio says that pi and mu disagree too much about them.
+
+Pure functions; every rule gives ``rejected_T`` (bool, False where masked). A rejected token's loss is 0 and the denominators stay what
+they were: the update shrinks, it is not amplified. Rules over whole sequences give one verdict to all tokens of a sample. Dropping what
+depends on the outcome is biased, and rules over sequences drop long responses first: watch the rejected share.
+T = tokens of a packed row, N = samples of the step; ``delta_T = log pi - log mu``.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.ratios import sequence_means, sequence_sums, spread
+
+METRICS = ("k1", "k2", "k3")
+SPANS = ("token", "seq_sum", "seq_mean", "seq_max")
+PROBABILITY_BOUND = 1e-8
+
+
+def outside(
+    delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, metric: str, span: str, low: float = 0.0, high: float
+) -> Tensor:
+    """Reject where a mismatch metric is outside its bounds, by token or by the sum, mean or maximum over a sample.
+
+    ``k1``: ``low < e^delta < high`` is kept, of the ratio pi / mu (the geometric mean for ``seq_mean``). ``k2 = delta^2 / 2`` and
+    ``k3 = e^delta - 1 - delta``: below ``high`` is kept, ``low`` has no meaning. verl applies the bounds of k1 to mu / pi instead.
+    Source: verl's rollout correction, Li et al. 2025 (``rollout_rs``).
+    """
+    if metric == "k1":
+        value_T = delta_T
+    elif metric == "k2":
+        value_T = delta_T.square() / 2
+    elif metric == "k3":
+        value_T = delta_T.exp() - 1 - delta_T
+    else:
+        raise ValueError(f"metric: want one of {', '.join(METRICS)}, got {metric!r}")
+    if span == "seq_sum":
+        value_T = spread(sequence_sums(value_T, mask_T, sample_T, num_samples), sample_T)
+    elif span == "seq_mean":
+        value_T = spread(sequence_means(value_T, mask_T, sample_T, num_samples), sample_T)
+    elif span == "seq_max":
+        value_T = spread(_sequence_max(value_T.abs() if metric == "k1" else value_T, mask_T, sample_T, num_samples), sample_T)
+    elif span != "token":
+        raise ValueError(f"span: want one of {', '.join(SPANS)}, got {span!r}")
+    if metric != "k1":
+        return mask_T & (value_T > high)
+    lowest = math.log(low) if low > 0 else -math.inf
+    return mask_T & ((value_T > math.log(high)) | (value_T < lowest))
+
+
+def vetoed(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, threshold: float) -> Tensor:
+    """Reject a whole sample when any of its tokens has a ratio pi / mu below the threshold (typically 1e-4 .. 1e-6).
+
+    It catches what the engine sampled and the learner holds impossible: wrong tokenisation, torn weights. Long responses are rejected
+    more often. Source: Liu, Li et al. 2025.
+    """
+    impossible_T = mask_T & (delta_T < math.log(threshold))
+    return mask_T & spread(_any(impossible_T, sample_T, num_samples), sample_T)
+
+
+def opsm(
+    log_probs_T: Tensor, rollout_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, threshold: float
+) -> Tensor:
+    """Reject a sample of negative advantage when ``mean(log mu - log pi_theta) > threshold``: off-policy sequence masking.
+
+    Never what has an advantage >= 0, never what is on-policy. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the sampling probabilities).
+    """
+    gap_T = torch.where(mask_T, rollout_T, 0.0) - torch.where(mask_T, log_probs_T.detach(), 0.0)
+    far_T = spread(sequence_means(gap_T, mask_T, sample_T, num_samples) > threshold, sample_T)
+    return mask_T & far_T & (advantages_T < 0)
+
+
+def second_moment_cut(squares_M: Tensor, limit: float) -> float:
+    """Smallest ``delta^2`` to reject so that the mean of the others is below ``limit``; infinity when nothing need be rejected.
+
+    ``squares_M``: of all trainable tokens of the update on all ranks. The largest go first; equal ones go together.
+    Source: M2PO 2510.01161 (second-moment trust region; 0.04 there).
+    """
+    if not len(squares_M) or bool(squares_M.double().mean() < limit):
+        return math.inf
+    ordered_M = squares_M.double().sort().values
+    means_M = ordered_M.cumsum(0) / torch.arange(1, len(ordered_M) + 1, device=ordered_M.device)
+    kept = int((means_M < limit).sum())  # the means never fall
+    return float(ordered_M[kept])
+
+
+def beyond(delta_T: Tensor, mask_T: Tensor, cut: float) -> Tensor:
+    """Reject what reaches the cut of ``second_moment_cut``."""
+    return mask_T & (delta_T.double().square() >= cut)
+
+
+def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *, limit: float) -> Tensor:
+    """Reject where the KL divergence between "this token or another" under pi and under mu exceeds the limit in either direction.
+
+    ``KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Unlike a band on the ratio it knows how probable the token is.
+    Source: KPop (Ring team, 2026), in AReaL with limit 2.
+    """
+    bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
+    p_T = torch.where(mask_T, log_probs_T.detach(), -1.0).double().exp().clamp(*bounds)
+    q_T = torch.where(mask_T, rollout_T, -1.0).double().exp().clamp(*bounds)
+    forth_T = p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
+    back_T = q_T * (q_T / p_T).log() + (1 - q_T) * ((1 - q_T) / (1 - p_T)).log()
+    return mask_T & (torch.maximum(forth_T, back_T) > limit)
+
+
+def total_variation_outside(
+    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float
+) -> Tensor:
+    """Reject where the update has moved the token's probability far enough: ``A > 0, p - q > high`` or ``A <= 0, p - q < -low``.
+
+    A trust region in probability, not in ratio: 1e-4 -> 1e-3 may go on, .7 -> .95 may not. Source: DPPO 2602.04879.
+    """
+    p_T = torch.where(mask_T, log_probs_T.detach(), 0.0).exp()
+    moved_T = p_T - torch.where(mask_T, anchor_T, 0.0).exp()
+    return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)
+
+
+def _any(flag_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    counts_N = torch.zeros(num_samples, dtype=torch.int64, device=flag_T.device).index_add(0, sample_T.clamp(min=0), flag_T.long())
+    return counts_N > 0
+
+
+def _sequence_max(value_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
+    lowest_N = value_T.new_full((num_samples,), -math.inf)
+    return lowest_N.scatter_reduce(0, sample_T.clamp(min=0), torch.where(mask_T, value_T, -math.inf), "amax")
