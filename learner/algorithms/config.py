@@ -48,7 +48,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """What each name stands for; fields that a preset does not name have the defaults below."""
 UNCORRECTED = ("none", "naive")
 """Presets that train stale data as if it were fresh."""
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: dict[str, Any] = {
     "proximal": "recompute",
     "reject": (),
     "binary_kl_limit": 0.0,
@@ -215,7 +215,7 @@ class AlgorithmConfig:
     def __post_init__(self) -> None:
         if self.correction not in PRESETS:
             raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
-        for name, value in (_DEFAULTS | PRESETS[self.correction]).items():
+        for name, value in {**_DEFAULTS, **PRESETS[self.correction]}.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         _refuse(self)
