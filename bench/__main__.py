@@ -7,7 +7,9 @@ import traceback
 NAMES = {
     "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
     "engine": "the built-in engine, against transformers' batched generate",
+    "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "learner_step": "a step of the learner, against plain transformers and torch",
+    "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "loop": "the whole loop, against its slower half",
     "learn": "samples and seconds to reward 0.9, against TRL",

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from learner.algorithms.config import AlgorithmConfig
 from learner.batch import MicroBatch, StepBatch
-from learner.config import AlgorithmConfig, OptimizerConfig
+from learner.config import OptimizerConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {"layers": 2, "hidden": 64, "sequences": 256, "prompt": 6, "response": 8, "vocab": 32},
@@ -88,6 +89,11 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
         groups_N=np.repeat(np.arange(sequences // GROUP), GROUP).astype(np.int64),
         response_lengths_N=lengths_N.astype(np.int32),
         truncated_N=np.zeros(sequences, np.bool_),
+        unended_N=np.zeros(sequences, np.bool_),
+        trainable_N=lengths_N.astype(np.int32),
+        minibatches_N=np.zeros(sequences, np.int32),
+        num_minibatches=1,
+        max_new_tokens=2 * response,
         state=b"",
     )
 
@@ -137,7 +143,7 @@ def plain_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
         logits = model(tokens, attention_mask=attention).logits.float()
         log_probs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
         old = log_probs.detach()
-        weights = (old - mu).exp().clamp(settings.tis_low, settings.tis_high)
+        weights = (old - mu).exp().clamp(settings.weight_low, settings.weight_high)
         ratio = (log_probs - old).exp()
         surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages)
         loss = -(weights * surrogate * mask).sum() / batch.num_tokens

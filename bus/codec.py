@@ -232,6 +232,7 @@ _PLAN = Table(
     oldest_step=optional(INT),
     data_parallel=INT,
     num_micro_batches=INT,
+    num_minibatches=INT,
     config_digest=TEXT,
     chain=TEXT,
 )

@@ -183,9 +183,12 @@ class Plan:
     """Tokens of a version with a smaller step are masked; None = nothing is masked."""
     data_parallel: int
     num_micro_batches: int
+    """On every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
     config_digest: str
     chain: str
     """SHA-256 over the chain of the plan before and this plan's columns (see ``learner.plans``)."""
+    num_minibatches: int = 1
+    """Optimizer steps that the plan is trained in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 from actors.config import ActorConfig, EngineConfig
 from bus.config import RUN_NAME, BusConfig
 from launch.prepare_config import PrepareConfig
+from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 
@@ -135,11 +136,13 @@ def _refuse_contradictions(config: RunConfig) -> None:
     if config.run and not RUN_NAME.fullmatch(config.run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
     algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
-    if algorithm.correction == "none" and lag > 0 and not algorithm.train_without_correction:
+    if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(
-            f"learner.algorithm.correction: none with staleness.max_lag = {lag} trains on stale data as if it were fresh, which looks "
-            "healthy and then collapses; use tis or bypass, or say learner.algorithm.train_without_correction: true as well"
+            f"learner.algorithm.correction: {algorithm.correction} with staleness.max_lag = {lag} trains on stale data as if it were "
+            "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or say "
+            "learner.algorithm.train_without_correction: true as well"
         )
+    refuse_unknown(algorithm.alarms)
     if config.sampling.top_p != 1 or config.sampling.top_k > 0:
         raise ValueError(
             f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes "

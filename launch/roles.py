@@ -143,6 +143,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining:
         bus=config.bus,
         vocab_size=vocab_size,
         max_context=max_context,
+        eos_ids=eos_ids(model),
         draining=draining,
     )
 
@@ -171,6 +172,18 @@ def model_shape(model: Path) -> tuple[int, int]:
         raise ValueError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
     values = json.loads(file.read_text())
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
+
+
+def eos_ids(model: Path) -> frozenset[int]:
+    """Tokens that end a response, of the model's configuration and of its generation settings; empty when they name none."""
+    import json
+
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).exists():
+            ids = json.loads((model / name).read_text()).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
 
 
 def write_aside(file: Path, text: str) -> None:

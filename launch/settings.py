@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from launch.config import RunConfig
+from learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
@@ -55,7 +56,8 @@ def load(file: Path | None, overrides: Sequence[str] = (), environment: Mapping[
     _take(settings, _from_environment(environment or {}))
     _derive(settings, file)
     config = _build(RunConfig, settings, "")
-    return Loaded(config, {path: setting.origin for path, setting in settings.items()})
+    presets = {f"learner.algorithm.{name}": f"preset {config.learner.algorithm.correction}" for name in unset_names()}
+    return Loaded(config, presets | {path: setting.origin for path, setting in settings.items()})
 
 
 def from_map(values: Mapping[str, Any], origin: str) -> RunConfig:
@@ -259,7 +261,7 @@ def _coerce(kind: Any, setting: Setting, path: str) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{setting.origin}: {path}: want a number, got {value!r}")
     if bare is tuple and isinstance(value, list):
-        item = typing.get_args(kind)[0]
+        item = typing.get_args(_without_none(kind))[0]
         return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))
     if bare is str and isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
@@ -277,9 +279,12 @@ def _section(kind: Any) -> type | None:
 
 
 def _bare(kind: Any) -> Any:
-    if isinstance(kind, types.UnionType):
-        kind = next(one for one in typing.get_args(kind) if one is not _NONE)
+    kind = _without_none(kind)
     return typing.get_origin(kind) or kind
+
+
+def _without_none(kind: Any) -> Any:
+    return next(one for one in typing.get_args(kind) if one is not _NONE) if isinstance(kind, types.UnionType) else kind
 
 
 # ---- print

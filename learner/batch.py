@@ -50,19 +50,29 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]
     """The same number on every rank."""
     num_tokens: int
-    """Trainable tokens of the step on all ranks, after the gate: the normaliser of the loss. > 0."""
+    """Trainable tokens of the step on all ranks, after the gate."""
+    num_minibatches: int
+    """Optimizer steps; each takes the same number of micro-batches, in order."""
     temperature: float
     """Of every sample in the step: log-probs are computed at it."""
+    max_new_tokens: int
+    """Longest response that any of them might have had."""
     rewards_N: NDArray[np.float32]
     groups_N: NDArray[np.int64]
     """Task id of each sample: samples of one group have the same and are neighbours."""
     response_lengths_N: NDArray[np.int32]
     truncated_N: NDArray[np.bool_]
+    unended_N: NDArray[np.bool_]
+    """Said to have stopped by itself, and its last token ends nothing: the end has been lost (never True with stop strings)."""
+    trainable_N: NDArray[np.int32]
+    """Trainable tokens of each sample after the gate: what the loss is normalised by."""
+    minibatches_N: NDArray[np.int32]
+    """Minibatch that trains each sample."""
     state: bytes
     """State of the data after this plan, to be put into the checkpoint; empty = no checkpoint is wanted after this step."""
 
 
-_ROWS = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
+_ROWS = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N")
 _TOKENS = tuple(field.name for field in fields(MicroBatch))
 _DTYPES: Mapping[str, str] = {
     "tokens_T": "<i8",
@@ -77,15 +87,25 @@ _DTYPES: Mapping[str, str] = {
     "groups_N": "<i8",
     "response_lengths_N": "<i4",
     "truncated_N": "|b1",
+    "unended_N": "|b1",
+    "trainable_N": "<i4",
+    "minibatches_N": "<i4",
 }
 
 
 def build_batches(
-    plan: Plan, samples: Sequence[Sample], *, recorded: bool = False, state: bytes = b"", pad_to: int = 1
+    plan: Plan,
+    samples: Sequence[Sample],
+    *,
+    recorded: bool = False,
+    state: bytes = b"",
+    pad_to: int = 1,
+    eos_ids: frozenset[int] = frozenset(),
 ) -> tuple[StepBatch, ...]:
     """The batch of every data-parallel rank from a plan and its samples (in the order of ``plan.seqs``).
 
     ``pad_to``: every row's length becomes a multiple of it (tensor parallelism with sequence parallelism needs that).
+    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known.
     """
     assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
     temperatures = {sample.sampling.temperature for sample in samples}
@@ -97,7 +117,10 @@ def build_batches(
         "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
         "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),
     }
-    num_tokens = int(sum(int(part.loss_mask_T.sum()) for part in aligned))
+    rows["unended_N"] = np.array([_unended(sample, eos_ids) for sample in samples], np.bool_)
+    rows["trainable_N"] = np.array([part.loss_mask_T.sum() for part in aligned], np.int32)
+    rows["minibatches_N"] = plan.micro_batches // (plan.num_micro_batches // plan.num_minibatches)
+    num_tokens = int(rows["trainable_N"].sum())
     return tuple(
         StepBatch(
             step=plan.step,
@@ -105,12 +128,20 @@ def build_batches(
             recorded=recorded,
             micro_batches=_pack_rank(plan, aligned, rank, pad_to),
             num_tokens=num_tokens,
+            num_minibatches=plan.num_minibatches,
             temperature=samples[0].sampling.temperature,
+            max_new_tokens=max(sample.sampling.max_new_tokens for sample in samples),
             state=state,
             **rows,
         )
         for rank in range(plan.data_parallel)
     )
+
+
+def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
+    if not eos_ids or sample.sampling.stop or sample.status is not Status.COMPLETED:
+        return False
+    return int(sample.tokens[-1]) not in eos_ids and int(sample.tokens[-1]) not in sample.sampling.stop_token_ids
 
 
 def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, oldest_step: int | None) -> NDArray[np.int32]:
@@ -185,7 +216,9 @@ def encode(batch: StepBatch) -> list[bytes | NDArray[Any]]:
         "dp_rank": batch.dp_rank,
         "recorded": batch.recorded,
         "num_tokens": batch.num_tokens,
+        "num_minibatches": batch.num_minibatches,
         "temperature": batch.temperature,
+        "max_new_tokens": batch.max_new_tokens,
         "num_micro_batches": len(batch.micro_batches),
     }
     frames: list[bytes | NDArray[Any]] = [msgpack.packb(header), batch.state]
@@ -210,7 +243,9 @@ def decode(header: Mapping[str, Any], frames: Sequence[Any]) -> StepBatch:
         dp_rank=header["dp_rank"],
         recorded=header["recorded"],
         num_tokens=header["num_tokens"],
+        num_minibatches=header["num_minibatches"],
         temperature=header["temperature"],
+        max_new_tokens=header["max_new_tokens"],
         micro_batches=tuple(_micro_batch(header["step"], group) for group in groups),
         state=state,
         **rows,

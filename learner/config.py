@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from learner.algorithms.config import AlgorithmConfig
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
@@ -50,36 +52,6 @@ class StalenessConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlgorithmConfig:
-    """Advantages, loss and correction."""
-
-    advantage: str = "grpo"
-    """grpo | grpo_no_std | rloo."""
-    correction: str = "tis"
-    """tis (three-policy: PPO clip on pi_theta/pi_old times a truncated pi_old/mu) | bypass (two-policy: PPO clip on pi_theta/mu) | none."""
-    train_without_correction: bool = False
-    """Needed, besides correction: none, to train asynchronously with no correction at all."""
-    clip_low: float = 0.2
-    clip_high: float = 0.28
-    """PPO trust region: 1 - clip_low .. 1 + clip_high."""
-    tis_high: float = 2.0
-    tis_low: float = 0.0
-    """Importance weights are clamped to tis_low .. tis_high."""
-    entropy_coef: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.advantage not in ("grpo", "grpo_no_std", "rloo"):
-            raise ValueError(f"advantage: want grpo, grpo_no_std or rloo, got {self.advantage!r}")
-        if self.correction not in ("tis", "bypass", "none"):
-            raise ValueError(f"correction: want tis, bypass or none, got {self.correction!r}")
-        for name in ("clip_low", "clip_high", "tis_high"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        if not 0 <= self.tis_low < self.tis_high:
-            raise ValueError(f"tis_low: want 0 <= tis_low < tis_high, got {self.tis_low!r}")
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Adam."""
 
@@ -107,10 +79,12 @@ class LearnerConfig:
     """The learner: batch sizes, parallelism, precision, checkpoints."""
 
     steps: int = 100
-    """Optimizer steps of the run."""
+    """Batches of the run: each makes a new version."""
     groups_per_step: int = 32
     group_size: int = 8
     """Samples of one task (n)."""
+    minibatches: int = 1
+    """Optimizer steps per batch and version, each on its share of the groups."""
     max_tokens_per_micro_batch: int = 8192
     """Token budget of one packed row; micro-batches are filled to it."""
     data_parallel: int = 1
@@ -136,10 +110,21 @@ class LearnerConfig:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
     def __post_init__(self) -> None:
-        positive = ("steps", "groups_per_step", "group_size", "max_tokens_per_micro_batch", "data_parallel", "tensor_parallel", "threads")
+        positive = (
+            "steps",
+            "groups_per_step",
+            "group_size",
+            "minibatches",
+            "max_tokens_per_micro_batch",
+            "data_parallel",
+            "tensor_parallel",
+            "threads",
+        )
         for name in (*positive, "batch_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.minibatches > self.groups_per_step:
+            raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
         if self.keep_checkpoints < 2:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         if self.checkpoint_every < 0:

@@ -125,3 +125,14 @@ class RankFailed(LearnerError):
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.reason}"
+
+
+class AlarmStop(LearnerError):
+    """A diagnostic has been at error level for too long, and the configuration says to stop then."""
+
+    def __init__(self, step: int, alarm: str) -> None:
+        super().__init__(step, alarm)
+        self.step, self.alarm = step, alarm
+
+    def __str__(self) -> str:
+        return f"step {self.step}: {self.alarm} (learner.algorithm.alarms: its weights are not published)"

@@ -31,13 +31,14 @@ async def run_feeder(
     bus: BusConfig | None = None,
     vocab_size: int | None = None,
     max_context: int = 0,
+    eos_ids: frozenset[int] = frozenset(),
     draining: asyncio.Event | None = None,
     on_listening: Callable[[str], None] | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint under ``root``.
 
-    ``on_listening`` is told the URL for FeedClient. ``seed`` is that of the prompts' order (DataConfig.seed). Once ``draining`` is
-    set, it ends when no rank is left and what they reported is stored.
+    ``eos_ids``: tokens that end a response; empty = not known. ``on_listening`` is told the URL for FeedClient. ``seed`` is that of the
+    prompts' order (DataConfig.seed). Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, FeedError, PromptError; of the bus Fenced (another
     learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
@@ -53,6 +54,7 @@ async def run_feeder(
         batch_timeout_s=learner.batch_timeout_s,
         vocab_size=vocab_size,
         pad_to=learner.tensor_parallel,
+        eos_ids=eos_ids,
     )
     config = bus or BusConfig()
     world_size = learner.data_parallel * learner.tensor_parallel
@@ -87,6 +89,7 @@ def _data_rules(
         groups_per_step=learner.groups_per_step,
         data_parallel=learner.data_parallel,
         max_tokens_per_micro_batch=learner.max_tokens_per_micro_batch,
+        minibatches=learner.minibatches,
         max_context=max_context,
         push_every=push_every,
         temperature=sampling.temperature,

@@ -70,6 +70,8 @@ class FeederRules:
     vocab_size: int | None
     pad_to: int
     """Row lengths are multiples of it."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a response; empty = not known."""
 
 
 class Feeder:
@@ -313,7 +315,9 @@ class Feeder:
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
             return
         state = self._source.snapshot() if self._wants_checkpoint(record.step, recorded) else b""
-        batches = await asyncio.to_thread(build_batches, record, samples, recorded=recorded, state=state, pad_to=self._rules.pad_to)
+        pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
+        build = partial(build_batches, record, samples, recorded=recorded, state=state, pad_to=pad_to, eos_ids=eos_ids)
+        batches = await asyncio.to_thread(build)
         self._outcomes.planned(record, facts_of(record, batches))
         await self._server.offer(record.step, [encode(batch) for batch in batches])
         log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)

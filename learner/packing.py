@@ -15,17 +15,38 @@ class Assignment:
     ranks: NDArray[np.int32]
     """[N]."""
     micro_batches: NDArray[np.int32]
-    """Micro-batch on that rank, [N]."""
+    """Micro-batch on that rank, over all minibatches, [N]."""
     num_micro_batches: int
     """On every rank; some may be empty."""
+    num_minibatches: int
+    """Minibatch k has the micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
 
 
-def assign(lengths: Sequence[int], *, data_parallel: int, max_tokens: int) -> Assignment:
-    """Spread samples of these token counts over ranks and micro-batches of at most ``max_tokens`` tokens.
+def assign(
+    lengths: Sequence[int], *, data_parallel: int, max_tokens: int, minibatches: int = 1, group_sizes: Sequence[int] | None = None
+) -> Assignment:
+    """Spread samples of these token counts over ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
 
-    A sample longer than that has a micro-batch to itself. Depends on nothing but the arguments.
+    Whole groups (``group_sizes``, in the order of the samples; None = every sample is one) go to the ``minibatches`` in turn, so that each
+    has old and young ones; no minibatch is empty: there are no more of them than groups. A sample longer than ``max_tokens`` has a
+    micro-batch to itself. Depends on nothing but the arguments.
     Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing, Johnson 1973 (count).
     """
+    sizes = [1] * len(lengths) if group_sizes is None else list(group_sizes)
+    assert sum(sizes) == len(lengths), f"groups of {sum(sizes)} samples, lengths of {len(lengths)}"
+    minibatches = max(1, min(minibatches, len(sizes)))
+    minibatch_of = [group % minibatches for group, size in enumerate(sizes) for _ in range(size)]
+    rows = [[row for row, number in enumerate(minibatch_of) if number == one] for one in range(minibatches)]
+    parts = [_assign([lengths[row] for row in mine], data_parallel, max_tokens) for mine in rows]
+    count = max(part_count for _, _, part_count in parts)
+    ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
+    for number, (mine, (its_ranks, its_micro_batches, _)) in enumerate(zip(rows, parts, strict=True)):
+        ranks[mine], micro_batches[mine] = its_ranks, its_micro_batches + number * count
+    return Assignment(ranks=ranks, micro_batches=micro_batches, num_micro_batches=count * minibatches, num_minibatches=minibatches)
+
+
+def _assign(lengths: Sequence[int], data_parallel: int, max_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+    """(rank, micro-batch) of each sample of one minibatch, and the number of micro-batches."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     by_rank = _level(order, lengths, data_parallel)
     packed = [_first_fit(rows, lengths, max_tokens) for rows in by_rank]
@@ -36,7 +57,7 @@ def assign(lengths: Sequence[int], *, data_parallel: int, max_tokens: int) -> As
         chosen = levelled if _fits(levelled, lengths, max_tokens) else bins
         for number, members in enumerate(chosen):
             ranks[members], micro_batches[members] = rank, number
-    return Assignment(ranks=ranks, micro_batches=micro_batches, num_micro_batches=count)
+    return ranks, micro_batches, count
 
 
 def _level(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -30,6 +30,7 @@ def _columns(plan: Plan) -> list[bytes]:
         plan.oldest_step,
         plan.data_parallel,
         plan.num_micro_batches,
+        plan.num_minibatches,
         plan.config_digest,
     )
     columns = ((plan.tasks, "<i8"), (plan.seqs, "<i8"), (plan.group_sizes, "<i4"), (plan.ranks, "<i4"), (plan.micro_batches, "<i4"))

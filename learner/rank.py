@@ -23,12 +23,15 @@ import torch.distributed as dist
 
 from bus.config import BusConfig
 from learner import checkpoints
+from learner.algorithms.alarms import AlarmWatch, Context
+from learner.algorithms.config import AlgorithmConfig
 from learner.batch import StepBatch
 from learner.config import LearnerConfig, StalenessConfig
+from learner.errors import AlarmStop
 from learner.feed_client import FeedClient
 from learner.feed_messages import End, Start
 from learner.megatron import parallel, state
-from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
@@ -102,6 +105,15 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
     return here
 
 
+def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> WeightBackup | None:
+    """The reference model's weights, where the algorithm wants them: of another directory, or those the run starts from."""
+    if not algorithm.needs_reference:
+        return None
+    if algorithm.kl.reference:
+        return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
+    return WeightBackup(policy)
+
+
 class Idle:
     """Called every second while a rank waits for the feeder: a push may have ended meanwhile."""
 
@@ -132,7 +144,14 @@ class Rank:
         self._here = policy.parallel
         self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps)
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
-        self._trainer = Trainer(policy, self._optimizer, learner.algorithm, max_lag=staleness.max_lag, proximal=self._proximal)
+        self._trainer = Trainer(
+            policy,
+            self._optimizer,
+            learner.algorithm,
+            max_lag=staleness.max_lag,
+            proximal=self._proximal,
+            reference=_reference(policy, places.model_dir, learner.algorithm),
+        )
         self.pushes = Pushes(
             policy,
             feed,
@@ -144,6 +163,9 @@ class Rank:
             snapshots=places.snapshots,
             wait=staleness.max_lag == 0 or not weights.overlap,
         )
+        self._alarms = AlarmWatch(
+            learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=learner.dtype, gate=staleness.gate)
+        )
         self._clock = WaitClock()
         self._terminated = False
         self._in_wait = False
@@ -153,7 +175,8 @@ class Rank:
         with self._sigterm_noted():
             start = self._feed.hello()
             if start.checkpoint is not None:
-                state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
+                _, numbers = state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
+                self._trainer.kl_scale = numbers["kl_scale"]
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
             with self.pushes.open(start):
                 if self._take_steps(start):
@@ -170,7 +193,7 @@ class Rank:
         return True
 
     def _step(self, batch: StepBatch, start: Start) -> None:
-        metrics = self._trainer.train(batch) | self._clock.metrics()
+        metrics = self._watched(batch.step, self._trainer.train(batch)) | self._clock.metrics()
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:
@@ -195,6 +218,17 @@ class Rank:
         if batch.state:
             self._checkpoint(batch, start.epoch)
 
+    def _watched(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """The metrics with the numbers of alarms. Raises AlarmStop: then nobody gets these weights."""
+        alarms = self._alarms.step(metrics)
+        if self._here.rank == 0:
+            for alarm in alarms:
+                log.log(logging.ERROR if alarm.level == "error" else logging.WARNING, "alarm step=%d %s", step, alarm)
+        if self._alarms.stop is not None:
+            raise AlarmStop(step, str(self._alarms.stop))
+        levels = [alarm.level for alarm in alarms]
+        return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
+
     def _checkpoint(self, batch: StepBatch, epoch: int) -> None:
         """All ranks write; rank 0 adds the data's state, makes it durable and tells."""
         began = time.monotonic()
@@ -202,7 +236,14 @@ class Rank:
         directory = [str(checkpoints.staging(root, step=batch.step, epoch=epoch))] if rank == 0 else [""]
         dist.broadcast_object_list(directory)
         tmp = Path(directory[0])
-        state.save(tmp, step=batch.step, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
+        state.save(
+            tmp,
+            step=batch.step,
+            policy=self._policy,
+            optimizer=self._optimizer,
+            proximal=self._proximal,
+            numbers={"kl_scale": self._trainer.kl_scale},
+        )
         dist.barrier()
         if rank == 0:
             path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})

@@ -25,6 +25,8 @@ class DataRules:
     push_every: int = 1
     data_parallel: int = 1
     max_tokens_per_micro_batch: int = 8192
+    minibatches: int = 1
+    """Optimizer steps per plan."""
     max_context: int = 0
     """Longer samples are invalid; 0 = any length."""
     temperature: float = 1.0

@@ -60,7 +60,14 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
     """The plan of ``step`` over these groups, packed and chained to the plan before."""
     rows = [held for group in chosen for held in group.rows]
     lengths = [held.num_tokens for held in rows]
-    packed = assign(lengths, data_parallel=rules.data_parallel, max_tokens=rules.max_tokens_per_micro_batch)
+    sizes = [group.task.group_size for group in chosen]
+    packed = assign(
+        lengths,
+        data_parallel=rules.data_parallel,
+        max_tokens=rules.max_tokens_per_micro_batch,
+        minibatches=rules.minibatches,
+        group_sizes=sizes,
+    )
     version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
     if max(version_steps.values()) >= step:
         raise ReplayMismatch(f"samples for step {step}", "versions of earlier steps only", f"steps of versions: {version_steps}")
@@ -69,13 +76,14 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         step=step,
         tasks=np.array([group.task.id for group in chosen], np.int64),
         seqs=np.array([held.seq for held in rows], np.int64),
-        group_sizes=np.array([group.task.group_size for group in chosen], np.int32),
+        group_sizes=np.array(sizes, np.int32),
         ranks=packed.ranks,
         micro_batches=packed.micro_batches,
         version_steps=version_steps,
         oldest_step=None if rules.gate == "train" else oldest_step(rules, step),
         data_parallel=rules.data_parallel,
         num_micro_batches=packed.num_micro_batches,
+        num_minibatches=packed.num_minibatches,
         config_digest=rules.digest,
         chain="",
     )

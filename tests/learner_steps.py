@@ -45,30 +45,40 @@ def make_samples(
                     spans=(Span(version=max(0, step - 2), num_tokens=old), Span(version=step - 1, num_tokens=length - old)),
                     reward=float(generator.integers(0, 3)),
                     status=Status.COMPLETED,
-                    sampling=Sampling(temperature=temperature),
+                    sampling=Sampling(temperature=temperature, max_new_tokens=12),
                 )
             )
     return samples
 
 
 def make_batches(
-    samples: list[Sample], *, step: int = 3, data_parallel: int = 1, max_tokens: int = 1 << 20, recorded: bool = False, state: bytes = b""
+    samples: list[Sample],
+    *,
+    step: int = 3,
+    data_parallel: int = 1,
+    max_tokens: int = 1 << 20,
+    minibatches: int = 1,
+    recorded: bool = False,
+    state: bytes = b"",
 ) -> tuple[StepBatch, ...]:
     """The batch of every data-parallel rank."""
     tasks = sorted({sample.task for sample in samples})
-    placed = assign([len(sample.tokens) for sample in samples], data_parallel=data_parallel, max_tokens=max_tokens)
+    sizes = [sum(sample.task == task for sample in samples) for task in tasks]
+    lengths = [len(sample.tokens) for sample in samples]
+    placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes)
     plan = Plan(
         epoch=1,
         step=step,
         tasks=np.array(tasks, np.int64),
         seqs=np.arange(len(samples), dtype=np.int64),
-        group_sizes=np.array([sum(sample.task == task for sample in samples) for task in tasks], np.int32),
+        group_sizes=np.array(sizes, np.int32),
         ranks=placed.ranks,
         micro_batches=placed.micro_batches,
         version_steps={version: version for version in range(step)},
         oldest_step=None,
         data_parallel=data_parallel,
         num_micro_batches=placed.num_micro_batches,
+        num_minibatches=placed.num_minibatches,
         config_digest="",
         chain="",
     )

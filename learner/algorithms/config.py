@@ -132,7 +132,7 @@ class AlarmConfig:
     """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()
     """Names of alarms that are not wanted."""
-    thresholds: Mapping[str, Any] = field(default_factory=dict)
+    thresholds: dict[str, Any] = field(default_factory=dict)
     """Alarm -> [warn, error] in place of the defaults."""
 
     def __post_init__(self) -> None:
@@ -157,8 +157,6 @@ class AlgorithmConfig:
     module:function."""
     whiten: bool | None = None
     """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
-    failed_members: str = "count"
-    """Samples of a group that failed: count (in the baseline, with their reward) | leave_out. They are never trained."""
     overlong_buffer: int = 0
     """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
     overlong_penalty: float = 1.0
@@ -250,7 +248,6 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "weight": ("none", "token", "sequence", "geometric", "prefix"),
     "weight_action": ("clip", "truncate", "mask"),
     "aggregation": AGGREGATIONS,
-    "failed_members": ("count", "leave_out"),
 }
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),

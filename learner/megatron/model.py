@@ -68,8 +68,17 @@ def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel) -> Policy:
     return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel)
 
 
+def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
+    """The weights of another model of the same architecture, beside the policy's; the policy is loaded from ``model_dir`` anew."""
+    with megatron_device(), torch.no_grad():
+        policy.bridge.load_weights([policy.module], str(reference_dir))
+        backup = WeightBackup(policy)
+        policy.bridge.load_weights([policy.module], str(model_dir))
+    return backup
+
+
 class WeightBackup:
-    """A second copy of the weights that can be put in their place for a while (the proximal policy, later the reference)."""
+    """A second copy of the weights that can be put in their place for a while (the proximal policy, the reference)."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy

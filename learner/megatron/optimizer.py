@@ -50,13 +50,15 @@ class PolicyOptimizer:
         self._policy.ddp.zero_grad_buffer()
         self.inner.zero_grad()
 
-    def step(self, step: int) -> tuple[float, float]:
-        """Clip and apply the gradients as step ``step``; returns the gradient norm before clipping and the learning rate.
+    def step(self, step: int, *, scale: float = 1.0) -> tuple[float, float]:
+        """Clip and apply the gradients in step ``step``; returns the gradient norm before clipping and the learning rate.
+
+        ``scale`` multiplies the learning rate.
 
         All settings of Adam are put in place here, so a loaded optimizer goes on with this start's configuration.
         Must run inside ``megatron_device()``. Raises FloatingPointError on a gradient that is not finite: the weights are unchanged.
         """
-        rate = learning_rate(self._config, step, self._steps)
+        rate = scale * learning_rate(self._config, step, self._steps)
         for group in self.inner.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]

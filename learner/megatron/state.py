@@ -6,6 +6,7 @@ and makes it durable afterwards; position and data state are its business too. S
 
 import logging
 import random
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,30 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 
 
-def save(directory: Path, *, step: int, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None) -> None:
-    """Write this rank's part of the state after ``step`` into ``directory`` (existing and empty). Synchronous: no helper process."""
+def save(
+    directory: Path,
+    *,
+    step: int,
+    policy: Policy,
+    optimizer: PolicyOptimizer,
+    proximal: WeightBackup | None = None,
+    numbers: Mapping[str, float] | None = None,
+) -> None:
+    """Write this rank's part of the state after ``step`` into ``directory`` (existing and empty). Synchronous: no helper process.
+
+    ``numbers``: of the algorithm, equal on all ranks; ``load`` gives them back.
+    """
     with megatron_device():
         content = _sharded(policy, optimizer, proximal, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, proximal)
+        content["facts"] = _facts(step, proximal) | {"numbers": dict(numbers or {})}
         dist_checkpointing.save(content, str(directory), InProcessSave())
 
 
-def load(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None) -> int:
-    """Put the state of ``directory`` in place and return its step; another number of ranks than it was saved with is fine.
+def load(
+    directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None
+) -> tuple[int, dict[str, float]]:
+    """Put the state of ``directory`` in place; its step and its numbers. Another number of ranks than it was saved with is fine.
 
     Raises CheckpointCorrupt when the directory is of another format or lacks the proximal weights that are needed.
     """
@@ -62,7 +76,7 @@ def load(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proxima
         _restore_rng(loaded["rng"])
     else:
         log.warning("random generators start anew: saved by %d ranks, loaded by %d", facts["world"], dist.get_world_size())
-    return int(facts["step"])
+    return int(facts["step"]), dict(facts.get("numbers", {}))
 
 
 def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""One optimizer step from one StepBatch: micro-batches through Megatron's schedule, the loss, its diagnostics, Adam.
+"""The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics, Adam.
+
+    batch -> old and reference log-probs, where wanted -> advantages -> for each minibatch: corrections, loss, backward, Adam
 
 Shape letters: T = tokens of a packed micro-batch, V = this rank's part of the vocabulary, N = samples of the step on all ranks.
 """
@@ -6,23 +8,28 @@ Shape letters: T = tokens of a packed micro-batch, V = this rank's part of the v
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner import diagnostics
-from learner.advantages import ADVANTAGES
+from learner.algorithms import diagnostics
+from learner.algorithms.aggregation import Denominators
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.diagnostics import Sums
+from learner.algorithms.kl import next_coefficient
+from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
+from learner.algorithms.ratios import sequence_sums
+from learner.algorithms.shaping import distillation_advantages
+from learner.algorithms.weights import effective_sample_share
 from learner.batch import MicroBatch, StepBatch
-from learner.config import AlgorithmConfig
-from learner.diagnostics import Sums
 from learner.logprobs import log_probs_and_entropy
-from learner.losses import TokenLoss, three_policy_loss, token_mean, two_policy_loss, uncorrected_loss
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
@@ -35,13 +42,32 @@ class _Row:
 
     tokens_T: Tensor
     targets_T: Tensor
+    position_T: Tensor
+    """Place of the target in its response, from 0."""
     packed: PackedRow
-    mask_T: Tensor
-    rollout_T: Tensor
-    lag_T: Tensor
-    advantages_T: Tensor
-    old_T: Tensor | None = None
-    """Log-probs under the proximal policy; None = it is the policy the step starts from."""
+    seen: Tokens
+    """What the objective knows of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What all rows of a step share."""
+
+    temperature: float
+    rewards_N: Tensor
+    groups_N: Tensor
+    lengths_N: Tensor
+    trainable_N: Tensor
+    minibatches_N: Tensor
+    constant: float
+    max_new_tokens: int
+
+    def denominators(self, minibatch: int) -> Denominators:
+        """Of one optimizer step, the same on every rank."""
+        trainable_N = torch.where(self.minibatches_N == minibatch, self.trainable_N, 0)
+        return Denominators(
+            tokens=int(trainable_N.sum()), sequences=int((trainable_N > 0).sum()), trainable_N=trainable_N, constant=self.constant
+        )
 
 
 class Trainer:
@@ -55,33 +81,51 @@ class Trainer:
         *,
         max_lag: int,
         proximal: WeightBackup | None = None,
+        reference: WeightBackup | None = None,
     ) -> None:
-        """``proximal``: weights of the last published version, where that is not always the one a step starts from; else None."""
-        self._policy, self._optimizer, self._algorithm, self._proximal = policy, optimizer, algorithm, proximal
+        """``proximal``: weights of the last published version, where that is not always the one a step starts from; else None.
+
+        ``reference``: weights of the reference model, where the algorithm wants one.
+        """
+        self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
+        self._objective, self._algorithm = Objective(algorithm), algorithm
+        assert reference is not None or not algorithm.needs_reference, "the algorithm wants a reference model"
+        self.kl_scale = 1.0
+        """What the adaptive controller has made of the KL coefficients; part of the checkpoint."""
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         policy.config.finalize_model_grads_func = _finalize_unscaled
         policy.config.grad_scale_func = optimizer.inner.scale_loss
 
     def train(self, batch: StepBatch) -> dict[str, float]:
-        """Take the step and return its metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
+        """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
 
-        The loss is the sum over all trainable tokens of the step divided by ``batch.num_tokens``, however they are split.
+        A loss is a sum over all trainable tokens of its minibatch with denominators of the whole minibatch, however they are split.
         """
         began = time.perf_counter()
-        rows = self._rows(batch)
+        step, rows = self._step(batch), [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
+        per_minibatch = len(rows) // batch.num_minibatches
+        parts: list[Sums] = []
+        taken: list[tuple[float, float]] = []
         with megatron_device():
-            rows = self._with_old_log_probs(rows, batch.temperature)
-            self._optimizer.zero_grad()
-            parts = self._run(rows, partial(self._loss, denominator=max(1, batch.num_tokens), temperature=batch.temperature))
-            grad_norm, rate = self._optimizer.step(batch.step)
+            rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
+            rows = self._with_advantages(rows, step)
+            for number in range(batch.num_minibatches):
+                mine = rows[number * per_minibatch : (number + 1) * per_minibatch]
+                made, norm_and_rate = self._minibatch(mine, step, step.denominators(number), batch.step)
+                parts += made
+                taken.append(norm_and_rate)
         sums = diagnostics.all_reduced(diagnostics.merged(parts), self._policy.parallel.dp_group)
+        metrics = diagnostics.finalize(sums)
+        self._adapt(metrics, batch)
         seconds = time.perf_counter() - began
+        norms = [norm for norm, _ in taken]
         return {
-            **diagnostics.finalize(sums),
+            **metrics,
             **_sample_metrics(batch),
-            "train/loss": float(sums.totals["loss"]),
-            "train/grad_norm": grad_norm,
-            "train/lr": rate,
+            "train/loss": float(sums.totals["loss"]) / batch.num_minibatches,
+            "train/grad_norm": sum(norms) / len(norms),
+            "train/grad_norm_max": max(norms),
+            "train/lr": sum(rate for _, rate in taken) / len(taken),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
         }
@@ -89,36 +133,128 @@ class Trainer:
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
         """Log-probs of the targets of every micro-batch under the present weights, [T] each, without gradient."""
         with megatron_device():
-            return self._forward_only(self._rows(batch), batch.temperature)
+            rows = [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
+            return self._forward_only(rows, batch.temperature)
 
-    def _rows(self, batch: StepBatch) -> list[_Row]:
-        rewards_N, groups_N = _tensor(batch.rewards_N).double(), _tensor(batch.groups_N)
-        advantages_N = ADVANTAGES[self._algorithm.advantage](rewards_N, groups_N).float()
-        return [self._row(micro_batch, advantages_N) for micro_batch in batch.micro_batches]
+    # ---- what a step is made of
 
-    def _row(self, micro_batch: MicroBatch, advantages_N: Tensor) -> _Row:
+    def _step(self, batch: StepBatch) -> _Step:
+        return _Step(
+            temperature=batch.temperature,
+            rewards_N=_tensor(batch.rewards_N).double(),
+            groups_N=_tensor(batch.groups_N),
+            lengths_N=_tensor(batch.response_lengths_N),
+            trainable_N=_tensor(batch.trainable_N).long(),
+            minibatches_N=_tensor(batch.minibatches_N),
+            constant=self._algorithm.loss_constant or float(batch.max_new_tokens),
+            max_new_tokens=batch.max_new_tokens,
+        )
+
+    def _row(self, micro_batch: MicroBatch, num_samples: int) -> _Row:
         to = partial(torch.Tensor.to, device=self._policy.parallel.device, non_blocking=True)
-        sample_T = _tensor(micro_batch.sample_T).long()
-        advantages_T = torch.where(sample_T >= 0, advantages_N[sample_T.clamp(min=0)], 0.0)
+        mask_T, sample_T = _tensor(micro_batch.loss_mask_T), _tensor(micro_batch.sample_T).long()
+        rollout_T = to(_tensor(micro_batch.rollout_log_probs_T))
         return _Row(
             tokens_T=to(_tensor(micro_batch.tokens_T)),
             targets_T=to(_tensor(micro_batch.targets_T)),
+            position_T=to(_places(mask_T, sample_T)),
             packed=packed_row(micro_batch.cu_seqlens, to(_tensor(micro_batch.position_ids_T))),
-            mask_T=to(_tensor(micro_batch.loss_mask_T)),
-            rollout_T=to(_tensor(micro_batch.rollout_log_probs_T)),
-            lag_T=to(_tensor(micro_batch.lag_T)),
-            advantages_T=to(advantages_T),
+            seen=Tokens(
+                mask_T=to(mask_T),
+                sample_T=to(sample_T),
+                num_samples=num_samples,
+                rollout_T=rollout_T,
+                lag_T=to(_tensor(micro_batch.lag_T)),
+                advantages_T=torch.zeros_like(rollout_T),
+            ),
         )
 
-    def _with_old_log_probs(self, rows: list[_Row], temperature: float) -> list[_Row]:
-        if self._proximal is None or self._algorithm.correction != "tis":
-            return rows
-        with self._proximal.switch():
-            old = self._forward_only(rows, temperature)
-        return [
-            _Row(**{name: getattr(row, name) for name in _Row.__slots__ if name != "old_T"}, old_T=old_T)
-            for row, old_T in zip(rows, old, strict=True)
-        ]
+    def _with_log_probs(self, rows: list[_Row], temperature: float, minibatches: int) -> list[_Row]:
+        """The rows with the log-probs of the proximal and the reference policy, where the objective wants them."""
+        published_every = 1 if self._proximal is None else 2
+        if self._objective.needs_old(minibatches=minibatches, published_every=published_every):
+            with contextlib.nullcontext() if self._proximal is None else self._proximal.switch():
+                old = self._forward_only(rows, temperature)
+            rows = [replace(row, seen=replace(row.seen, old_T=old_T)) for row, old_T in zip(rows, old, strict=True)]
+        if self._reference is not None:
+            with self._reference.switch():
+                reference = self._forward_only(rows, temperature)
+            rows = [replace(row, seen=replace(row.seen, reference_T=each_T)) for row, each_T in zip(rows, reference, strict=True)]
+        return rows
+
+    def _with_advantages(self, rows: list[_Row], step: _Step) -> list[_Row]:
+        algorithm, objective = self._algorithm, self._objective
+        kl_N = self._divergences(rows, len(step.rewards_N)) if algorithm.kl.reward_coef else None
+        rewards_N = objective.shaped_rewards(
+            step.rewards_N, step.lengths_N, max_tokens=step.max_new_tokens, kl_N=kl_N, kl_scale=self.kl_scale
+        )
+        advantages_N = objective.advantages(rewards_N, step.groups_N, step.lengths_N, step.trainable_N).float()
+        advantages_N = advantages_N.to(self._policy.parallel.device)
+        return [replace(row, seen=self._advised(row.seen, advantages_N)) for row in rows]
+
+    def _advised(self, seen: Tokens, advantages_N: Tensor) -> Tokens:
+        advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
+        if self._algorithm.distill_coef:
+            assert seen.old_T is not None and seen.reference_T is not None
+            advantages_T = advantages_T + self._algorithm.distill_coef * distillation_advantages(seen.old_T, seen.reference_T, seen.mask_T)
+        return replace(seen, advantages_T=advantages_T)
+
+    def _divergences(self, rows: list[_Row], num_samples: int) -> Tensor:
+        """``sum_t log pi_old - log pi_reference`` of every sample of the step, on all ranks, [N] on the CPU."""
+        total_N = torch.zeros(num_samples, dtype=torch.float64)
+        for row in rows:
+            seen = row.seen
+            assert seen.old_T is not None and seen.reference_T is not None
+            gap_T = (seen.old_T - seen.reference_T).double()
+            total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
+        return self._summed(total_N)
+
+    def _minibatch(self, rows: list[_Row], step: _Step, denominators: Denominators, number: int) -> tuple[list[Sums], tuple[float, float]]:
+        """One optimizer step; what its rows say of themselves, and (gradient norm, learning rate)."""
+        coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
+        self._optimizer.zero_grad()
+        parts: list[Sums] = self._run(rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled))
+        scale = 1.0
+        if self._algorithm.ess_lr:
+            weights, squares, count = self._summed(torch.stack([part.totals["ess"] for part in parts]).sum(0)).tolist()
+            scale = effective_sample_share(weights, squares, count) ** 0.5
+        return parts, self._optimizer.step(number, scale=scale)
+
+    def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
+        """Move the KL coefficients towards their target divergence."""
+        kl = self._algorithm.kl
+        if kl.target and "train/kl_reference" in metrics:
+            self.kl_scale = next_coefficient(
+                self.kl_scale, metrics["train/kl_reference"], target=kl.target, horizon=kl.horizon, num_samples=len(batch.rewards_N)
+            )
+        if self._algorithm.needs_reference:
+            metrics["train/kl_scale"] = self.kl_scale
+
+    # ---- over the ranks
+
+    def _summed(self, values: Tensor) -> Tensor:
+        group = self._policy.parallel.dp_group
+        if dist.get_world_size(group) > 1:
+            here = values.to(self._policy.parallel.device)
+            dist.all_reduce(here, group=group)
+            values = here.to(values.device)
+        return values
+
+    def _gathered(self, values_M: Tensor) -> Tensor:
+        """The concatenation of what the data-parallel ranks hold, of different lengths."""
+        group = self._policy.parallel.dp_group
+        world = dist.get_world_size(group)
+        if world == 1:
+            return values_M
+        lengths = [torch.zeros(1, dtype=torch.int64, device=values_M.device) for _ in range(world)]
+        dist.all_gather(lengths, torch.tensor([len(values_M)], device=values_M.device), group=group)
+        sizes = [int(length) for length in lengths]
+        padded = torch.nn.functional.pad(values_M, (0, max(sizes) - len(values_M)))
+        parts = [torch.zeros_like(padded) for _ in range(world)]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    # ---- through the model
 
     def _forward_only(self, rows: list[_Row], temperature: float) -> list[Tensor]:
         """Log-probs of each row's targets without gradient."""
@@ -164,34 +300,30 @@ class Trainer:
     def _log_probs(self, row: _Row, logits_TV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         return log_probs_and_entropy(logits_TV, row.targets_T, temperature=temperature, group=self._policy.parallel.tp_group)
 
-    def _loss(self, row: _Row, logits_TV: Tensor, *, denominator: int, temperature: float) -> tuple[Tensor, Sums]:
-        log_probs_T, entropy_T = self._log_probs(row, logits_TV, temperature)
-        start_T = log_probs_T.detach() if row.old_T is None else row.old_T
-        loss = self._token_loss(row, log_probs_T, start_T)
-        total = token_mean(loss.loss_T, row.mask_T, denominator)
-        if self._algorithm.entropy_coef:
-            total = total - self._algorithm.entropy_coef * token_mean(entropy_T, row.mask_T, denominator)
+    def _loss(self, row: _Row, logits_TV: Tensor, *, step: _Step, denominators: Denominators, coupled: Coupled) -> tuple[Tensor, Sums]:
+        seen = row.seen
+        log_probs_T, entropy_T = self._log_probs(row, logits_TV, step.temperature)
+        total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
         sums = diagnostics.token_sums(
             log_probs_T=log_probs_T,
-            old_T=start_T,
-            rollout_T=row.rollout_T,
+            start_T=log_probs_T.detach() if seen.old_T is None else seen.old_T,
+            rollout_T=seen.rollout_T,
             entropy_T=entropy_T,
-            mask_T=row.mask_T,
-            lag_T=row.lag_T,
+            advantages_T=seen.advantages_T,
+            mask_T=seen.mask_T,
+            lag_T=seen.lag_T,
+            sample_T=seen.sample_T,
+            num_samples=seen.num_samples,
             loss=loss,
             lag_buckets=self._lag_buckets,
+            position_T=row.position_T,
         )
-        return total, Sums(totals={**sums.totals, "loss": total.detach().double()}, maxima=sums.maxima)
-
-    def _token_loss(self, row: _Row, log_probs_T: Tensor, start_T: Tensor) -> TokenLoss:
-        algorithm = self._algorithm
-        clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-        if algorithm.correction == "tis":
-            tis = {"tis_low": algorithm.tis_low, "tis_high": algorithm.tis_high}
-            return three_policy_loss(log_probs_T, start_T, row.rollout_T, row.advantages_T, row.mask_T, **clip, **tis)
-        if algorithm.correction == "bypass":
-            return two_policy_loss(log_probs_T, row.rollout_T, row.advantages_T, row.mask_T, **clip)
-        return uncorrected_loss(log_probs_T, row.advantages_T, row.mask_T)
+        more = {"loss": total.detach().double()}
+        if divergence_T is not None:
+            more["kl_reference"] = torch.where(seen.mask_T, divergence_T, 0.0).sum().double()
+        if self._algorithm.ess_lr:
+            more["ess"] = sequence_weight_sums(log_probs_T, seen)
+        return total, Sums(totals={**sums.totals, **more}, maxima=sums.maxima)
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
@@ -201,7 +333,17 @@ def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **gro
 
 def _sample_metrics(batch: StepBatch) -> dict[str, float]:
     names = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N")
-    return diagnostics.sample_metrics(**{name: _tensor(getattr(batch, name)) for name in names})
+    unended = float(batch.unended_N.mean())
+    return {**diagnostics.sample_metrics(**{name: _tensor(getattr(batch, name)) for name in names}), "train/unended_share": unended}
+
+
+def _places(mask_T: Tensor, sample_T: Tensor) -> Tensor:
+    """Number of trainable tokens of the same sample before each token, [T]."""
+    at_T = torch.arange(len(mask_T))
+    before_T = mask_T.long().cumsum(0) - mask_T.long()
+    new_T = torch.cat([torch.ones(1, dtype=torch.bool), sample_T[1:] != sample_T[:-1]])
+    first_T = torch.where(new_T, at_T, 0).cummax(0).values
+    return before_T - before_T[first_T]
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from learner.config import AlgorithmConfig, OptimizerConfig
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import OptimizerConfig
 from learner.megatron import parallel, state
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
@@ -27,7 +28,7 @@ def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoi
     trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, proximal=proximal)
     steps = STEPS
     if checkpoint is not None:
-        assert state.load(checkpoint, policy=policy, optimizer=optimizer, proximal=proximal) == STEPS[0]
+        assert state.load(checkpoint, policy=policy, optimizer=optimizer, proximal=proximal)[0] == STEPS[0]
         steps = STEPS[1:]
     metrics = []
     for step in steps:

@@ -1,6 +1,9 @@
-"""Advantages: identities of GRPO and RLOO, against a loop, for groups of any size in any order."""
+"""Advantages: against loops over groups of any size in any order, and their exact mean gradients over all groups of a small policy."""
 
+import itertools
+import math
 import statistics
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,81 +11,387 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.advantages import ADVANTAGES, grpo, grpo_no_std, rloo
-
-GROUPS = st.lists(
-    st.lists(st.floats(-10, 10, allow_nan=False).map(lambda value: round(value, 3)), min_size=1, max_size=6), min_size=1, max_size=5
+from learner.algorithms import config
+from learner.algorithms.advantages import (
+    ADVANTAGES,
+    MEMBERS,
+    Advantage,
+    batch_std,
+    group_moments,
+    grpo,
+    grpo_no_std,
+    masked_moments,
+    maxrl,
+    opo,
+    reinforce,
+    returns_to_go,
+    rloo,
+    whitened,
 )
 
-
-def _flat(groups: list[list[float]]) -> tuple[Tensor, Tensor]:
-    rewards = torch.tensor([reward for group in groups for reward in group], dtype=torch.float64)
-    ids = torch.tensor([1000 - 7 * number for number, group in enumerate(groups) for _ in group])
-    return rewards, ids
+KINDS = sorted(ADVANTAGES)
 
 
-def _loop(kind: str, groups: list[list[float]]) -> list[float]:
-    advantages = []
-    for group in groups:
-        mean = sum(group) / len(group)
-        for reward in group:
-            if len(set(group)) == 1:
-                advantages.append(0.0)
-            elif kind == "rloo":
-                advantages.append(reward - (sum(group) - reward) / (len(group) - 1))
-            else:
-                advantages.append((reward - mean) / (statistics.stdev(group) + 1e-6 if kind == "grpo" else 1))
-    return advantages
+def _close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@dataclass(frozen=True)
+class Member:
+    reward: float
+    length: int
+    valid: bool
+
+
+MEMBER = st.builds(
+    Member, reward=st.floats(-10, 10).map(lambda value: round(value, 3)), length=st.integers(0, 9), valid=st.integers(0, 3).map(bool)
+)
+GROUPS = st.lists(st.lists(MEMBER, min_size=1, max_size=6), min_size=1, max_size=5)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Of a step; the ids of its groups are neither small nor in order."""
+
+    rewards: Tensor
+    groups: Tensor
+    lengths: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, groups: list[list[Member]]) -> "Samples":
+        flat = [member for group in groups for member in group]
+        return cls(
+            torch.tensor([member.reward for member in flat], dtype=torch.float64),
+            torch.tensor([1000 - 7 * number for number, group in enumerate(groups) for _ in group]),
+            torch.tensor([member.length for member in flat]),
+            torch.tensor([member.valid for member in flat]),
+        )
+
+    def at(self, order: Tensor) -> "Samples":
+        return Samples(self.rewards[order], self.groups[order], self.lengths[order], self.valid[order])
+
+    def advantages(self, kind: str, members: str = "count") -> Tensor:
+        estimate = ADVANTAGES[kind].function
+        return estimate(self.rewards, self.groups, lengths_N=self.lengths, valid_N=self.valid, members=members)
+
+
+def _loop(kind: str, groups: list[list[Member]], members: str) -> list[float]:
+    """The definitions, sample by sample."""
+    asked = [[member for member in group if members == "count" or member.valid] for group in groups]
+    everything = [member.reward for group in asked for member in group]
+    scale = statistics.stdev(everything) if len(everything) > 1 else 0.0
+    return [
+        _own(kind, member, there, scale) if member.valid else 0.0 for group, there in zip(groups, asked, strict=True) for member in group
+    ]
+
+
+def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
+    rewards = [other.reward for other in group]
+    if kind in ("reinforce", "reinforce_pp"):
+        return member.reward
+    if len(set(rewards)) == 1:
+        return 0.0
+    mean = math.fsum(rewards) / len(rewards)
+    if kind == "rloo":
+        return member.reward - (math.fsum(rewards) - member.reward) / (len(rewards) - 1)
+    if kind == "opo":
+        tokens = sum(other.length for other in group)
+        return member.reward - (math.fsum(other.length * other.reward for other in group) / tokens if tokens else mean)
+    if kind == "maxrl":
+        return (member.reward - mean) / mean if mean > 1e-6 * statistics.stdev(rewards) else 0.0
+    divisor = {"grpo": statistics.stdev(rewards) + 1e-6, "batch_std": scale + 1e-6}.get(kind, 1.0)
+    return (member.reward - mean) / divisor
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(groups=GROUPS)
-def test_every_kind_is_the_loop_over_groups(kind: str, groups: list[list[float]]) -> None:
-    rewards, ids = _flat(groups)
-    wanted = torch.tensor(_loop(kind, groups), dtype=torch.float64)
-    torch.testing.assert_close(ADVANTAGES[kind](rewards, ids), wanted, atol=1e-6, rtol=1e-6)
+def test_every_kind_is_the_loop_over_groups(kind: str, members: str, groups: list[list[Member]]) -> None:
+    """Properties 40-44."""
+    got = Samples.of(groups).advantages(kind, members)
+    torch.testing.assert_close(got, torch.tensor(_loop(kind, groups, members), dtype=torch.float64), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize("members", MEMBERS)
+@pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None)
 @given(groups=GROUPS, seed=st.integers(0, 1000))
-def test_advantages_go_with_their_samples_in_any_order(kind: str, groups: list[list[float]], seed: int) -> None:
-    rewards, ids = _flat(groups)
-    order = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(seed))
-    torch.testing.assert_close(ADVANTAGES[kind](rewards[order], ids[order]), ADVANTAGES[kind](rewards, ids)[order], atol=1e-9, rtol=1e-9)
+def test_advantages_go_with_their_samples_in_any_order(kind: str, members: str, groups: list[list[Member]], seed: int) -> None:
+    """Property 40."""
+    samples = Samples.of(groups)
+    order = torch.randperm(len(samples.rewards), generator=torch.Generator().manual_seed(seed))
+    got = samples.at(order).advantages(kind, members)
+    torch.testing.assert_close(got, samples.advantages(kind, members)[order], rtol=1e-8, atol=1e-10)
 
 
 @settings(deadline=None)
 @given(groups=GROUPS)
-def test_grpo_sums_to_zero_and_ignores_shift_and_scale(groups: list[list[float]]) -> None:
-    rewards, ids = _flat(groups)
-    advantages = grpo(rewards, ids)
-    for task in ids.unique():
-        assert abs(float(advantages[ids == task].sum())) < 1e-8
-    spread = torch.stack([rewards[ids == task].std(correction=0) for task in ids.unique()])
-    if bool((spread > 0.01).all()):
-        torch.testing.assert_close(grpo(3 * rewards + 5, ids), advantages, atol=1e-3, rtol=0)
+def test_grpo_sums_to_zero_and_ignores_shift_and_scale(groups: list[list[Member]]) -> None:
+    """Property 40."""
+    samples = Samples.of(groups)
+    advantages = grpo(samples.rewards, samples.groups)
+    for group in samples.groups.unique():
+        assert abs(float(advantages[samples.groups == group].sum())) < 1e-8
+    spread = group_moments(samples.rewards, samples.groups)
+    if bool(((spread.std_N > 0.01) | spread.constant_N).all()):
+        torch.testing.assert_close(grpo(3 * samples.rewards + 5, samples.groups), advantages, atol=1e-3, rtol=0)
 
 
-@pytest.mark.parametrize("kind", sorted(ADVANTAGES))
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_groups_without_variance_and_groups_of_one_have_exactly_none(kind: str, dtype: torch.dtype) -> None:
-    rewards = torch.tensor([0.1, 0.1, 0.1, 7.0], dtype=dtype)
-    advantages = ADVANTAGES[kind](rewards, torch.tensor([1, 1, 1, 2]))
-    assert advantages.dtype == dtype and advantages.tolist() == [0, 0, 0, 0]
+def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype) -> None:
+    """Properties 40 and 60: equal rewards, one sample (whose torch.std is NaN), none valid, no samples at all."""
+    estimate = ADVANTAGES[kind].function
+    cases = {
+        "equal": ([0.1, 0.1, 0.1], [1, 1, 1], [True] * 3),
+        "of one": ([7.0], [2], [True]),
+        "a step of groups of one": ([7.0, 7.0], [2, 3], [True] * 2),
+        "one valid": ([0.0, 3.0], [1, 1], [False, True]),
+        "none valid": ([math.nan, math.nan], [1, 1], [False, False]),
+        "empty": ([], [], []),
+    }
+    for name, (rewards, groups, valid) in cases.items():
+        got = estimate(
+            torch.tensor(rewards, dtype=dtype),
+            torch.tensor(groups, dtype=torch.int64),
+            lengths_N=torch.ones(len(groups), dtype=torch.int64),
+            valid_N=torch.tensor(valid, dtype=torch.bool),
+            members="leave_out",
+        )
+        assert got.dtype == dtype, name
+        raw = [reward if ok else 0.0 for reward, ok in zip(rewards, valid, strict=True)]
+        _close(got, torch.tensor(raw if estimate is reinforce else [0.0] * len(raw), dtype=dtype))
 
 
 def test_two_samples_right_and_wrong() -> None:
-    rewards, ids = torch.tensor([0.0, 1.0]), torch.tensor([4, 4])
-    torch.testing.assert_close(grpo(rewards, ids), torch.tensor([-1.0, 1.0]) / 2**0.5, atol=1e-5, rtol=0)
-    assert grpo_no_std(rewards, ids).tolist() == [-0.5, 0.5]
-    assert rloo(rewards, ids).tolist() == [-1, 1]
+    """Property 41: the standard deviation is the unbiased one."""
+    rewards, groups = torch.tensor([0.0, 1.0]), torch.tensor([4, 4])
+    torch.testing.assert_close(grpo(rewards, groups), torch.tensor([-1.0, 1.0]) / 2**0.5, atol=1e-5, rtol=0)
+    assert grpo_no_std(rewards, groups).tolist() == [-0.5, 0.5]
+    assert rloo(rewards, groups).tolist() == [-1, 1]
+    assert maxrl(rewards, groups).tolist() == [-1, 1]
 
 
 def test_the_leave_one_out_baseline_does_not_know_its_own_reward() -> None:
-    rewards, ids = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64), torch.tensor([0, 0, 0])
+    """Property 42."""
+    rewards, groups = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64), torch.tensor([0, 0, 0])
     changed = rewards.clone()
     changed[1] += 100
-    assert float(rloo(changed, ids)[1] - rloo(rewards, ids)[1]) == pytest.approx(100)
-    torch.testing.assert_close(rloo(rewards, ids), 1.5 * grpo_no_std(rewards, ids))
+    assert float(rloo(changed, groups)[1] - rloo(rewards, groups)[1]) == pytest.approx(100)
+    _close(rloo(rewards, groups), 1.5 * grpo_no_std(rewards, groups))
+    assert float(rloo(rewards, groups).sum()) == pytest.approx(0, abs=1e-12)
+
+
+def test_opo_is_the_mean_baseline_where_lengths_are_equal_and_listens_to_the_longer_elsewhere() -> None:
+    """Property 44."""
+    rewards, groups = torch.tensor([0.0, 1.0, 5.0, 9.0], dtype=torch.float64), torch.tensor([3, 3, 3, 8])
+    _close(opo(rewards, groups, lengths_N=torch.tensor([4, 4, 4, 1])), grpo_no_std(rewards, groups))
+    _close(opo(rewards, groups, lengths_N=torch.tensor([1, 1, 2, 1])), torch.tensor([-2.75, -1.75, 2.25, 0], dtype=torch.float64))
+    with pytest.raises(ValueError, match="lengths_N"):
+        opo(rewards, groups)
+
+
+@pytest.mark.parametrize("successes", [1, 2, 4])
+def test_maxrl_pays_a_success_by_its_rarity_whatever_the_unit(successes: int) -> None:
+    """Property 44."""
+    rewards = torch.tensor([1.0] * successes + [0.0] * (5 - successes), dtype=torch.float64)
+    wanted = torch.tensor([(5 - successes) / successes] * successes + [-1.0] * (5 - successes), dtype=torch.float64)
+    for unit in (1e-9, 1.0, 1e9):
+        _close(maxrl(unit * rewards, torch.zeros(5, dtype=torch.int64)), wanted)
+    assert not maxrl(-rewards, torch.zeros(5, dtype=torch.int64)).any()
+
+
+def test_maxrl_does_not_divide_by_a_mean_that_is_rounding() -> None:
+    rewards = torch.tensor([0.1, 0.2, -0.3], dtype=torch.float64)
+    assert float(rewards.mean()) > 0
+    assert not maxrl(rewards, torch.zeros(3, dtype=torch.int64)).any()
+
+
+# ---- mean gradients, by enumeration
+
+
+class Policy:
+    """All 27 responses of a policy of 3 tokens and 3 steps; every prefix has logits of its own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.logits = torch.randn(13, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+        self.rewards = torch.randn(27, generator=generator, dtype=torch.float64)
+        self.p = self.log_probs().exp()
+        self.scores = torch.stack([self.gradient(log_p) for log_p in self.log_probs()])
+        """d log pi(y) / d logits, [27, 39]."""
+
+    def log_probs(self) -> Tensor:
+        at = torch.arange(27)
+        parts = self.logits.log_softmax(-1).split([1, 3, 9])
+        return torch.stack([part.reshape(-1)[at // 3 ** (2 - depth)] for depth, part in enumerate(parts)]).sum(0)
+
+    def gradient(self, number: Tensor) -> Tensor:
+        return torch.autograd.grad(number, self.logits, retain_graph=True)[0].reshape(-1)
+
+    def mean_gradient(self, estimate: Advantage, rewards: Tensor, size: int, valid: Tensor | None = None, members: str = "count") -> Tensor:
+        """``E[(1 / G) sum_i A_i grad log pi(y_i)]`` over all 27^G groups, given to the estimator as one step."""
+        tuples = torch.tensor(list(itertools.product(range(27), repeat=size)))
+        flat = tuples.reshape(-1)
+        groups = torch.arange(len(tuples)).repeat_interleave(size)
+        valid_N = None if valid is None else valid[flat]
+        advantages = estimate(rewards[flat], groups, valid_N=valid_N, members=members)
+        p = self.p.detach()[tuples].prod(-1).repeat_interleave(size)
+        return (p * advantages / size) @ self.scores[flat]
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    return Policy()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo_no_std"])
+def test_mean_gradient_over_all_groups(kind: str, size: int, policy: Policy) -> None:
+    """Property 43: exact for no baseline and for that of the others; (G - 1) / G of it for the mean."""
+    share = (size - 1) / size if kind == "grpo_no_std" else 1.0
+    wanted = share * policy.gradient((policy.p * policy.rewards).sum())
+    _close(policy.mean_gradient(ADVANTAGES[kind].function, policy.rewards, size), wanted)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_maxrl_climbs_the_likelihood_of_success_as_far_as_its_group_sees(size: int, policy: Policy) -> None:
+    success = (policy.rewards > 0.5).double()
+    p = (policy.p * success).sum()
+    wanted = (1 - (1 - p.detach()) ** (size - 1)) * policy.gradient(p.log())
+    _close(policy.mean_gradient(maxrl, success, size), wanted)
+
+
+def test_batch_std_of_one_group_is_grpo_and_of_two_is_not(policy: Policy) -> None:
+    groups = torch.tensor([0] * 20 + [1] * 7)
+    _close(batch_std(policy.rewards, torch.zeros_like(groups)), grpo(policy.rewards, torch.zeros_like(groups)))
+    centered = grpo_no_std(policy.rewards, groups)
+    _close(batch_std(policy.rewards, groups), centered / (float(policy.rewards.std()) + 1e-6))
+
+
+def test_members_that_fail_because_of_their_response_bias_the_gradient_as_documented(policy: Policy) -> None:
+    """Property 20, within groups: who is missing depends on the response, as in a time-out on long ones. P, R as in the module."""
+    valid = torch.arange(27) % 4 != 0
+    size = 3
+    p_valid = (policy.p * valid).sum()
+    mean = (policy.p * valid * policy.rewards).sum() / p_valid
+    share, grad_share, grad_mean = float(p_valid.detach()), policy.gradient(p_valid), policy.gradient(mean)
+    failed_is_zero = torch.where(valid, policy.rewards, 0.0)
+
+    enough = sum(k * math.comb(size, k) * share**k * (1 - share) ** (size - k) for k in range(2, size + 1)) / size
+    leave_out = policy.mean_gradient(rloo, torch.where(valid, policy.rewards, math.nan), size, valid, "leave_out")
+    _close(leave_out, enough * grad_mean)
+
+    count = policy.mean_gradient(rloo, failed_is_zero, size, valid, "count")
+    _close(count, share * grad_mean + (1 - share) * float(mean.detach()) * grad_share)
+
+    trained = policy.mean_gradient(rloo, failed_is_zero, size)
+    _close(trained, share * grad_mean + float(mean.detach()) * grad_share)
+
+
+def test_members_that_fail_by_chance_bias_neither(policy: Policy) -> None:
+    """Property 20: missing whatever the response. Sample 2 of each group of 3 has crashed, or all three are there."""
+    grad = policy.gradient((policy.p * policy.rewards).sum())
+
+    def crash(members: str) -> Advantage:
+        def estimate(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: object = None, valid_N: object = None, **_: object) -> Tensor:
+            there_N = torch.arange(len(rewards_N)) % 3 != 2
+            return rloo(torch.where(there_N, rewards_N, 0.0), groups_N, valid_N=there_N, members=members)
+
+        return estimate
+
+    for members in MEMBERS:
+        _close(policy.mean_gradient(crash(members), policy.rewards, 3), 2 / 3 * grad)
+
+
+def test_a_reward_that_is_left_out_is_never_looked_at_and_one_that_counts_is_seen() -> None:
+    rewards, groups = torch.tensor([1.0, math.nan, 3.0, 1.0, 2.0]), torch.tensor([0, 0, 0, 1, 1])
+    valid, lengths = torch.tensor([True, False, True, True, True]), torch.ones(5)
+    for kind in KINDS:
+        estimate = ADVANTAGES[kind].function
+        alone = estimate(rewards[[0, 2, 3, 4]], groups[[0, 2, 3, 4]], lengths_N=lengths[:4])
+        left_out = estimate(rewards, groups, lengths_N=lengths, valid_N=valid, members="leave_out")
+        torch.testing.assert_close(left_out[[0, 2, 3, 4]], alone)
+        assert left_out[1] == 0
+    assert rloo(rewards, groups, valid_N=valid).isnan().tolist() == [True, False, True, False, False]
+    for kind in KINDS:
+        with pytest.raises(ValueError, match="members"):
+            ADVANTAGES[kind].function(rewards, groups, lengths_N=lengths, members="forget")
+
+
+def test_the_table_is_what_the_config_offers() -> None:
+    assert set(ADVANTAGES) == set(config.ADVANTAGES)
+    assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {"reinforce_pp", "reinforce_pp_baseline"}
+
+
+# ---- whitening
+
+VALUES = st.lists(st.tuples(st.floats(-100, 100).map(lambda value: round(value, 3)), st.integers(0, 4)), min_size=1, max_size=30)
+
+
+@settings(deadline=None)
+@given(values=VALUES, shift=st.booleans())
+def test_whitening_counts_a_sample_as_often_as_it_has_tokens(values: list[tuple[float, int]], shift: bool) -> None:
+    tokens = [value for value, count in values for _ in range(count)]
+    mean, spread = (statistics.fmean(tokens), statistics.pvariance(tokens)) if tokens else (0.0, 0.0)
+    wanted = [((value - mean) / math.sqrt(spread + 1e-8) + (0 if shift else mean)) if count else 0.0 for value, count in values]
+    rewards = torch.tensor([value if count else math.nan for value, count in values], dtype=torch.float64)
+    got = whitened(rewards, torch.tensor([count for _, count in values]), shift=shift)
+    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None)
+@given(values=VALUES, shards=st.integers(2, 5), seed=st.integers(0, 1000))
+def test_whitening_by_added_moments_does_not_see_the_shards(values: list[tuple[float, int]], shards: int, seed: int) -> None:
+    """Property 48."""
+    rewards = torch.tensor([value if count else math.nan for value, count in values], dtype=torch.float64)
+    mask = torch.tensor([bool(count) for _, count in values])
+    parts = torch.randint(shards, (len(values),), generator=torch.Generator().manual_seed(seed))
+    moments = torch.stack([masked_moments(rewards[parts == part], mask[parts == part]) for part in range(shards)]).sum(0)
+    whole = whitened(rewards, mask)
+    for part in range(shards):
+        torch.testing.assert_close(
+            whitened(rewards[parts == part], mask[parts == part], moments), whole[parts == part], rtol=1e-9, atol=1e-7
+        )
+
+
+def test_whitening_each_shard_by_itself_is_something_else() -> None:
+    """Property 48."""
+    rewards, mask = torch.tensor([1.0, 2.0, 3.0, 40.0, 50.0, 60.0], dtype=torch.float64), torch.ones(6, dtype=torch.bool)
+    apart = torch.cat([whitened(rewards[:3], mask[:3]), whitened(rewards[3:], mask[3:])])
+    assert float((apart - whitened(rewards, mask)).abs().min()) > 0.1
+
+
+def test_whitening_takes_float32_and_has_variance_one() -> None:
+    values = torch.tensor([1.0, 2.0, 4.0, math.inf])
+    got = whitened(values, torch.tensor([True, True, True, False]))
+    assert got.dtype == torch.float32 and got[3] == 0
+    assert float(got[:3].mean()) == pytest.approx(0, abs=1e-6) and float(got[:3].square().mean()) == pytest.approx(1, abs=1e-6)
+
+
+# ---- rewards of tokens
+
+
+@settings(deadline=None)
+@given(
+    rows=st.lists(st.lists(st.tuples(st.floats(-5, 5), st.booleans()), min_size=1, max_size=6), max_size=5),
+    padding=st.integers(0, 3),
+    gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
+    masked=st.booleans(),
+)
+def test_returns_to_go_are_the_loop_within_each_sample(
+    rows: list[list[tuple[float, bool]]], padding: int, gamma: float, masked: bool
+) -> None:
+    wanted: list[float] = []
+    for row in rows:
+        there = [kept or not masked for _, kept in row]
+        for at in range(len(row)):
+            later = [reward for (reward, _), kept in zip(row[at:], there[at:], strict=True) if kept]
+            wanted.append(math.fsum(gamma**k * reward for k, reward in enumerate(later)) if there[at] else 0.0)
+    rewards = [reward if kept or not masked else math.nan for row in rows for reward, kept in row] + [math.nan] * padding
+    sample_T = torch.tensor([number for number, row in enumerate(rows) for _ in row] + [-1] * padding, dtype=torch.int64)
+    mask_T = torch.tensor([kept for row in rows for _, kept in row] + [True] * padding, dtype=torch.bool) if masked else None
+    got = returns_to_go(torch.tensor(rewards, dtype=torch.float64), sample_T, gamma=gamma, mask_T=mask_T)
+    _close(got, torch.tensor(wanted + [0.0] * padding, dtype=torch.float64))

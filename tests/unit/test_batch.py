@@ -16,22 +16,33 @@ from learner.packing import assign
 from tests.data_kit import sample, task
 
 
-def plan_of(samples: list[Sample], *, step: int = 3, oldest_step: int | None = None, data_parallel: int = 1, max_tokens: int = 16) -> Plan:
+def plan_of(
+    samples: list[Sample],
+    *,
+    step: int = 3,
+    oldest_step: int | None = None,
+    data_parallel: int = 1,
+    max_tokens: int = 16,
+    minibatches: int = 1,
+) -> Plan:
     """Version v is the weights of step v."""
-    packed = assign([len(one.tokens) for one in samples], data_parallel=data_parallel, max_tokens=max_tokens)
     ids = sorted({one.task for one in samples})
+    sizes = [sum(one.task == id for one in samples) for id in ids]
+    lengths = [len(one.tokens) for one in samples]
+    packed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes)
     return Plan(
         epoch=1,
         step=step,
         tasks=np.array(ids, np.int64),
         seqs=np.arange(1, len(samples) + 1),
-        group_sizes=np.array([sum(one.task == id for one in samples) for id in ids], np.int32),
+        group_sizes=np.array(sizes, np.int32),
         ranks=packed.ranks,
         micro_batches=packed.micro_batches,
         version_steps={span.version: span.version for one in samples for span in one.spans},
         oldest_step=oldest_step,
         data_parallel=data_parallel,
         num_micro_batches=packed.num_micro_batches,
+        num_minibatches=packed.num_minibatches,
         config_digest="",
         chain="",
     )
@@ -97,6 +108,36 @@ def test_rows_of_the_step_are_the_same_on_every_rank() -> None:
         assert (batch.recorded, batch.state, batch.temperature) == (True, b"s", 1.0)
 
 
+@given(steps(), st.integers(1, 2), st.sampled_from([None, 1, 2]), st.integers(1, 3))
+def test_minibatches_and_trainable_tokens_of_every_sample_are_known_everywhere(
+    samples: list[Sample], data_parallel: int, oldest_step: int | None, minibatches: int
+) -> None:
+    """Group g is in minibatch g mod M, and so are the rows that hold its tokens."""
+    plan = plan_of(samples, oldest_step=oldest_step, data_parallel=data_parallel, minibatches=minibatches)
+    groups = sorted({one.task for one in samples})
+    for batch in build_batches(plan, samples):
+        assert batch.num_minibatches == min(minibatches, len(groups))
+        assert batch.minibatches_N.tolist() == [groups.index(one.task) % batch.num_minibatches for one in samples]
+        assert batch.trainable_N.tolist() == [len(tokens_by_loop(one, plan)) for one in samples]
+        each = len(batch.micro_batches) // batch.num_minibatches
+        for number, part in enumerate(batch.micro_batches):
+            assert set(batch.minibatches_N[part.sample_T[part.sample_T >= 0]]) <= {number // each}
+
+
+def test_a_lost_end_is_seen() -> None:
+    """Status completed without a token that ends: but not where a string ends it, or nobody knows what ends."""
+    whole = sample(task(1), 0)
+    last = int(whole.tokens[-1])
+    cut = replace(whole, status=Status.TRUNCATED)
+    stopped = replace(whole, sampling=replace(whole.sampling, stop=("x",)))
+    by_id = replace(whole, sampling=replace(whole.sampling, stop_token_ids=(last,)))
+    samples = [replace(one, index=index) for index, one in enumerate((whole, cut, stopped, by_id))]
+    found = {eos: build_batches(plan_of(samples), samples, eos_ids=eos)[0].unended_N for eos in (frozenset(), frozenset({last + 1}))}
+    assert not found[frozenset()].any()
+    assert found[frozenset({last + 1})].tolist() == [True, False, False, False]
+    assert not build_batches(plan_of(samples), samples, eos_ids=frozenset({last}))[0].unended_N.any()
+
+
 def test_an_empty_micro_batch_is_one_masked_row() -> None:
     one = sample(task(1), 0)
     (_, empty) = build_batches(plan_of([one], data_parallel=2), [one], pad_to=2)
@@ -144,9 +185,9 @@ def test_missing_and_cut_frames_are_refused() -> None:
     with pytest.raises(FeedError, match="frames"):
         decode(header, frames[1:-1])
     with pytest.raises(FeedError, match="multiple of 8 bytes"):
-        decode(header, [*frames[1:6], frames[6][:-1], *frames[7:]])
+        decode(header, [*frames[1:9], frames[9][:-1], *frames[10:]])
     with pytest.raises(FeedError, match="arrays of"):
-        decode(header, [*frames[1:6], frames[6][:-8], *frames[7:]])
+        decode(header, [*frames[1:9], frames[9][:-8], *frames[10:]])
 
 
 def test_a_header_that_is_none_is_refused() -> None:

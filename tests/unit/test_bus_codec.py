@@ -98,6 +98,7 @@ RECORDS: st.SearchStrategy[PlanRecord] = st.one_of(
         oldest_step=st.none() | INTS,
         data_parallel=INTS,
         num_micro_batches=INTS,
+        num_minibatches=INTS,
         config_digest=TEXT,
         chain=TEXT,
     ),

@@ -54,6 +54,29 @@ def test_more_ranks_than_samples_leaves_empty_micro_batches() -> None:
     assert (placed.num_micro_batches, placed.ranks.tolist()) == (1, [0])
 
 
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=5), min_size=1, max_size=12),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 64),
+)
+def test_minibatches_hold_whole_groups_in_turn(groups: list[list[int]], data_parallel: int, minibatches: int, max_tokens: int) -> None:
+    """Their micro-batches follow each other, the same number for each; within one the rules are those of a batch of its own."""
+    lengths = [length for group in groups for length in group]
+    group_of = [number for number, group in enumerate(groups) for _ in group]
+    sizes = [len(group) for group in groups]
+    placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes)
+    assert placed.num_minibatches == min(minibatches, len(groups))
+    count, rest = divmod(placed.num_micro_batches, placed.num_minibatches)
+    assert rest == 0
+    assert (placed.micro_batches // count).tolist() == [group % placed.num_minibatches for group in group_of]
+    for number in range(placed.num_minibatches):
+        mine = [row for row, group in enumerate(group_of) if group % placed.num_minibatches == number]
+        alone = assign([lengths[row] for row in mine], data_parallel=data_parallel, max_tokens=max_tokens)
+        assert placed.ranks[mine].tolist() == alone.ranks.tolist()
+        assert (placed.micro_batches[mine] - number * count).tolist() == alone.micro_batches.tolist()
+
+
 @given(LENGTHS, st.integers(1, 3))
 def test_depends_on_nothing_but_its_arguments(lengths: list[int], data_parallel: int) -> None:
     one, other = (assign(list(lengths), data_parallel=data_parallel, max_tokens=30) for _ in range(2))

@@ -1,0 +1,256 @@
+"""Advantages from outcome rewards, by explicit group ids: groups may have any size and stand in any order.
+
+Pure functions of torch tensors, float32 or float64. Shape letters: T = tokens of a packed row, N = samples of the step, G = groups (in
+formulas, the size of one). Every estimator is called alike::
+
+    advantages_N = grpo(rewards_N, groups_N, lengths_N=None, valid_N=None, members="count")
+
+``lengths_N``: response tokens (``opo`` alone looks at them). ``valid_N`` False: the sample failed, was aborted or has no response; its
+advantage is 0. What it is to the others of its group is ``members``:
+
+    count      its reward (0 for a failure) is in every statistic of the group
+    leave_out  the group is what is left, as if the sample had never been asked for; its reward is not looked at, NaN included
+
+Which is right depends on why samples are missing. Let P be the probability that a response is valid and R its mean reward if it is;
+the mean gradients of ``rloo`` over the valid samples are
+
+    missing whatever the response (a crash)    both: P grad J. leave_out has the smaller variance
+    missing because of the response (a time-out on long ones), failures worth 0, J = P R, grad J = P grad R + R grad P:
+        leave_out    P grad R: the reward of those that get through; that fewer do is never noticed
+        count        P grad R + (1 - P) R grad P: part of the push away from failing
+        valid, reward 0, trained    P grad R + R grad P: all of it, so the cure is to train on the part that is there
+
+(leave_out: given at least two valid samples; the group's number of them is a factor). Mean-centred estimators add the factor (G - 1) / G
+with G the members that count, which differs between groups that lost some.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.values import gae
+
+STD_EPSILON = 1e-6
+"""Added to the standard deviation of a group. Source: DeepSeekMath (GRPO), Shao et al. 2024, as implemented everywhere."""
+WHITEN_EPSILON = 1e-8
+"""Added to the variance in whitening. Source: the masked whitening of verl."""
+MEMBERS = ("count", "leave_out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMoments:
+    """Sizes and moments of the groups' counted members, spread over all their samples."""
+
+    sizes_N: Tensor
+    mean_N: Tensor
+    """0 in a group where nothing counts."""
+    centered_N: Tensor
+    """r_i less the mean of its group; exactly 0 where all rewards of the group are equal, and where the sample does not count."""
+    std_N: Tensor
+    """Unbiased (divides by size - 1); 0 in a group of one."""
+    constant_N: Tensor
+    """True where all rewards of the group are equal (a group of one or none included)."""
+
+
+def group_moments(rewards_N: Tensor, groups_N: Tensor, counted_N: Tensor | None = None) -> GroupMoments:
+    """Moments of every sample's group. ``groups_N``: one integer id per sample, equal within a group; ``counted_N``: None = all."""
+    if counted_N is None:
+        counted_N = torch.ones_like(groups_N, dtype=torch.bool)
+    _, place_N = torch.unique(groups_N, return_inverse=True)
+    zeros_G = rewards_N.new_zeros(int(place_N.max()) + 1 if place_N.numel() else 0)
+    sizes_G = zeros_G.index_add(0, place_N, counted_N.to(rewards_N.dtype))
+    mean_G = zeros_G.index_add(0, place_N, torch.where(counted_N, rewards_N, 0.0)) / sizes_G.clamp(min=1)
+    low_G = zeros_G.scatter_reduce(0, place_N, torch.where(counted_N, rewards_N, torch.inf), "amin", include_self=False)
+    high_G = zeros_G.scatter_reduce(0, place_N, torch.where(counted_N, rewards_N, -torch.inf), "amax", include_self=False)
+    constant_N = (low_G >= high_G)[place_N]
+    centered_N = torch.where(constant_N | ~counted_N, 0.0, rewards_N - mean_G[place_N])
+    variance_G = zeros_G.index_add(0, place_N, centered_N.square()) / (sizes_G - 1).clamp(min=1)
+    return GroupMoments(
+        sizes_N=sizes_G[place_N],
+        mean_N=mean_G[place_N],
+        centered_N=centered_N,
+        std_N=variance_G.sqrt()[place_N],
+        constant_N=constant_N,
+    )
+
+
+class Advantage(Protocol):
+    """One advantage per sample, [N], in the dtype of the rewards."""
+
+    def __call__(
+        self,
+        rewards_N: Tensor,
+        groups_N: Tensor,
+        *,
+        lengths_N: Tensor | None = None,
+        valid_N: Tensor | None = None,
+        members: str = "count",
+    ) -> Tensor: ...
+
+
+def grpo(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``(r_i - mean) / (std + 1e-6)`` within each group; 0 where all rewards are equal, and in a group of one.
+
+    Source: DeepSeekMath, Shao et al. 2024.
+    """
+    moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
+    return _own(moments.centered_N / (moments.std_N + STD_EPSILON), valid_N)
+
+
+def grpo_no_std(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``r_i - mean`` within each group; 0 where all rewards are equal, and in a group of one.
+
+    Its own reward is in the baseline: the mean gradient is (G - 1) / G of the true one. Source: Dr. GRPO, Liu et al. 2025.
+    """
+    return _own(group_moments(rewards_N, groups_N, _counted(valid_N, members)).centered_N, valid_N)
+
+
+def batch_std(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``(r_i - mean of the group) / (std of all rewards of the step + 1e-6)``; 0 where all rewards of the group are equal.
+
+    A rare success in an easy step does not weigh more than in its group alone (as in ``grpo``), but the scale of one task is that of the
+    others. Source: Liu et al. 2025 (2508.08221).
+    """
+    counted_N = _counted(valid_N, members)
+    everything = group_moments(rewards_N, torch.zeros_like(groups_N), counted_N)
+    centered_N = group_moments(rewards_N, groups_N, counted_N).centered_N
+    return _own(centered_N / (everything.std_N + STD_EPSILON), valid_N)
+
+
+def rloo(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``r_i - mean of the others = G / (G - 1) (r_i - mean)``; 0 in a group of one, and where all rewards are equal.
+
+    The mean gradient is the true one. Source: Ahmadian et al. 2024, Kool et al. 2019.
+    """
+    moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
+    return _own(moments.centered_N * moments.sizes_N / (moments.sizes_N - 1).clamp(min=1), valid_N)
+
+
+def reinforce(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``r_i``, whatever the group: no baseline, so the true gradient with the largest variance. Source: Williams 1992."""
+    _counted(valid_N, members)
+    return _own(rewards_N, valid_N)
+
+
+def opo(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``r_i - sum_j L_j r_j / sum_j L_j`` with L the response tokens; 0 where all rewards are equal, and in a group of one.
+
+    The baseline of least variance if the squared norm of a response's score grows as its length; its own reward is in it. The mean of the
+    group where no counted member has a token; else a member without tokens (a failure) has no say under either ``members``.
+    Raises ValueError without ``lengths_N``. Source: OPO, Hao et al. 2025.
+    """
+    if lengths_N is None:
+        raise ValueError("lengths_N: opo weighs rewards by response tokens, got None")
+    counted_N = _counted(valid_N, members)
+    centered = group_moments(rewards_N, groups_N, counted_N)
+    lengths_N = lengths_N.to(rewards_N.dtype)
+    weights_N = lengths_N if counted_N is None else torch.where(counted_N, lengths_N, 0.0)
+    total_N = group_moments(weights_N, groups_N)
+    product_N = group_moments(weights_N * centered.centered_N, groups_N)
+    offset_N = torch.where(total_N.mean_N > 0, product_N.mean_N / torch.where(total_N.mean_N > 0, total_N.mean_N, 1.0), 0.0)
+    return _own(torch.where(centered.constant_N, 0.0, centered.centered_N - offset_N), valid_N)
+
+
+def maxrl(
+    rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
+) -> Tensor:
+    """``(r_i - mean) / mean`` within each group, for rewards >= 0; 0 where the mean is not above 1e-6 std or all rewards are equal.
+
+    K successes of reward 1 and failures of 0: (G - K) / K and -1. With p the probability of success the mean gradient is
+    ``(1 - (1 - p)^(G - 1)) grad log p``: likelihood rather than ``grad p``, as far as G samples can see it. Rewards of both signs can
+    have a mean near 0 and advantages up to 1e6. Source: MaxRL 2602.02710.
+    """
+    moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
+    positive_N = moments.mean_N > STD_EPSILON * moments.std_N
+    return _own(torch.where(positive_N, moments.centered_N / torch.where(positive_N, moments.mean_N, 1.0), 0.0), valid_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimator:
+    """An estimator, and what has to follow it."""
+
+    function: Advantage
+    whiten: bool = False
+    """Its advantages are whitened over the trainable tokens of the step (``whitened``)."""
+
+
+ADVANTAGES: Mapping[str, Estimator] = {
+    "grpo": Estimator(grpo),
+    "grpo_no_std": Estimator(grpo_no_std),
+    "batch_std": Estimator(batch_std),
+    "rloo": Estimator(rloo),
+    "reinforce": Estimator(reinforce),
+    "reinforce_pp": Estimator(reinforce, whiten=True),
+    "reinforce_pp_baseline": Estimator(grpo_no_std, whiten=True),
+    "opo": Estimator(opo),
+    "maxrl": Estimator(maxrl),
+}
+"""By the name in ``AlgorithmConfig.advantage``. Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025."""
+
+
+def _counted(valid_N: Tensor | None, members: str) -> Tensor | None:
+    """Samples in the statistics; None = all."""
+    if members not in MEMBERS:
+        raise ValueError(f"members: want {' | '.join(MEMBERS)}, got {members!r}")
+    return valid_N if members == "leave_out" else None
+
+
+def _own(advantages_N: Tensor, valid_N: Tensor | None) -> Tensor:
+    return advantages_N if valid_N is None else torch.where(valid_N, advantages_N, 0.0)
+
+
+# ---- whitening
+
+
+def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
+    """``(number, sum, sum of squares)`` of the unmasked values, float64 [3]; add them over rows and ranks, then call ``whitened``.
+
+    ``mask``: bool, or how often each value counts (tokens of a sample). The variance made of them has a relative error of about
+    1e-16 mean^2 / variance. A mean of the ranks' own variances would be another number.
+    """
+    counts, kept = mask.double(), torch.where(mask != 0, values, 0.0).double()
+    return torch.stack([counts.sum(), (counts * kept).sum(), (counts * kept.square()).sum()])
+
+
+def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None, *, shift: bool = True) -> Tensor:
+    """``(x - mean) / sqrt(variance + 1e-8)``, plus the mean again without ``shift``; 0 where masked (counted 0 times).
+
+    ``moments``: of all values of the step, over rows and ranks; None = the values given are all. The variance divides by their number (not
+    by one less): one value, or equal ones, give 0 up to rounding. Samples that are not valid belong behind the mask: their 0 would become
+    -mean / std.
+    """
+    number, total, squares = (masked_moments(values, mask) if moments is None else moments).unbind()
+    mean = total / number.clamp(min=1)
+    variance = (squares / number.clamp(min=1) - mean.square()).clamp(min=0)
+    scaled = (torch.where(mask != 0, values, 0.0).double() - mean) * torch.rsqrt(variance + WHITEN_EPSILON)
+    return torch.where(mask != 0, scaled if shift else scaled + mean, 0.0).to(values.dtype)
+
+
+# ---- rewards of tokens
+
+
+def returns_to_go(token_rewards_T: Tensor, sample_T: Tensor, *, gamma: float, mask_T: Tensor | None = None) -> Tensor:
+    """``R_t = r_t + gamma R_next`` within each sample, [T], detached; 0 where masked and in padding (``sample_T`` < 0).
+
+    Masked tokens carry the return through: they take no discount, and a reward that stands there is not looked at
+    (``values.terminal_rewards`` puts it where it counts). ``mask_T`` None: every token of a sample is a step. REINFORCE++ whitens this
+    over all tokens of the step, with ``r_t = -coef (log pi - log pi_ref)`` and the outcome at the last token.
+    Raises ValueError for gamma outside 0..1. Source: REINFORCE++, Hu et al. 2025.
+    """
+    steps_T = sample_T >= 0 if mask_T is None else mask_T & (sample_T >= 0)
+    return gae(token_rewards_T, torch.zeros_like(token_rewards_T), steps_T, sample_T, gamma=gamma, lam=1.0)[0]

@@ -1,0 +1,71 @@
+"""How the losses of tokens become one number, the same however the tokens are split over rows, ranks and parts of a sample.
+
+Pure functions; T = tokens of a packed row, N = samples of the step on all ranks. Every token has one factor, which depends on its own
+sample and on the denominators of the whole optimizer step, and on nothing else in the row: the step's number is the sum of the rows'
+numbers over micro-batches and ranks, and so is its gradient. A scheduler that divides by its number of micro-batches or ranks has to be
+undone by its caller.
+
+    mode                  number, l = loss of a trainable token           length of a sample
+    token_mean            sum l / tokens                                  a token counts as much in a long sample as in a short one
+    seq_mean_token_mean   sum over samples (sum l / its tokens) / B       each sample counts the same: long wrong ones grow longer
+    seq_mean_token_sum    sum l / B                                       long samples count more, and the number grows with length
+    constant              sum l / (B constant)                            as before, in units of the constant (Dr. GRPO)
+
+B = samples with at least one trainable token. Denominators count tokens *before* any rejection: what is rejected makes the number
+smaller and leaves the other tokens' factors alone (re-normalising would amplify them). A mean over the tokens of a micro-batch, by
+contrast, depends on the split.
+Sources: token_mean, DAPO 2503.14476; seq_mean_token_mean, GRPO, Shao et al. 2024; constant, Dr. GRPO 2503.20783.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.config import AGGREGATIONS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Denominators:
+    """Of one optimizer step, over all its rows and all ranks, before any rejection."""
+
+    tokens: int
+    """Trainable tokens."""
+    sequences: int
+    """Samples with at least one trainable token."""
+    trainable_N: Tensor
+    """Trainable tokens of every sample, int64; 0 for one that this optimizer step does not train."""
+    constant: float
+    """Of ``constant``: tokens that a sample counts as, the largest response by default. Not looked at in other modes."""
+
+
+def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
+    """Factor of every token's loss in the step's number, float64 [T]; 0 where masked, so in a step with nothing to train too.
+
+    ``sample_T``: row of ``trainable_N`` that a token belongs to; anything where masked. A trainable token where the denominators know of
+    none gets infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
+    """
+    divisor_T = torch.ones(mask_T.shape, dtype=torch.float64, device=mask_T.device)
+    if mode == "token_mean":
+        divisor_T *= denominators.tokens
+    elif mode == "seq_mean_token_mean":
+        lengths_T = denominators.trainable_N.to(mask_T.device)[torch.where(mask_T, sample_T, 0)]
+        divisor_T *= denominators.sequences * lengths_T
+    elif mode == "seq_mean_token_sum":
+        divisor_T *= denominators.sequences
+    elif mode == "constant":
+        if denominators.constant <= 0:
+            raise ValueError(f"constant: want > 0, got {denominators.constant}")
+        divisor_T *= denominators.sequences * denominators.constant
+    else:
+        raise ValueError(f"aggregation: want one of {', '.join(AGGREGATIONS)}, got {mode!r}")
+    return torch.where(mask_T, 1 / divisor_T, 0.0)
+
+
+def aggregate(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: Denominators, *, mode: str) -> Tensor:
+    """``sum of coefficient * value`` over the unmasked tokens of a row: its part of the step's number, a scalar of the values' dtype.
+
+    Gradient of a token: its coefficient; exactly 0 where masked, NaN and infinity there included.
+    """
+    factor_T = coefficients(mode, mask_T, sample_T, denominators).to(values_T.dtype)
+    return (factor_T * torch.where(mask_T, values_T, 0.0)).sum()

@@ -1,0 +1,247 @@
+"""When a diagnostic is no longer healthy: a table of thresholds with their sources, and what follows. Plain numbers; no torch.
+
+Numbers that are the same at any age of the data (mean weight, entropy gap) or that are of fresh data alone (numerics) have fixed
+thresholds. Those that grow with age by themselves are published for data one version old, and are judged by ``1 + mean lag`` times that.
+Thresholds marked "practice" are our judgement.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from learner.algorithms.config import AlarmConfig
+
+MIN_TOKENS = 256
+"""Fewer trainable tokens in a step say too little: no alarm but that of the lag is looked at."""
+MIN_GAP = 0.02
+"""An entropy gap below this (nats) is none, however significant."""
+MIN_SPREAD = 0.1
+"""Standard deviation of mu's probabilities below which their correlation means nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What thresholds depend on besides the metrics."""
+
+    max_lag: int
+    dtype: str = "float32"
+    """Of the learner's forward pass."""
+    gate: str = "mask"
+    """``train`` lets tokens through that are older than max_lag."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """One row of the table."""
+
+    metric: str
+    warn: float
+    error: float
+    below: bool = False
+    """Bad when smaller."""
+    ages: bool = False
+    """Grows with the age of the data."""
+    advice: str
+    source: str
+
+
+THRESHOLDS: Mapping[str, Threshold] = {
+    "numerics": Threshold(
+        metric="offpolicy/fresh_logprob_diff_abs",
+        warn=0.03,
+        error=0.1,
+        advice="engine and learner disagree about fresh tokens: temperature, stale or torn weights, shifted log-probs, kernels",
+        source="slime's CI (bfloat16); float32: 1e-3 and 1e-2, measured < 1e-4 here",
+    ),
+    "fresh_k3": Threshold(
+        metric="offpolicy/fresh_k3",
+        warn=1e-3,
+        error=1e-2,
+        advice="as numerics; a few tokens disagree strongly",
+        source="NeMo-RL, prime-rl",
+    ),
+    "k3": Threshold(
+        metric="offpolicy/k3",
+        warn=0.05,
+        error=0.15,
+        ages=True,
+        advice="the data is far from the policy: lower max_lag or the learning rate",
+        source="prime-rl (0.15), tinker (0.01)",
+    ),
+    "k1": Threshold(
+        metric="offpolicy/k1",
+        warn=-0.01,
+        error=-0.05,
+        below=True,
+        advice="KL(mu || pi) cannot be negative: an inverse ratio, or log-probs at another temperature",
+        source="practice",
+    ),
+    "weight_high": Threshold(
+        metric="offpolicy/weight_mean",
+        warn=1.25,
+        error=2.0,
+        advice="the mean ratio is 1 at any age: the log-probs are not those of the distribution that was sampled from",
+        source="verl (0.5 .. 2)",
+    ),
+    "weight_low": Threshold(
+        metric="offpolicy/weight_mean",
+        warn=0.8,
+        error=0.5,
+        below=True,
+        advice="the mean ratio is 1 at any age: a truncated distribution (top-p), or wrong log-probs",
+        source="verl (0.5 .. 2)",
+    ),
+    "prob_error": Threshold(
+        metric="offpolicy/fresh_prob_error",
+        warn=1.02,
+        error=1.05,
+        advice="probabilities of fresh tokens are off by a factor: as numerics",
+        source="NeMo-RL (token_mult_prob_error)",
+    ),
+    "pearson": Threshold(
+        metric="offpolicy/pearson",
+        warn=0.8,
+        error=0.5,
+        below=True,
+        advice="probabilities do not correlate: log-probs of other tokens or of another sample",
+        source="MiniMax-M1 (0.99, 0.95 on fresh data); practice for old data",
+    ),
+    "ess": Threshold(
+        metric="offpolicy/ess",
+        warn=0.5,
+        error=0.3,
+        below=True,
+        advice="few tokens carry the update: data too old, or wrong log-probs",
+        source="verl",
+    ),
+    "entropy_gap": Threshold(
+        metric="offpolicy/entropy_gap_sigmas",
+        warn=5.0,
+        error=8.0,
+        advice="tokens are not drawn from the distribution whose log-probs are reported: temperature, top-p, top-k",
+        source="3 and 6 sigma for one look; 5 keeps the false alarms of 1,000 steps below 1e-3",
+    ),
+    "clipped_weights": Threshold(
+        metric="offpolicy/tis_clipped_high",
+        warn=0.01,
+        error=0.1,
+        ages=True,
+        advice="many weights at their bound: the correction is biased; lower max_lag or the learning rate",
+        source="practice",
+    ),
+    "rejected_samples": Threshold(
+        metric="offpolicy/rejected_samples",
+        warn=0.01,
+        error=0.1,
+        advice="whole responses are rejected, the long ones first",
+        source="practice",
+    ),
+    "lost_end": Threshold(
+        metric="train/unended_share",
+        warn=0.0,
+        error=0.05,
+        advice="responses said to have stopped do not end in an end-of-sequence token: the engine or an actor cuts it off",
+        source="AReaL (no_eos_ratio 0.05)",
+    ),
+    "lag": Threshold(
+        metric="offpolicy/lag_max",
+        warn=0.0,
+        error=0.0,
+        advice="a token older than max_lag was trained: a bug",
+        source="by construction",
+    ),
+}
+"""By the name used in ``AlarmConfig.ignore`` and ``thresholds``; bad is what is strictly beyond."""
+FLOAT32 = {"numerics": (1e-3, 1e-2)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A threshold that was passed."""
+
+    level: str
+    """warn | error."""
+    name: str
+    metric: str
+    value: float
+    threshold: float
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.metric} = {self.value:.4g}, threshold {self.threshold:.4g} ({self.level}): {self.advice}"
+
+
+def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[Alarm, ...]:
+    """The alarms of one step's metrics."""
+    found = []
+    for name, row in THRESHOLDS.items():
+        if row.metric not in metrics or name in config.ignore or _meaningless(name, metrics, context):
+            continue
+        value = abs(metrics[row.metric]) if name == "entropy_gap" else metrics[row.metric]
+        warn, error = _bounds(name, row, metrics, config, context)
+        for level, bound in (("error", error), ("warn", warn)):
+            if value < bound if row.below else value > bound:
+                found.append(Alarm(level=level, name=name, metric=row.metric, value=value, threshold=bound, advice=row.advice))
+                break
+    return tuple(found)
+
+
+def refuse_unknown(config: AlarmConfig) -> None:
+    """Raise ValueError for a name that is no alarm's, or thresholds that are none."""
+    for name in (*config.ignore, *config.thresholds):
+        if name not in THRESHOLDS:
+            raise ValueError(f"alarms: want one of {', '.join(THRESHOLDS)}, got {name!r}")
+    for name, pair in config.thresholds.items():
+        row = THRESHOLDS[name]
+        numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, int | float) for each in pair)
+        if not numbers or (pair[0] < pair[1] if row.below else pair[0] > pair[1]):
+            raise ValueError(
+                f"alarms.thresholds.{name}: want [warn, error], error the {'smaller' if row.below else 'larger'}, got {pair!r}"
+            )
+
+
+def _bounds(name: str, row: Threshold, metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[float, float]:
+    if name == "lag":
+        return float(context.max_lag), float(context.max_lag)
+    warn, error = row.warn, row.error
+    if context.dtype == "float32":
+        warn, error = FLOAT32.get(name, (warn, error))
+    if name in config.thresholds:
+        warn, error = config.thresholds[name]
+    scale = 1 + metrics.get("offpolicy/lag_mean", 0.0) if row.ages else 1.0
+    return warn * scale, error * scale
+
+
+def _meaningless(name: str, metrics: Mapping[str, float], context: Context) -> bool:
+    if name == "lag":
+        return context.gate == "train"
+    if metrics.get("train/tokens", 0.0) < MIN_TOKENS:
+        return True
+    if name == "entropy_gap":
+        few = metrics.get("offpolicy/entropy_gap_tokens", 0.0) < MIN_TOKENS
+        return few or abs(metrics.get("offpolicy/entropy_gap", 0.0)) < MIN_GAP
+    if name == "pearson":
+        return metrics.get("offpolicy/prob_std", 0.0) < MIN_SPREAD
+    return False
+
+
+class AlarmWatch:
+    """The alarms of a run, step by step."""
+
+    def __init__(self, config: AlarmConfig, context: Context) -> None:
+        refuse_unknown(config)
+        self._config, self._context = config, context
+        self._in_a_row: dict[str, int] = {}
+        self.stop: Alarm | None = None
+        """Set when the action is ``stop`` and one alarm has been at error level for ``patience`` steps in a row."""
+
+    def step(self, metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
+        """The alarms of this step; none when the action is ``off``."""
+        if self._config.action == "off":
+            return ()
+        alarms = check(metrics, self._config, self._context)
+        errors = {alarm.name: alarm for alarm in alarms if alarm.level == "error"}
+        self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in errors}
+        late = [errors[name] for name, count in self._in_a_row.items() if count >= self._config.patience]
+        if late and self._config.action == "stop":
+            self.stop = late[0]
+        return alarms

@@ -1,0 +1,362 @@
+"""What a step says about itself: mismatch, staleness, clipping, rejection, rewards. Pure functions of tensors.
+
+Everything is returned as *sums* (numerators and denominators apart), so that adding them over micro-batches and ranks and dividing
+once at the end is exact; a mean of means would not be. All statistics are of the trainable tokens before any rejection. Names, units and
+healthy ranges: ``docs/metrics.md``. Source of the set: verl, slime, NeMo-RL, prime-rl, AReaL; the entropy gap is our own.
+Shape letters: T = tokens of a micro-batch, M = trainable tokens in it, B = buckets, N = samples of the step on all ranks.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learner.algorithms.advantages import group_moments
+from learner.algorithms.outcome import TokenLoss
+from learner.algorithms.ratios import DELTA_BOUND, log_ratio
+
+MAX_LAG_BUCKETS = 16
+"""Lags from here on share the bucket ``over``."""
+POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
+"""Where buckets of places in the response begin."""
+PROBABILITIES = (0.0, 1e-3, 0.1, 0.9, 0.99)
+"""Where buckets of mu's probability begin."""
+UNCERTAIN = 0.3
+"""Entropy (nats) from which a token takes part in the entropy gap. Where the policy is all but certain, the gap's spread is made by tokens
+too rare to be in the sample, and its standard error means nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Additive parts (float64 tensors of any shape) and maxima (float64 scalars) under fixed names."""
+
+    totals: Mapping[str, Tensor]
+    maxima: Mapping[str, Tensor]
+
+
+def merged(parts: Iterable[Sums]) -> Sums:
+    """The sums of several micro-batches. At least one part; all have the same names."""
+    first, *rest = parts
+    totals, maxima = dict(first.totals), dict(first.maxima)
+    for part in rest:
+        totals = {name: value + part.totals[name] for name, value in totals.items()}
+        maxima = {name: torch.maximum(value, part.maxima[name]) for name, value in maxima.items()}
+    return Sums(totals=totals, maxima=maxima)
+
+
+def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
+    """The sums over the ranks of ``group`` (None = this rank alone): two all-reduces, whatever the number of names."""
+    if group is None or dist.get_world_size(group) == 1:
+        return sums
+    return Sums(
+        totals=_reduce_flat(sums.totals, group, dist.ReduceOp.SUM),
+        maxima=_reduce_flat(sums.maxima, group, dist.ReduceOp.MAX),
+    )
+
+
+def _reduce_flat(values: Mapping[str, Tensor], group: dist.ProcessGroup, operation: Any) -> dict[str, Tensor]:
+    names = sorted(values)
+    flat = torch.cat([values[name].reshape(-1) for name in names])
+    dist.all_reduce(flat, operation, group=group)
+    pieces = flat.split([values[name].numel() for name in names])
+    return {name: piece.view(values[name].shape) for name, piece in zip(names, pieces, strict=True)}
+
+
+def num_lag_buckets(max_lag: int) -> int:
+    """Buckets 0 .. max_lag (at most 16 of them) and ``over``."""
+    return min(max_lag + 1, MAX_LAG_BUCKETS) + 1
+
+
+@torch.no_grad()
+def token_sums(
+    *,
+    log_probs_T: Tensor,
+    start_T: Tensor,
+    rollout_T: Tensor,
+    entropy_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    lag_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    position_T: Tensor,
+    loss: TokenLoss,
+    lag_buckets: int,
+) -> Sums:
+    """Sums over the trainable tokens of one micro-batch; what is masked never enters.
+
+    ``d = log pi - log mu`` and ``w = e^d`` are of ``start_T``, the policy the update starts from, before any bound. ``position_T``: place
+    of the token in its response, from 0. Samples are whole in a micro-batch.
+    """
+    at_M = mask_T.nonzero()[:, 0]
+    delta_M = log_ratio(start_T, rollout_T, mask_T)[at_M].double()
+    log_pi_M, log_mu_M, log_theta_M = start_T[at_M].double(), rollout_T[at_M].double(), log_probs_T[at_M].double()
+    entropy_M, lag_M, sample_M = entropy_T[at_M].double(), lag_T[at_M], sample_T[at_M]
+    w_M, pi_M, mu_M = delta_M.exp(), log_pi_M.exp(), log_mu_M.exp()
+    k3_M, abs_M, gap_p_M = w_M - 1 - delta_M, delta_M.abs(), (pi_M - mu_M).abs()
+    counts_N = torch.zeros(num_samples, dtype=torch.float64, device=delta_M.device).index_add(0, sample_M, torch.ones_like(w_M))
+    oldest_N = lag_M.new_zeros(num_samples).scatter_reduce(0, sample_M, lag_M, "amax")
+    newest_N = lag_M.new_full((num_samples,), torch.iinfo(lag_M.dtype).max).scatter_reduce(0, sample_M, lag_M, "amin")
+    fresh_M = (oldest_N[sample_M] == 0).double()
+    unsure_M = (entropy_M >= UNCERTAIN).double()
+    now_M = log_ratio(log_probs_T, rollout_T, mask_T)[at_M].double().exp()
+    surprise_M = now_M * (entropy_M + log_theta_M) * unsure_M
+    advantages_M = advantages_T[at_M]
+    clipped_M, up_M, down_M = loss.clipped_T[at_M].double(), (advantages_M > 0).double(), (advantages_M < 0).double()
+    middle_M = (pi_M + mu_M) / 2
+    to_middle_M, from_middle_M = (middle_M / mu_M).log(), (middle_M / pi_M).log()
+    columns: dict[str, Tensor] = {
+        "tokens": torch.ones_like(w_M),
+        "delta": delta_M,
+        "abs_delta": abs_M,
+        "k2": delta_M.square() / 2,
+        "k3": k3_M,
+        "w": w_M,
+        "w_squared": w_M.square(),
+        "prob_error": abs_M.exp(),
+        "prob_diff": gap_p_M,
+        "prob_diff_squared": gap_p_M.square(),
+        "js": (to_middle_M.exp() - 1 - to_middle_M + w_M * (from_middle_M.exp() - 1 - from_middle_M)) / 2,
+        "entropy": entropy_M,
+        "unsure": unsure_M,
+        "gap": surprise_M,
+        "gap_squared": surprise_M.square(),
+        "fresh": fresh_M,
+        "fresh_abs_delta": fresh_M * abs_M,
+        "fresh_k3": fresh_M * k3_M,
+        "fresh_prob_error": fresh_M * abs_M.exp(),
+        "pi": pi_M,
+        "mu": mu_M,
+        "pi_squared": pi_M.square(),
+        "mu_squared": mu_M.square(),
+        "pi_mu": pi_M * mu_M,
+        "lag": lag_M.double(),
+        "clipped": clipped_M,
+        "up": up_M,
+        "down": down_M,
+        "clipped_up": clipped_M * up_M,
+        "clipped_down": clipped_M * down_M,
+        "moved": log_pi_M - log_theta_M,
+        **_rejections(loss, at_M),
+    }
+    if loss.weights is not None:
+        columns |= {
+            "weight": loss.weights.weight_T[at_M].double(),
+            "too_high": loss.weights.too_high_T[at_M].double(),
+            "too_low": loss.weights.too_low_T[at_M].double(),
+        }
+    totals = dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True))
+    coupled_MC = torch.stack([torch.ones_like(w_M), abs_M, delta_M, k3_M, w_M], -1)
+    totals |= {
+        "by_lag_BC": _by(lag_M.clamp(max=lag_buckets - 1).long(), coupled_MC, lag_buckets),
+        "by_position_BC": _by(_bucket(position_T[at_M], POSITIONS), coupled_MC, len(POSITIONS)),
+        "by_probability_BC": _by(_bucket(mu_M, PROBABILITIES), coupled_MC, len(PROBABILITIES)),
+    }
+    samples, longest = _sample_sums(
+        counts_N, sample_M, delta_M, log_pi_M, log_mu_M, oldest_N - newest_N, loss.rejected_T[at_M] if loss.rejected else None
+    )
+    maxima = {"abs_delta": _largest(abs_M), "lag": _largest(lag_M), "prob_diff": _largest(gap_p_M), "span": longest}
+    return Sums(totals=totals | samples, maxima=maxima)
+
+
+def _rejections(loss: TokenLoss, at_M: Tensor) -> dict[str, Tensor]:
+    if not loss.rejected:
+        return {}
+    by_rule = {f"rejected/{rule}": rejected_T[at_M].double() for rule, rejected_T in loss.rejected.items()}
+    return {"rejected": loss.rejected_T[at_M].double(), **by_rule}
+
+
+def _bucket(values_M: Tensor, begins: tuple[float, ...]) -> Tensor:
+    edges = torch.tensor(begins[1:], dtype=values_M.dtype, device=values_M.device)
+    return torch.bucketize(values_M, edges, right=True)
+
+
+def _by(bucket_M: Tensor, values_MC: Tensor, num_buckets: int) -> Tensor:
+    return values_MC.new_zeros(num_buckets, values_MC.shape[1]).index_add(0, bucket_M, values_MC)
+
+
+def _sample_sums(
+    counts_N: Tensor, sample_M: Tensor, delta_M: Tensor, log_pi_M: Tensor, log_mu_M: Tensor, span_N: Tensor, rejected_M: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Sums over the samples of this micro-batch that have a trainable token, and the longest span of versions."""
+    here_S = counts_N.nonzero()[:, 0]
+    counts_S = counts_N[here_S]
+
+    def per_sample(values_M: Tensor) -> Tensor:
+        return torch.zeros_like(counts_N).index_add(0, sample_M, values_M)[here_S]
+
+    delta_S = per_sample(delta_M)
+    w_S = delta_S.clamp(-DELTA_BOUND, DELTA_BOUND).exp()
+    log_ppl_diff_S = -delta_S / counts_S
+    span_S = span_N[here_S].double()
+    columns = {
+        "samples": torch.ones_like(counts_S),
+        "sequence_w": w_S,
+        "sequence_w_squared": w_S.square(),
+        "ppl_train": (-per_sample(log_pi_M) / counts_S).exp(),
+        "ppl_rollout": (-per_sample(log_mu_M) / counts_S).exp(),
+        "ppl_ratio": log_ppl_diff_S.exp(),
+        "log_ppl_diff": log_ppl_diff_S,
+        "log_ppl_diff_abs": log_ppl_diff_S.abs(),
+        "span": span_S,
+        "mixed": (span_S > 0).double(),
+    }
+    if rejected_M is not None:
+        columns["rejected_samples"] = (per_sample(rejected_M.double()) == counts_S).double()
+    return dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True)), _largest(span_S)
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max().double() if values.numel() else torch.zeros((), dtype=torch.float64, device=values.device)
+
+
+def sample_metrics(*, rewards_N: Tensor, groups_N: Tensor, response_lengths_N: Tensor, truncated_N: Tensor) -> dict[str, float]:
+    """Means over the samples of the step; every rank has them all, so there is nothing to reduce."""
+    moments = group_moments(rewards_N.double(), groups_N)
+    per_group_N = 1 / moments.sizes_N
+    lengths_N = response_lengths_N.double()
+    return {
+        "train/reward_mean": float(rewards_N.double().mean()),
+        "train/reward_std": float(rewards_N.double().std(correction=0)),
+        "train/groups": float(per_group_N.sum().round()),
+        "train/zero_variance_group_share": float((per_group_N * moments.constant_N).sum() / per_group_N.sum()),
+        "train/response_length_mean": float(lengths_N.mean()),
+        "train/response_length_max": float(lengths_N.max()),
+        "train/truncated_share": float(truncated_N.double().mean()),
+    }
+
+
+def finalize(sums: Sums) -> dict[str, float]:
+    """Metrics by stable names (``docs/metrics.md``). A name is left out where it is undefined (no token in its denominator)."""
+    total = {name: float(value) for name, value in sums.totals.items() if value.ndim == 0}
+    maximum = {name: float(value) for name, value in sums.maxima.items()}
+    tokens, samples = total["tokens"], total["samples"]
+    if not tokens:
+        return {"train/tokens": 0.0}
+    mean = {name: value / tokens for name, value in total.items()}
+    each = {name: value / samples for name, value in total.items()}
+    metrics = {
+        "train/tokens": tokens,
+        "train/entropy": mean["entropy"],
+        "train/ppo_clip_fraction": mean["clipped"],
+        "train/ppo_kl": mean["moved"],
+        "offpolicy/logprob_diff_abs": mean["abs_delta"],
+        "offpolicy/logprob_diff_max": maximum["abs_delta"],
+        "offpolicy/k1": -mean["delta"],
+        "offpolicy/k2": mean["k2"],
+        "offpolicy/k3": mean["k3"],
+        "offpolicy/js": mean["js"],
+        "offpolicy/weight_mean": mean["w"],
+        "offpolicy/chi2": mean["w_squared"] - 1,
+        "offpolicy/ess": total["w"] ** 2 / (tokens * total["w_squared"]),
+        "offpolicy/sequence_chi2": each["sequence_w_squared"] - 1,
+        "offpolicy/sequence_ess": total["sequence_w"] ** 2 / (samples * total["sequence_w_squared"]),
+        "offpolicy/prob_error": mean["prob_error"],
+        "offpolicy/prob_diff_mean": mean["prob_diff"],
+        "offpolicy/prob_diff_std": math.sqrt(max(0.0, mean["prob_diff_squared"] - mean["prob_diff"] ** 2)),
+        "offpolicy/prob_diff_max": maximum["prob_diff"],
+        "offpolicy/ppl_train": each["ppl_train"],
+        "offpolicy/ppl_rollout": each["ppl_rollout"],
+        "offpolicy/ppl_ratio": each["ppl_ratio"],
+        "offpolicy/log_ppl_diff": each["log_ppl_diff"],
+        "offpolicy/log_ppl_diff_abs": each["log_ppl_diff_abs"],
+        "offpolicy/lag_mean": mean["lag"],
+        "offpolicy/lag_max": maximum["lag"],
+        "offpolicy/span_mean": each["span"],
+        "offpolicy/span_max": maximum["span"],
+        "offpolicy/mixed_share": each["mixed"],
+        "offpolicy/fresh_share": mean["fresh"],
+    }
+    metrics |= _optional(total, mean, each)
+    by_lag, by_position, by_probability = (sums.totals[f"by_{kind}_BC"].tolist() for kind in ("lag", "position", "probability"))
+    return metrics | _pearson(total) | _entropy_gap(total) | _by_lag(by_lag, tokens) | _by_place(by_position) | _by_mu(by_probability)
+
+
+def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mapping[str, float]) -> dict[str, float]:
+    """What is not there in every step."""
+    metrics: dict[str, float] = {}
+    if total["fresh"]:
+        metrics["offpolicy/fresh_logprob_diff_abs"] = total["fresh_abs_delta"] / total["fresh"]
+        metrics["offpolicy/fresh_k3"] = total["fresh_k3"] / total["fresh"]
+        metrics["offpolicy/fresh_prob_error"] = total["fresh_prob_error"] / total["fresh"]
+    for name, side in (("positive", "up"), ("negative", "down")):
+        if total[side]:
+            metrics[f"train/ppo_clip_fraction_{name}"] = total[f"clipped_{side}"] / total[side]
+    if total["entropy"] > 0:
+        metrics["offpolicy/kl_entropy_ratio"] = total["k3"] / total["entropy"]
+    if "weight" in total:
+        metrics |= {
+            "offpolicy/tis_weight_mean": mean["weight"],
+            "offpolicy/tis_clipped_high": mean["too_high"],
+            "offpolicy/tis_clipped_low": mean["too_low"],
+        }
+    if "rejected" in total:
+        metrics |= {"offpolicy/rejected_tokens": mean["rejected"], "offpolicy/rejected_samples": each["rejected_samples"]}
+        metrics |= {f"offpolicy/{name}": value for name, value in mean.items() if name.startswith("rejected/")}
+    if "kl_reference" in total:
+        metrics["train/kl_reference"] = mean["kl_reference"]
+    return metrics
+
+
+def _pearson(total: Mapping[str, float]) -> dict[str, float]:
+    """Correlation of the probabilities e^{log pi} and e^{log mu}, and the spread of the latter."""
+    n = total["tokens"]
+    spread_pi = total["pi_squared"] - total["pi"] ** 2 / n
+    spread_mu = total["mu_squared"] - total["mu"] ** 2 / n
+    metrics = {"offpolicy/prob_std": math.sqrt(max(0.0, spread_mu / n))}
+    if spread_pi <= 1e-12 * total["pi_squared"] or spread_mu <= 1e-12 * total["mu_squared"]:
+        return metrics
+    covariance = total["pi_mu"] - total["pi"] * total["mu"] / n
+    return metrics | {"offpolicy/pearson": min(1.0, max(-1.0, covariance / math.sqrt(spread_pi * spread_mu)))}
+
+
+def _entropy_gap(total: Mapping[str, float]) -> dict[str, float]:
+    """Mean of ``pi / mu (H + log pi)`` over the tokens at which the policy is not certain, and in standard errors of that mean.
+
+    pi is the policy that the tokens were trained on, whose entropy is H. Its expectation is 0 at every token, whatever its age, if and only
+    if the token was sampled from the mu that was reported.
+    """
+    n = total["unsure"]
+    if n < 2:
+        return {}
+    gap = total["gap"] / n
+    variance = max(0.0, total["gap_squared"] / n - gap**2)
+    metrics = {"offpolicy/entropy_gap": gap, "offpolicy/entropy_gap_tokens": n}
+    if variance > 0:
+        metrics["offpolicy/entropy_gap_sigmas"] = gap / math.sqrt(variance / n)
+    return metrics
+
+
+def _by_lag(rows: list[list[float]], tokens: float) -> dict[str, float]:
+    metrics = {}
+    for bucket, (count, abs_delta, delta, k3, w) in enumerate(rows):
+        name = "over" if bucket == len(rows) - 1 else str(bucket)
+        metrics[f"offpolicy/lag_share/{name}"] = count / tokens
+        if count:
+            metrics[f"offpolicy/lag_logprob_diff_abs/{name}"] = abs_delta / count
+            metrics[f"offpolicy/lag_logprob_diff/{name}"] = delta / count
+            metrics[f"offpolicy/lag_k3/{name}"] = k3 / count
+            metrics[f"offpolicy/lag_weight_mean/{name}"] = w / count
+    return metrics
+
+
+def _by_place(rows: list[list[float]]) -> dict[str, float]:
+    metrics = {}
+    for begin, (count, abs_delta, _, k3, w) in zip(POSITIONS, rows, strict=True):
+        if count:
+            metrics[f"offpolicy/position_logprob_diff_abs/{begin}"] = abs_delta / count
+            metrics[f"offpolicy/position_k3/{begin}"] = k3 / count
+            metrics[f"offpolicy/position_weight_mean/{begin}"] = w / count
+    return metrics
+
+
+def _by_mu(rows: list[list[float]]) -> dict[str, float]:
+    return {
+        f"offpolicy/prob_logprob_diff_abs/{begin:g}": abs_delta / count
+        for begin, (count, abs_delta, _, _, _) in zip(PROBABILITIES, rows, strict=True)
+        if count
+    }

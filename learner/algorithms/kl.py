@@ -1,0 +1,108 @@
+"""Divergence from a reference policy, estimated at the sampled tokens, and the coefficient that holds it at a target.
+
+Pure functions; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled token, clamped to +-20.
+Expectations are over a token given its prefix; the prefixes stay those of the data, with no gradient. grad is that of pi_theta.
+
+    estimator    value             mean under pi    mean gradient as a loss, pi     mean gradient corrected, mu
+    k1           x                 KL(pi||ref)      0: no loss, for the reward      grad KL(pi||ref)
+    k2           x^2 / 2           KL + O(x^3)      grad KL(pi||ref)                grad E_pi[x^2 / 2]
+    k3           e^-x - 1 + x      KL(pi||ref)      grad KL(ref||pi), the reverse   grad KL(pi||ref)
+    low_var_kl   min(k3, 10)       below KL         as k3; 0 where k3 > 10          grad E_pi[min(k3, 10)]
+    k1+, k3+     as k1, k3         KL(pi||ref)      grad KL(pi||ref) (that of k2)   grad KL(pi||ref)
+
+"Corrected" is ``corrected_kl``, which has the value's mean right on data of any mu too. Without it, on old data nothing above holds: the
+mean of k3 over tokens of mu is no divergence of pi. x at its bound has no gradient.
+Sources: Schulman 2020 ("Approximating KL divergence"); corrected, DeepSeek-V3.2 2512.02556; "+" and the bounds 20 and 10 as in verl.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from learner.algorithms.ratios import log_ratio
+
+LOW_VAR_BOUND = 10.0
+"""Largest value of ``low_var_kl`` (nats). k3 is never negative, so the field's lower bound of -10 has nothing to do."""
+ADAPTIVE_ERROR_BOUND = 0.2
+"""Largest relative error that ``next_coefficient`` reacts to. Source: Ziegler et al. 2019."""
+
+
+def _k1(x_T: Tensor) -> Tensor:
+    return x_T
+
+
+def _k2(x_T: Tensor) -> Tensor:
+    return 0.5 * x_T.square()
+
+
+def _k3(x_T: Tensor) -> Tensor:
+    return torch.expm1(-x_T) + x_T
+
+
+def _low_var_kl(x_T: Tensor) -> Tensor:
+    return _k3(x_T).clamp(max=LOW_VAR_BOUND)
+
+
+def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The value of an estimator with the gradient of k2."""
+
+    def call(x_T: Tensor) -> Tensor:
+        k2_T = _k2(x_T)
+        return value(x_T).detach() + (k2_T - k2_T.detach())
+
+    return call
+
+
+ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+    "low_var_kl": _low_var_kl,
+    "k1+": _straight_through(_k1),
+    "k3+": _straight_through(_k3),
+}
+"""``x_T`` -> estimate, by the name in ``KLConfig.estimator``; each is 0 at x = 0."""
+STRAIGHT_THROUGH = ("k1+", "k3+")
+
+
+def kl_T(log_probs_T: Tensor, reference_T: Tensor, mask_T: Tensor, *, estimator: str) -> Tensor:
+    """Divergence of the sampled tokens' distribution from the reference, nats per token; exactly 0 where masked.
+
+    Values, means and gradients: the table above. k1 may be negative, k2 and k3 never. Raises ValueError for an unknown estimator.
+    """
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"estimator: want one of {', '.join(ESTIMATORS)}, got {estimator!r}")
+    return ESTIMATORS[estimator](log_ratio(log_probs_T, reference_T.detach(), mask_T))
+
+
+def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, *, estimator: str) -> Tensor:
+    """``pi_theta / mu * k`` for tokens sampled from mu (``behaviour_T``, log-probs), the gradient through the ratio; 0 where masked.
+
+    Mean under mu, of value and gradient: ``E_pi[k]`` and ``grad E_pi[k]``, token by token. A detached ratio would lose the score term
+    ``k grad log pi`` (k1: all of it; k3: the gradient of the other divergence is left). For "+" the gradient of k2 *is* that term, so
+    there the ratio is detached: both together would count twice. With ``behaviour_T = log_probs_T.detach()`` the ratio is 1 and keeps
+    the score term on policy. The ratio is not truncated (but for +-20 in its logarithm), so old data make it noisy.
+    Source: unbiased KL estimate, DeepSeek-V3.2 2512.02556.
+    """
+    ratio_T = log_ratio(log_probs_T, behaviour_T.detach(), mask_T).exp()
+    if estimator in STRAIGHT_THROUGH:
+        ratio_T = ratio_T.detach()
+    return ratio_T * kl_T(log_probs_T, reference_T, mask_T, estimator=estimator)
+
+
+def next_coefficient(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+    """``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``: grows while the divergence is above its target.
+
+    ``kl`` and ``target`` are in one unit, nats per token or per sample; ``horizon`` in samples. A ``kl`` that is not finite changes
+    nothing. Raises ValueError where one step could turn the sign of the coefficient. Source: Ziegler et al. 2019.
+    """
+    if target <= 0:
+        raise ValueError(f"target: want > 0, got {target}")
+    if horizon <= ADAPTIVE_ERROR_BOUND * num_samples:
+        raise ValueError(f"horizon: want > {ADAPTIVE_ERROR_BOUND} x {num_samples} samples of a step, got {horizon}")
+    if not math.isfinite(kl):
+        return coef
+    error = min(max(kl / target - 1, -ADAPTIVE_ERROR_BOUND), ADAPTIVE_ERROR_BOUND)
+    return coef * (1 + error * num_samples / horizon)

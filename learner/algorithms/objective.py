@@ -1,0 +1,273 @@
+"""One objective out of an ``AlgorithmConfig``: what the trainer minimises, composed of the functions of this room.
+
+    rewards -> advantages -+
+    log-probs of mu, proximal, reference -> weights, rejections -+-> loss per token -> one number
+    log-probs with gradient -------------------------------------+
+
+Nothing here knows a model, a rank or a batch. Whatever depends on all tokens of an update (``coupled``) is computed from sums that the
+caller adds up over micro-batches and ranks, so the result is the same however they are split.
+"""
+
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from learner.algorithms import policy_losses, rejection
+from learner.algorithms.advantages import ADVANTAGES, whitened
+from learner.algorithms.aggregation import Denominators, aggregate
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.kl import corrected_kl, kl_T
+from learner.algorithms.outcome import TokenLoss
+from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
+from learner.algorithms.ratios import log_ratio, sequence_sums
+from learner.algorithms.shaping import overlong_penalty
+from learner.algorithms.supervised import sft_loss
+from learner.algorithms.weights import Weights, bounded, raw_weights, self_normalised, weight_sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coupled:
+    """What the correction of a token takes from all tokens of its update, on all ranks."""
+
+    weight_sums: Tensor | None = None
+    """(sum of the weights, their number): they are divided by their mean; None = not wanted."""
+    m2_cut: float = math.inf
+    """Squared log-ratios from here on are rejected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokens:
+    """What an objective knows of a packed row, besides the log-probs with gradient; T = its tokens, all [T]."""
+
+    mask_T: Tensor
+    """Trainable tokens."""
+    sample_T: Tensor
+    """Row of the step's samples, 0..N-1; -1 in padding."""
+    num_samples: int
+    """N."""
+    rollout_T: Tensor
+    """log mu."""
+    lag_T: Tensor
+    """Age in steps; -1 where masked."""
+    advantages_T: Tensor
+    old_T: Tensor | None = None
+    """Log-probs of the proximal policy; None = it is the policy that the row is trained on."""
+    reference_T: Tensor | None = None
+    """Log-probs of the reference; None = not wanted."""
+
+
+LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
+"""``(log_probs_T, anchor_T, tokens, config)``: a policy loss by import path. Zero, with zero gradient, where masked."""
+AdvantageFunction = Callable[..., Tensor]
+"""``(rewards_N, groups_N, lengths_N=...) -> advantages_N``: an estimator by import path."""
+
+
+def imported(path: str, what: str) -> Callable[..., Any]:
+    """The function at ``module:function``. Raises ValueError that says what is missing."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except ImportError as error:
+        raise ValueError(f"{what}: want module:function, got {path!r}: {error}") from None
+    except AttributeError:
+        raise ValueError(f"{what}: want module:function, got {path!r}: {module} has no {name!r}") from None
+    if not callable(found):
+        raise ValueError(f"{what}: want module:function, got {path!r}: a {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def _shaped(name: str) -> LossFunction:
+    """A loss of ``policy_losses`` with its settings taken from the config."""
+    function = getattr(policy_losses, name)
+    over_sequences = name in ("gspo", "gspo_token", "topr", "vespo")
+
+    def call(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+        settings: dict[str, Any] = {}
+        if name in ("ppo", "gspo", "gspo_token"):
+            settings = {"clip_low": config.clip_low, "clip_high": config.clip_high, "clip_dual": config.clip_dual}
+        elif name == "cispo":
+            settings = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+        elif name == "sapo":
+            settings = {"tau_positive": config.sapo_tau_positive, "tau_negative": config.sapo_tau_negative}
+        elif name == "dppo_tv":
+            settings = {"low": config.clip_low, "high": config.clip_high, "penalty": config.dppo_penalty}
+        places = (tokens.sample_T, tokens.num_samples) if over_sequences else ()
+        made: PolicyLoss = function(log_probs_T, anchor_T, tokens.advantages_T, tokens.mask_T, *places, **settings)
+        return made
+
+    return call
+
+
+def _reinforce(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    return policy_losses.reinforce(log_probs_T, tokens.advantages_T, tokens.mask_T)
+
+
+def _sft(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    return PolicyLoss(loss_T=sft_loss(log_probs_T, tokens.mask_T), clipped_T=torch.zeros_like(tokens.mask_T))
+
+
+LOSS_FUNCTIONS: Mapping[str, LossFunction] = {
+    **{name: _shaped(name) for name in ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")},
+    "reinforce": _reinforce,
+    "sft": _sft,
+}
+
+
+class Objective:
+    """The functions that a config chooses, bound to its settings."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        """Raises ValueError for a function of one's own that cannot be imported."""
+        self.config = config
+        assert config.loss is not None
+        self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
+        self._estimator: Any = ADVANTAGES.get(config.advantage)
+        self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
+        self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
+
+    def needs_old(self, *, minibatches: int, published_every: int) -> bool:
+        """Log-probs are wanted before the first backward pass: the proximal policy is not the one trained, or weights are coupled."""
+        moved = minibatches > 1 or published_every > 1
+        return self.config.coupled or (self.config.anchor == "proximal" and self.config.proximal == "recompute" and moved)
+
+    # ---- advantages, [N]
+
+    def shaped_rewards(
+        self, rewards_N: Tensor, lengths_N: Tensor, *, max_tokens: int, kl_N: Tensor | None = None, kl_scale: float = 1.0
+    ) -> Tensor:
+        """Rewards with the penalties of the config: overlong responses, and ``kl_N``, each sample's summed divergence (nats)."""
+        if self.config.overlong_buffer:
+            rewards_N = rewards_N + self.config.overlong_penalty * overlong_penalty(
+                lengths_N, max_tokens=max_tokens, buffer=self.config.overlong_buffer
+            )
+        if kl_N is not None:
+            rewards_N = rewards_N - kl_scale * self.config.kl.reward_coef * kl_N
+        return rewards_N
+
+    def advantages(self, rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor, trainable_N: Tensor) -> Tensor:
+        """One advantage per sample, whitened over the trainable tokens of the step where the config says so."""
+        advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N)
+        return whitened(advantages_N, trainable_N) if self._whiten else advantages_N
+
+    # ---- correction
+
+    def coupled(self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]) -> Coupled:
+        """What couples the tokens of one update, of which this rank has ``rows``; it is of their ``old_T``, so it is known before them.
+
+        ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the concatenation of a 1-D float64 tensor.
+        """
+        config, sums, cut = self.config, None, math.inf
+        if config.self_normalise:
+            level = str(config.weight)
+            parts = [weight_sums(self._weights(row, _old(row)), row.mask_T, row.sample_T, row.num_samples, level=level) for row in rows]
+            sums = summed(torch.stack(parts).sum(0))
+        if config.m2_limit:
+            squares = [log_ratio(_old(row), row.rollout_T, row.mask_T)[row.mask_T].double().square() for row in rows]
+            cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2_limit)
+        return Coupled(weight_sums=sums, m2_cut=cut)
+
+    def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
+        """Bounded weights of ``compared_T`` against mu."""
+        config, mask_T = self.config, tokens.mask_T
+        assert config.weight is not None and config.weight_low is not None and config.weight_action is not None
+        delta_T = log_ratio(compared_T.detach(), tokens.rollout_T, mask_T)
+        raw_T = raw_weights(delta_T, mask_T, tokens.sample_T, tokens.num_samples, level=config.weight)
+        return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
+
+    def _rejected(self, tokens: Tokens, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
+        """Rule -> tokens that it rejects."""
+        config, mask_T = self.config, tokens.mask_T
+        place = (mask_T, tokens.sample_T, tokens.num_samples)
+        rejected: dict[str, Tensor] = {}
+        if config.rejects or config.veto:
+            delta_T = log_ratio(compared_T.detach(), tokens.rollout_T, mask_T)
+            for rule in config.rejects:
+                rejected[rule.name] = rejection.outside(delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high)
+            if config.veto:
+                rejected["veto"] = rejection.vetoed(delta_T, *place, threshold=config.veto)
+        if config.binary_kl_limit:
+            rejected["binary_kl"] = rejection.binary_kl_outside(compared_T, tokens.rollout_T, mask_T, limit=config.binary_kl_limit)
+        if config.opsm_threshold:
+            rejected["opsm"] = rejection.opsm(compared_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.opsm_threshold)
+        if config.m2_limit:
+            rejected["m2"] = rejection.beyond(log_ratio(_old(tokens), tokens.rollout_T, mask_T), mask_T, coupled.m2_cut)
+        return rejected
+
+    # ---- loss
+
+    def token_loss(self, log_probs_T: Tensor, tokens: Tokens, coupled: Coupled) -> TokenLoss:
+        """The policy loss of every token, weighted; 0 where rejected."""
+        start_T = log_probs_T.detach() if tokens.old_T is None else tokens.old_T
+        compared_T = self._compared(log_probs_T, tokens, start_T)
+        anchor_T = tokens.rollout_T if self.config.anchor == "rollout" else compared_T
+        made = self._loss(log_probs_T, anchor_T, tokens, self.config)
+        loss_T, weights = made.loss_T, None
+        if self.config.weight != "none":
+            weights = self._weights(tokens, compared_T)
+            if coupled.weight_sums is not None:
+                weights = self_normalised(weights, tokens.mask_T, coupled.weight_sums)
+            loss_T = weights.weight_T * loss_T
+        rejected = self._rejected(tokens, compared_T, coupled)
+        loss = TokenLoss(loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected)
+        return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
+
+    def _compared(self, log_probs_T: Tensor, tokens: Tokens, start_T: Tensor) -> Tensor:
+        """The policy whose ratio to mu is the weight: the proximal one where the loss is anchored there, else the present one."""
+        if self.config.anchor != "proximal":
+            return log_probs_T.detach()
+        if self.config.proximal == "loglinear":
+            return loglinear_proximal(log_probs_T, tokens.rollout_T, tokens.mask_T, tokens.lag_T)
+        return start_T
+
+    def total(
+        self,
+        log_probs_T: Tensor,
+        entropy_T: Tensor,
+        tokens: Tokens,
+        denominators: Denominators,
+        coupled: Coupled,
+        *,
+        kl_scale: float = 1.0,
+    ) -> tuple[Tensor, TokenLoss, Tensor | None]:
+        """(what is minimised, the policy loss of every token, the divergence from the reference of every token or None).
+
+        ``loss + kl.coef KL - entropy_coef H``, each aggregated in the same way; this row's part of the update's number.
+        """
+        config = self.config
+        loss = self.token_loss(log_probs_T, tokens, coupled)
+        place = (tokens.mask_T, tokens.sample_T, denominators)
+        mode = str(config.aggregation)
+        total = aggregate(loss.loss_T, *place, mode=mode)
+        divergence_T: Tensor | None = None
+        if tokens.reference_T is not None:
+            divergence_T = kl_T(log_probs_T.detach(), tokens.reference_T, tokens.mask_T, estimator="k3")
+        if config.kl.coef:
+            assert tokens.reference_T is not None
+            if config.kl.corrected:
+                penalty_T = corrected_kl(log_probs_T, tokens.reference_T, tokens.rollout_T, tokens.mask_T, estimator=config.kl.estimator)
+            else:
+                penalty_T = kl_T(log_probs_T, tokens.reference_T, tokens.mask_T, estimator=config.kl.estimator)
+            total = total + kl_scale * config.kl.coef * aggregate(penalty_T, *place, mode=mode)
+        if config.entropy_coef:
+            total = total - config.entropy_coef * aggregate(entropy_T, *place, mode=mode)
+        return total, loss, divergence_T
+
+
+def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
+    """``(sum W, sum W^2, number of samples)`` of the sequence ratios pi / mu of this row, float64 [3], for the ESS-scaled learning rate."""
+    place = (tokens.mask_T, tokens.sample_T, tokens.num_samples)
+    delta_T = log_ratio(log_probs_T.detach(), tokens.rollout_T, tokens.mask_T).double()
+    weights_N = sequence_sums(delta_T, *place).clamp(-20, 20).exp()
+    there_N = sequence_sums(torch.ones_like(delta_T), *place) > 0
+    weights_N = torch.where(there_N, weights_N, 0.0)
+    return torch.stack([weights_N.sum(), weights_N.square().sum(), there_N.sum().double()])
+
+
+def _old(tokens: Tokens) -> Tensor:
+    assert tokens.old_T is not None, "coupled corrections want old_T"
+    return tokens.old_T

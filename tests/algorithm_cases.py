@@ -1,0 +1,36 @@
+"""Algorithms that are trained in tests: every preset, and what presets do not reach."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from learner.algorithms.config import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS, PRESETS, AlgorithmConfig, KLConfig
+
+KL = KLConfig(coef=0.1)
+CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
+    **{name: ({"correction": name}, 1) for name in PRESETS},
+    **{f"{name} in 2 minibatches": ({"correction": name}, 2) for name in ("naive", "bypass", "tis", "decoupled", "m2po", "cispo", "gspo")},
+    **{f"advantage {name}": ({"advantage": name}, 1) for name in ADVANTAGES if name != "grpo"},
+    **{f"aggregation {name}": ({"aggregation": name, "entropy_coef": 0.01}, 2) for name in AGGREGATIONS},
+    **{f"kl {name}": ({"kl": KLConfig(coef=0.1, estimator=name)}, 1) for name in KL_ESTIMATORS},
+    "kpop, tight": ({"correction": "kpop", "binary_kl_limit": 0.003}, 1),
+    "geo_mask, loose": ({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, 1),
+    "kl uncorrected": ({"kl": KLConfig(coef=0.1, estimator="k2", corrected=False)}, 1),
+    "kl in the reward, adaptive": ({"kl": KLConfig(reward_coef=0.05, target=0.01, horizon=100)}, 2),
+    "distillation": ({"advantage": "reinforce", "distill_coef": 1.0}, 1),
+    "whitened": ({"whiten": True}, 1),
+    "overlong": ({"overlong_buffer": 6, "overlong_penalty": 0.5}, 1),
+    "dual clip": ({"correction": "bypass", "clip_dual": 1.5}, 1),
+    "lower bound": ({"weight_low": 0.8, "weight_high": 1.2}, 1),
+    "truncate": ({"weight_action": "truncate", "weight_high": 1.1}, 1),
+    "prefix weights": ({"weight": "prefix"}, 1),
+    "geometric weights": ({"weight": "geometric"}, 1),
+    "self-normalised": ({"self_normalise": True, "weight_high": 1.2}, 2),
+    "self-normalised sequences": ({"weight": "sequence", "self_normalise": True}, 1),
+    "rejections": ({"reject": ("k1 token 0.3 3", "k3 seq_mean 0.4", "k2 seq_max 1.5"), "veto": 0.2}, 1),
+    "ess_lr": ({"ess_lr": True}, 2),
+}
+"""Name -> (settings, minibatches)."""
+
+
+def algorithm(name: str) -> AlgorithmConfig:
+    return AlgorithmConfig(**CASES[name][0])

@@ -1,0 +1,169 @@
+"""What a loss or an advantage estimator must hold, ours and yours.
+
+pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from learner.algorithms.config import ADVANTAGES, LOSSES, PRESETS, AlgorithmConfig
+from learner.algorithms.objective import Objective, Tokens
+from learner.algorithms.policy_losses import PolicyLoss
+
+LENGTHS = (5, 1, 7, 3, 4)
+"""Tokens of each sample; the last one is padding."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "objective" in metafunc.fixturenames:
+        metafunc.parametrize("objective", [*LOSSES, *metafunc.config.getoption("--loss")], indirect=True)
+    if "estimator" in metafunc.fixturenames:
+        metafunc.parametrize("estimator", [*ADVANTAGES, *metafunc.config.getoption("--advantage")], indirect=True)
+
+
+@pytest.fixture
+def objective(request: pytest.FixtureRequest) -> Objective:
+    """One whose loss is the one named, anchored at mu where it can be."""
+    preset = next((name for name, fields in PRESETS.items() if fields["loss"] == request.param), None)
+    changes = {"correction": preset or "decoupled"} | ({} if preset else {"loss": request.param, "weight": "none", "anchor": "rollout"})
+    return Objective(AlgorithmConfig(**changes))
+
+
+@pytest.fixture
+def estimator(request: pytest.FixtureRequest) -> Objective:
+    return Objective(AlgorithmConfig(advantage=request.param, whiten=False))
+
+
+def row(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tokens]:
+    """Log-probs (a leaf, float64) and what is known of their row."""
+    generator = torch.Generator().manual_seed(seed)
+    size = sum(LENGTHS)
+    rollout_T = -0.2 - 2 * torch.rand(size, generator=generator, dtype=torch.float64)
+    sample_T = torch.repeat_interleave(torch.tensor([*range(len(LENGTHS) - 1), -1]), torch.tensor(LENGTHS))
+    advantages_N = torch.tensor([1.0, -0.5, -1.5, 0.7], dtype=torch.float64)
+    log_probs_T = (rollout_T + spread * torch.randn(size, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
+    tokens = Tokens(
+        mask_T=(torch.rand(size, generator=generator) < 0.8) & (sample_T >= 0),
+        sample_T=sample_T,
+        num_samples=len(LENGTHS) - 1,
+        rollout_T=rollout_T,
+        lag_T=torch.randint(0, 3, (size,), generator=generator),
+        advantages_T=torch.where(sample_T >= 0, advantages_N[sample_T.clamp(min=0)], 0.0),
+        old_T=(rollout_T + 0.1 * torch.randn(size, generator=generator, dtype=torch.float64)).clamp(max=-1e-3),
+    )
+    return log_probs_T.requires_grad_(), tokens
+
+
+def made(objective: Objective, log_probs_T: Tensor, tokens: Tokens) -> PolicyLoss:
+    """The loss by itself, without weights."""
+    anchor_T = tokens.old_T if objective.config.anchor == "proximal" else tokens.rollout_T
+    assert anchor_T is not None
+    return objective._loss(log_probs_T, anchor_T, tokens, objective.config)
+
+
+def gradient(objective: Objective, log_probs_T: Tensor, tokens: Tokens) -> Tensor:
+    return torch.autograd.grad(made(objective, log_probs_T, tokens).loss_T.sum(), log_probs_T)[0]
+
+
+def test_a_loss_says_one_number_and_one_verdict_per_token(objective: Objective) -> None:
+    log_probs_T, tokens = row()
+    loss = made(objective, log_probs_T, tokens)
+    assert isinstance(loss, PolicyLoss)
+    assert (loss.loss_T.shape, loss.loss_T.dtype) == (log_probs_T.shape, torch.float64)
+    assert (loss.clipped_T.shape, loss.clipped_T.dtype, loss.clipped_T.requires_grad) == (log_probs_T.shape, torch.bool, False)
+    assert gradient(objective, log_probs_T, tokens)[tokens.mask_T].abs().sum() > 0, "it teaches nothing"
+
+
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
+def test_what_is_masked_reaches_neither_value_nor_gradient(objective: Objective, rubbish: float) -> None:
+    log_probs_T, tokens = row()
+    wanted, wanted_gradient = made(objective, log_probs_T, tokens), gradient(objective, log_probs_T, tokens)
+    spoilt: dict[str, Any] = {
+        name: torch.where(tokens.mask_T, getattr(tokens, name), rubbish) for name in ("rollout_T", "advantages_T", "old_T")
+    }
+    dirty_T = torch.where(tokens.mask_T, log_probs_T.detach(), rubbish).requires_grad_()
+    dirty = Tokens(**{name: spoilt.get(name, getattr(tokens, name)) for name in Tokens.__slots__})
+    torch.testing.assert_close(made(objective, dirty_T, dirty).loss_T, wanted.loss_T, atol=0, rtol=0)
+    torch.testing.assert_close(gradient(objective, dirty_T, dirty), wanted_gradient, atol=0, rtol=0)
+    assert not wanted.loss_T[~tokens.mask_T].any()
+    assert not wanted_gradient[~tokens.mask_T].any()
+    assert not wanted.clipped_T[~tokens.mask_T].any()
+
+
+def test_extreme_ratios_stay_finite(objective: Objective) -> None:
+    log_probs_T, tokens = row()
+    far_T = torch.where(torch.arange(len(log_probs_T)) % 2 == 0, -1e-6, -200.0).double().requires_grad_()
+    assert torch.isfinite(made(objective, far_T, tokens).loss_T).all()
+    assert torch.isfinite(gradient(objective, far_T, tokens)).all()
+
+
+def test_samples_know_nothing_of_each_other(objective: Objective) -> None:
+    """Alone in a row each has the loss that it has among others: packing changes nothing."""
+    log_probs_T, tokens = row()
+    whole = made(objective, log_probs_T, tokens).loss_T
+    for sample in range(tokens.num_samples):
+        at = (tokens.sample_T == sample).nonzero()[:, 0]
+        alone = Tokens(**{name: value[at] if torch.is_tensor(value := getattr(tokens, name)) else value for name in Tokens.__slots__})
+        torch.testing.assert_close(made(objective, log_probs_T[at], alone).loss_T, whole[at], atol=1e-12, rtol=0)
+
+
+def test_what_is_called_clipped_has_no_gradient(objective: Objective) -> None:
+    log_probs_T, tokens = row(spread=1.5)
+    loss = made(objective, log_probs_T, tokens)
+    assert not gradient(objective, log_probs_T, tokens)[loss.clipped_T].any()
+
+
+def test_nothing_given_is_changed(objective: Objective) -> None:
+    log_probs_T, tokens = row()
+    before = {name: value.clone() for name in Tokens.__slots__ if torch.is_tensor(value := getattr(tokens, name))}
+    made(objective, log_probs_T, tokens)
+    for name, value in before.items():
+        assert torch.equal(getattr(tokens, name), value), name
+
+
+GROUPS = torch.tensor([7, 3, 7, 9, 3, 7, 3, 5, 5])
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 2.0, 1.0, 0.0, 1.0, 0.25, 0.25], dtype=torch.float64)
+RESPONSES = torch.tensor([3, 5, 2, 8, 1, 9, 4, 6, 2])
+TRAINABLE = torch.tensor([3, 5, 0, 8, 1, 9, 4, 6, 2])
+
+
+def advantages(estimator: Objective, rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    return estimator.advantages(rewards, groups, lengths, TRAINABLE)
+
+
+def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -> None:
+    """A group of one and a group of equal rewards are among them."""
+    found = advantages(estimator, REWARDS, GROUPS, RESPONSES)
+    assert (found.shape, found.dtype) == (REWARDS.shape, torch.float64)
+    assert torch.isfinite(found).all()
+    assert found.abs().sum() > 0
+
+
+def test_order_and_names_of_groups_do_not_matter(estimator: Objective) -> None:
+    found = advantages(estimator, REWARDS, GROUPS, RESPONSES)
+    order = torch.randperm(len(GROUPS), generator=torch.Generator().manual_seed(1))
+    again = advantages(estimator, REWARDS[order], 100 - GROUPS[order], RESPONSES[order])
+    torch.testing.assert_close(again, found[order], atol=1e-12, rtol=0)
+
+
+def test_a_better_sample_of_a_group_has_no_smaller_advantage(estimator: Objective) -> None:
+    found = advantages(estimator, REWARDS, GROUPS, RESPONSES)
+    for group in GROUPS.unique():
+        at = (group == GROUPS).nonzero()[:, 0]
+        order = REWARDS[at].argsort(stable=True)
+        assert (found[at][order].diff() >= -1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("no_such_module:f", "no_such_module"), ("math:no_such_function", "has no 'no_such_function'"), ("math:pi", "a float")],
+)
+def test_a_path_that_leads_nowhere_is_refused(path: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"loss: want .*{reason}"):
+        Objective(AlgorithmConfig(loss=path))
+    with pytest.raises(ValueError, match=rf"advantage: want .*{reason}"):
+        Objective(AlgorithmConfig(advantage=path))

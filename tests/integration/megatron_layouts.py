@@ -1,0 +1,68 @@
+"""Body of one rank: trains every case of ``tests.algorithm_cases`` for two steps in one layout. Run by the test."""
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from learner.config import OptimizerConfig
+from learner.megatron import parallel
+from learner.megatron.model import WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.algorithm_cases import CASES, algorithm
+from tests.learner_steps import make_batches, make_samples
+
+VOCAB = 300
+STEPS = (3, 4)
+OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a step is split."""
+
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    max_tokens: int = 1 << 20
+    """Of a micro-batch."""
+
+    @property
+    def world(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+
+def train(model_dir: Path, here: parallel.Parallel, case: str, max_tokens: int) -> dict[str, object]:
+    """The metrics of two steps, and how many micro-batches the first had."""
+    config, minibatches = algorithm(case), CASES[case][1]
+    policy = build_policy(model_dir, dtype="float32", parallel=here)
+    reference = WeightBackup(policy) if config.needs_reference else None
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, reference=reference)
+    metrics, split = [], 0
+    for step in STEPS:
+        samples = make_samples(vocab=VOCAB, step=step, groups=6)
+        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches)
+        metrics.append(trainer.train(batches[here.dp_rank]))
+        split = len(batches[here.dp_rank].micro_batches)
+    return {"metrics": metrics, "micro_batches": split}
+
+
+def main(model_dir: Path, layout: Layout, out: Path) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    here = parallel.join(tensor_parallel_size=layout.tensor_parallel, device=torch.device("cpu"), seed=0)
+    results = {case: train(model_dir, here, case, layout.max_tokens) for case in CASES}
+    parallel.leave()
+    (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
+
+
+def arguments(model_dir: Path, layout: Layout) -> list[str]:
+    """The command line of ``main``."""
+    return [str(model_dir), json.dumps(asdict(layout))]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Layout(**json.loads(sys.argv[2])), Path(sys.argv[3]))

@@ -1,0 +1,83 @@
+"""Loss, gradient norm and every metric are the same however a step is split: one table of layouts, one of algorithms."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.algorithm_cases import CASES
+from tests.integration import megatron_layouts
+from tests.integration.megatron_layouts import VOCAB, Layout, arguments
+from tests.learner_steps import run_ranks
+from tests.tiny_models import write_tiny_model
+
+WHOLE = "one row"
+LAYOUTS = {
+    WHOLE: Layout(),
+    "4 micro-batches": Layout(max_tokens=70),
+    "unpacked": Layout(max_tokens=1),
+    "data parallel 2": Layout(data_parallel=2, max_tokens=60),
+    "tensor parallel 2": Layout(tensor_parallel=2, max_tokens=120),
+}
+TIMES = {"train/step_seconds", "train/tokens_per_second"}
+
+Results = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Results]]:
+    """``trained(layout)``: what each rank of it says of every case; each layout runs once."""
+    model_dir = write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    done: dict[str, list[Results]] = {}
+
+    def run(name: str) -> list[Results]:
+        if name not in done:
+            out = tmp_path_factory.mktemp("layout")
+            done[name] = run_ranks(
+                megatron_layouts.__name__, arguments(model_dir, LAYOUTS[name]), world=LAYOUTS[name].world, out=out, timeout_s=300
+            )
+        return done[name]
+
+    return run
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != WHOLE])
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_numbers(trained: Callable[[str], list[Results]], layout: str, case: str) -> None:
+    wanted = trained(WHOLE)[0][case]
+    for rank in trained(layout):
+        for step, other in zip(rank[case]["metrics"], wanted["metrics"], strict=True):
+            assert step.keys() == other.keys()
+            wrong = {name: (step[name], other[name]) for name in step.keys() - TIMES if not _close(step[name], other[name])}
+            assert not wrong, json.dumps(wrong, indent=1)
+
+
+def test_the_layouts_are_what_they_are_called(trained: Callable[[str], list[Results]]) -> None:
+    split = {name: trained(name)[0]["decoupled"]["micro_batches"] for name in LAYOUTS}
+    assert split[WHOLE] == 1
+    assert split["4 micro-batches"] >= 4
+    assert split["unpacked"] == 24
+    assert min(split["data parallel 2"], split["tensor parallel 2"]) > 1
+
+
+def test_the_algorithms_are_not_all_the_same(trained: Callable[[str], list[Results]]) -> None:
+    """Each setting changes the second step's numbers: none of them is a dead letter."""
+    results = trained(WHOLE)[0]
+    norms: dict[float, list[str]] = {}
+    for case in CASES:
+        second = results[case]["metrics"][1]
+        norms.setdefault(round(second["train/grad_norm"], 9), []).append(case)
+        assert all(math.isfinite(value) for value in second.values()), case
+    same = sorted(sorted(cases) for cases in norms.values() if len(cases) > 1)
+    assert same == SAME
+
+
+SAME = [["decoupled", "kpop", "tis"], ["kl k1+", "kl k3", "kl k3+", "kl low_var_kl"], ["naive", "none"]]
+"""Cases that are one algorithm here: one optimizer step per version, ratios within the bounds."""
+
+
+def _close(one: float, other: float) -> bool:
+    """1e-5 relative; 1e-6 absolute for what is a difference of nearly equal numbers."""
+    return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6)

@@ -1,0 +1,26 @@
+"""A world of one rank inside the test process."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from learner.megatron import parallel
+from tests.learner_steps import free_port, rank_environment
+
+
+@contextmanager
+def one_rank() -> Iterator[parallel.Parallel]:
+    """Megatron's groups for this process alone; environment and settings as before afterwards."""
+    before = dict(os.environ)
+    os.environ.update(rank_environment(0, 1, free_port()))
+    torch.use_deterministic_algorithms(True)
+    joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+    try:
+        yield joined
+    finally:
+        parallel.leave()
+        torch.use_deterministic_algorithms(False)
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,131 @@
+"""Alarms: each at its threshold and not below, scaled by age where numbers grow with it, and a stop that has patience."""
+
+import re
+from typing import Any
+
+import pytest
+
+from learner.algorithms.alarms import FLOAT32, THRESHOLDS, AlarmWatch, Context, check, refuse_unknown
+from learner.algorithms.config import AlarmConfig
+from tests.metric_names import METRICS, undocumented
+
+HEALTHY = {
+    "train/tokens": 1000.0,
+    "offpolicy/weight_mean": 1.0,
+    "offpolicy/ess": 0.9,
+    "offpolicy/pearson": 0.99,
+    "offpolicy/prob_std": 0.3,
+    "offpolicy/k1": 0.001,
+    "offpolicy/lag_max": 2.0,
+    "offpolicy/lag_mean": 0.0,
+    "offpolicy/entropy_gap": 0.1,
+    "offpolicy/entropy_gap_tokens": 1000.0,
+}
+CONTEXT = Context(max_lag=2, dtype="bfloat16")
+
+
+def names(changes: dict[str, float], config: AlarmConfig | None = None, context: Context = CONTEXT) -> list[tuple[str, str]]:
+    return [(alarm.name, alarm.level) for alarm in check(HEALTHY | changes, config or AlarmConfig(), context)]
+
+
+def test_a_healthy_step_raises_none() -> None:
+    assert names({}) == []
+
+
+@pytest.mark.parametrize("name", [name for name in THRESHOLDS if name != "lag"])
+def test_each_trips_beyond_its_threshold_and_not_at_it(name: str) -> None:
+    row = THRESHOLDS[name]
+    beyond = -1e-6 if row.below else 1e-6
+    assert names({row.metric: row.warn}) == []
+    assert names({row.metric: row.warn + beyond}) == [(name, "warn")]
+    assert names({row.metric: row.error}) == [(name, "warn")]
+    assert names({row.metric: row.error + beyond}) == [(name, "error")]
+
+
+def test_a_token_that_is_too_old_is_an_error_unless_the_gate_lets_it_through() -> None:
+    assert names({"offpolicy/lag_max": 3.0}) == [("lag", "error")]
+    assert names({"offpolicy/lag_max": 3.0}, context=Context(max_lag=2, gate="train")) == []
+    assert names({"offpolicy/lag_max": 3.0, "train/tokens": 1.0}) == [("lag", "error")], "however few tokens there are"
+
+
+@pytest.mark.parametrize("name", [name for name, row in THRESHOLDS.items() if row.ages])
+def test_what_grows_with_age_is_judged_by_it(name: str) -> None:
+    row = THRESHOLDS[name]
+    assert names({row.metric: 1.5 * row.error}) == [(name, "error")]
+    assert names({row.metric: 1.5 * row.error, "offpolicy/lag_mean": 1.0}) == [(name, "warn")]
+    assert names({row.metric: 1.5 * row.warn, "offpolicy/lag_mean": 1.0}) == []
+
+
+def test_numerics_are_stricter_in_float32() -> None:
+    warn, error = FLOAT32["numerics"]
+    value = (warn + error) / 2
+    assert names({"offpolicy/fresh_logprob_diff_abs": value}) == []
+    assert names({"offpolicy/fresh_logprob_diff_abs": value}, context=Context(max_lag=2)) == [("numerics", "warn")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"offpolicy/entropy_gap_sigmas": -50.0, "offpolicy/entropy_gap_tokens": 200.0},
+        {"offpolicy/entropy_gap_sigmas": 50.0, "offpolicy/entropy_gap": 0.01},
+        {"offpolicy/pearson": 0.0, "offpolicy/prob_std": 0.05},
+        {"offpolicy/k3": 9.0, "train/tokens": 100.0},
+    ],
+    ids=["few uncertain tokens", "a gap of nothing", "probabilities that do not vary", "few tokens"],
+)
+def test_what_means_nothing_raises_none(changes: dict[str, float]) -> None:
+    assert names(changes) == []
+    assert names(
+        {**changes, "offpolicy/entropy_gap_tokens": 1000.0, "offpolicy/entropy_gap": -0.1, "offpolicy/prob_std": 0.3, "train/tokens": 1e3}
+    )
+
+
+def test_thresholds_can_be_changed_and_alarms_ignored() -> None:
+    bad = {"offpolicy/ess": 0.4}
+    assert names(bad) == [("ess", "warn")]
+    assert names(bad, AlarmConfig(thresholds={"ess": [0.3, 0.2]})) == []
+    assert names(bad, AlarmConfig(thresholds={"ess": [0.9, 0.45]})) == [("ess", "error")]
+    assert names(bad, AlarmConfig(ignore=("ess",))) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"ignore": ("nothing",)}, "got 'nothing'"),
+        ({"thresholds": {"nothing": [1, 2]}}, "got 'nothing'"),
+        ({"thresholds": {"k3": [2, 1]}}, "alarms.thresholds.k3: want [warn, error], error the larger"),
+        ({"thresholds": {"ess": [0.1, 0.2]}}, "error the smaller"),
+        ({"thresholds": {"k3": 1}}, "want [warn, error]"),
+        ({"thresholds": {"k3": ["a", 1]}}, "want [warn, error]"),
+    ],
+)
+def test_what_names_no_alarm_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        refuse_unknown(AlarmConfig(**settings))
+
+
+def test_stop_waits_for_errors_in_a_row() -> None:
+    bad, other = {"offpolicy/ess": 0.1}, {"offpolicy/k3": 9.0}
+    watch = AlarmWatch(AlarmConfig(action="stop", patience=3), CONTEXT)
+    for changes in (bad, bad, {}, bad, other, bad, bad):
+        assert watch.step(HEALTHY | changes) or not changes
+        assert watch.stop is None
+    watch.step(HEALTHY | bad)
+    assert watch.stop is not None
+    assert "ess: offpolicy/ess = 0.1" in str(watch.stop)
+
+
+def test_warnings_never_stop_and_off_is_off() -> None:
+    watch = AlarmWatch(AlarmConfig(action="stop", patience=1), CONTEXT)
+    watch.step(HEALTHY | {"offpolicy/ess": 0.4})
+    assert watch.stop is None
+    patient = AlarmWatch(AlarmConfig(action="warn", patience=1), CONTEXT)
+    assert patient.step(HEALTHY | {"offpolicy/ess": 0.1})
+    assert patient.stop is None
+    assert AlarmWatch(AlarmConfig(action="off"), CONTEXT).step(HEALTHY | {"offpolicy/ess": 0.1}) == ()
+
+
+def test_the_document_lists_every_alarm_and_its_metric() -> None:
+    text = METRICS.read_text()
+    assert not [name for name in THRESHOLDS if f"`{name}`" not in text]
+    assert not undocumented(row.metric for row in THRESHOLDS.values())

@@ -1,0 +1,109 @@
+"""Presets expand to what they say, every part can be changed, and contradictions are refused with the reason."""
+
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.settings import load, render
+from learner.algorithms.config import PRESETS, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
+
+DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fills_what_is_not_said_and_nothing_else(name: str) -> None:
+    plain = AlgorithmConfig(correction=name)
+    assert not [field for field in unset_names() if getattr(plain, field) is None]
+    assert {field: getattr(plain, field) for field in PRESETS[name]} == dict(PRESETS[name])
+    assert AlgorithmConfig(**{field.name: getattr(plain, field.name) for field in fields(plain)}) == plain, "what is printed means the same"
+    changed = AlgorithmConfig(correction=name, aggregation="constant")
+    assert changed == replace(plain, aggregation="constant")
+
+
+def test_the_expansion_is_printed_with_where_it_came_from() -> None:
+    text = render(load(DIGITS, ["learner.algorithm.correction=icepop", "learner.algorithm.weight_high=4"]))
+    shown = dict(re.findall(r"^ +(\w+: [^#\n]*?) +# (.*)$", text, re.MULTILINE))
+    assert shown["weight_action: mask"] == "preset icepop"
+    assert shown["weight_low: 0.5"] == "preset icepop"
+    assert shown["weight_high: 4.0"] == "--set"
+    assert shown["entropy_coef: 0.0"] == "default"
+
+
+def test_a_list_of_rules_is_a_setting() -> None:
+    config = load(DIGITS, ["learner.algorithm.reject=[k1 token 0.5 2, k3 seq_mean 0.01]"]).config.learner.algorithm
+    assert config.rejects == (RejectRule("k1", "token", 0.5, 2.0), RejectRule("k3", "seq_mean", 0.0, 0.01))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k1", "k4 token 1", "k1 word 2", "k3 token", "k3 token 0.1 0.2", "k1 token 2 0.5", "k1 token x", "k1 token 0.5"]
+)
+def test_a_rule_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"reject: .*want"):
+        reject_rule(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"correction": "magic"}, "correction: want none | naive"),
+        ({"advantage": "magic"}, "advantage: want grpo"),
+        ({"loss": "magic"}, "module:function"),
+        ({"anchor": "sea"}, "anchor: want proximal"),
+        ({"weight_action": "bend"}, "weight_action: want clip"),
+        ({"clip_low": -1.0}, "clip_low: want >= 0"),
+        ({"correction": "bypass", "weight": "token", "weight_high": 2.0}, "corrects twice"),
+        ({"correction": "cispo", "weight": "sequence", "weight_high": 2.0}, "corrects twice"),
+        ({"correction": "tis", "loss": "ppo"}, "anchor: ppo compares"),
+        ({"correction": "decoupled", "loss": "reinforce"}, "anchor: reinforce compares the policy with none"),
+        ({"correction": "sapo", "anchor": "proximal", "weight": "token", "weight_high": 2.0}, "weighs by the ratio itself"),
+        ({"correction": "sft", "veto": 1e-4}, "nothing rejected"),
+        ({"correction": "sft", "opsm_threshold": 0.5}, "no advantages"),
+        ({"correction": "bypass", "clip_high": 0.0}, "needs its trust region"),
+        ({"clip_dual": 0.5}, "clip_dual: want > 1"),
+        ({"correction": "tis", "clip_dual": 3.0}, "clip_dual: want > 1"),
+        ({"weight_low": 3.0}, "weight_low: want < weight_high"),
+        ({"weight_high": 0.9}, "want 1 between them"),
+        ({"weight_low": 1.5}, "want 1 between them"),
+        ({"weight_action": "truncate", "weight_low": 0.5}, "no lower bound"),
+        ({"correction": "bypass", "self_normalise": True}, "no weights to normalise"),
+        ({"correction": "tis", "proximal": "loglinear"}, "never looked at"),
+        ({"correction": "a3po", "m2_limit": 0.04}, "saves the forward pass"),
+        ({"overlong_penalty": 2.0}, "overlong_buffer > 0"),
+    ],
+)
+def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        AlgorithmConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"estimator": "k9"}, "estimator: want k1"),
+        ({"coef": -1.0}, "want >= 0"),
+        ({"target": 0.1}, "nothing to adapt"),
+        ({"coef": 0.1, "estimator": "k1", "corrected": False}, "no gradient"),
+    ],
+)
+def test_a_divergence_that_makes_no_sense_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        KLConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"correction": "none"}, True),
+        ({"correction": "naive"}, True),
+        ({"correction": "gspo", "weight": "none"}, True),
+        ({"correction": "tis"}, False),
+        ({"correction": "bypass"}, False),
+        ({"correction": "cispo"}, False),
+        ({"correction": "sft"}, False),
+    ],
+)
+def test_what_trains_old_data_as_if_it_were_fresh_is_known(changes: dict[str, Any], wanted: bool) -> None:
+    assert AlgorithmConfig(**changes).uncorrected is wanted

@@ -1,0 +1,340 @@
+"""Value functions on packed rows: against the definitions sample by sample, and V-trace's fixed point over all responses of a policy."""
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.algorithms.advantages import returns_to_go
+from learner.algorithms.values import gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
+
+
+def _close(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+def _tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One trainable token, as its sample sees it."""
+
+    reward: float
+    value: float
+    log_ratio: float
+    place: int
+    """In the row."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Samples behind one another, with NaN and infinity wherever a token is masked."""
+
+    rewards_T: Tensor
+    values_T: Tensor
+    log_ratio_T: Tensor
+    mask_T: Tensor
+    sample_T: Tensor
+
+    @property
+    def place(self) -> tuple[Tensor, Tensor]:
+        return self.mask_T, self.sample_T
+
+    def samples(self) -> list[list[Step]]:
+        found: dict[int, list[Step]] = {}
+        for at in range(len(self.mask_T)):
+            if self.mask_T[at]:
+                step = Step(float(self.rewards_T[at]), float(self.values_T[at]), float(self.log_ratio_T[at]), at)
+                found.setdefault(int(self.sample_T[at]), []).append(step)
+        return list(found.values())
+
+    def spread(self, by_place: dict[int, float]) -> Tensor:
+        return _tensor([by_place.get(at, 0.0) for at in range(len(self.mask_T))])
+
+    def at(self, chosen_T: Tensor) -> "Row":
+        return Row(
+            self.rewards_T[chosen_T], self.values_T[chosen_T], self.log_ratio_T[chosen_T], self.mask_T[chosen_T], self.sample_T[chosen_T]
+        )
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> Row:
+    lengths = draw(st.lists(st.integers(1, 7), max_size=5))
+    padding = draw(st.integers(0, 3))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    total = sum(lengths) + padding
+    sample_T = torch.tensor(
+        [9 - number for number, length in enumerate(lengths) for _ in range(length)] + [-1] * padding, dtype=torch.int64
+    )
+    mask_T = (torch.rand(total, generator=generator) < 0.7) & (sample_T >= 0)
+    columns = torch.randn(3, total, generator=generator, dtype=torch.float64)
+    rewards_T, values_T, log_ratio_T = torch.where(mask_T, columns, torch.tensor([[math.nan], [math.inf], [-math.inf]]))
+    return Row(rewards_T, values_T, log_ratio_T, mask_T, sample_T)
+
+
+SHARES = st.sampled_from([0.0, 0.3, 0.95, 1.0])
+
+
+def _errors(sample: list[Step], gamma: float) -> list[float]:
+    """r_t + gamma V_{t+1} - V_t."""
+    values = [step.value for step in sample] + [0.0]
+    return [step.reward + gamma * values[t + 1] - values[t] for t, step in enumerate(sample)]
+
+
+# ---- the recurrence
+
+
+@settings(deadline=None)
+@given(size=st.integers(0, 40), seed=st.integers(0, 1000))
+def test_the_recurrence_is_the_loop_backwards(size: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    terms = torch.randn(size, generator=generator, dtype=torch.float64)
+    factors = torch.rand(size, generator=generator, dtype=torch.float64) * (torch.rand(size, generator=generator) < 0.9)
+    wanted, after = [], 0.0
+    for term, factor in zip(terms.flip(0).tolist(), factors.flip(0).tolist(), strict=True):
+        after = term + factor * after
+        wanted.append(after)
+    _close(recurrence(terms, factors), _tensor(wanted[::-1]))
+
+
+def test_a_factor_of_zero_stops_nan_and_infinity() -> None:
+    got = recurrence(_tensor([1, 2, math.nan, 5, math.inf]), _tensor([1, 0, 0, 0, 1]))
+    assert torch.equal(got.nan_to_num(nan=-1), _tensor([3, 2, -1, 5, math.inf]).nan_to_num())
+
+
+# ---- GAE
+
+
+@settings(deadline=None)
+@given(row=_rows(), gamma=SHARES, lam=SHARES)
+def test_gae_is_the_sum_of_discounted_errors_of_its_own_sample(row: Row, gamma: float, lam: float) -> None:
+    """Masked tokens, whatever stands there, are skipped without discount."""
+    wanted: dict[int, float] = {}
+    for sample in row.samples():
+        errors = _errors(sample, gamma)
+        for t, step in enumerate(sample):
+            wanted[step.place] = math.fsum((gamma * lam) ** k * error for k, error in enumerate(errors[t:]))
+    advantages, returns = gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=lam)
+    _close(advantages, row.spread(wanted))
+    _close(returns, torch.where(row.mask_T, row.spread(wanted) + row.values_T, 0.0))
+
+
+@settings(deadline=None)
+@given(row=_rows(), gamma=SHARES)
+def test_gae_ends_at_the_return_less_the_value_and_at_the_error_of_one_step(row: Row, gamma: float) -> None:
+    """Property 45: lam = 1 and lam = 0."""
+    whole = returns_to_go(row.rewards_T, row.sample_T, gamma=gamma, mask_T=row.mask_T)
+    advantages, returns = gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=1.0)
+    _close(advantages, torch.where(row.mask_T, whole - row.values_T, 0.0))
+    _close(returns, whole)
+    errors = {step.place: error for sample in row.samples() for step, error in zip(sample, _errors(sample, gamma), strict=True)}
+    _close(gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=0.0)[0], row.spread(errors))
+
+
+@settings(deadline=None)
+@given(row=_rows())
+def test_a_reward_at_the_end_reaches_every_token_unchanged(row: Row) -> None:
+    """Property 45: gamma = lam = 1, whatever the values."""
+    rewards_N = torch.arange(10, dtype=torch.float64) + 0.5
+    wanted = torch.where(row.mask_T, rewards_N[row.sample_T.clamp(min=0)], 0.0)
+    terminal_T = terminal_rewards(rewards_N, *row.place)
+    _close(gae(terminal_T, row.values_T, *row.place, gamma=1.0, lam=1.0)[1], wanted)
+    assert int((terminal_T != 0).sum()) == len(row.samples())
+
+
+# ---- V-trace
+
+BOUNDS = st.sampled_from([(1.0, 1.0, 1.0), (2.0, 1.0, 1.5), (1e9, 0.7, 0.5), (0.8, 0.4, 1e9)])
+
+
+@settings(deadline=None)
+@given(row=_rows(), gamma=SHARES, lam=SHARES, bounds=BOUNDS)
+def test_vtrace_is_its_definition(row: Row, gamma: float, lam: float, bounds: tuple[float, float, float]) -> None:
+    """v_s = V_s + sum_t gamma^(t - s) (product of c from s to t - 1) rho_t error_t. Source: remark 1 of the paper."""
+    rho_bar, c_bar, rho_pg_bar = bounds
+    targets: dict[int, float] = {}
+    advantages: dict[int, float] = {}
+    for sample in row.samples():
+        errors = _errors(sample, gamma)
+        weights = [math.exp(step.log_ratio) for step in sample]
+        v = [
+            sample[s].value
+            + math.fsum(
+                gamma ** (t - s) * math.prod(lam * min(c_bar, w) for w in weights[s:t]) * min(rho_bar, weights[t]) * errors[t]
+                for t in range(s, len(sample))
+            )
+            for s in range(len(sample))
+        ]
+        for s, step in enumerate(sample):
+            after = v[s + 1] if s + 1 < len(v) else 0.0
+            targets[step.place] = v[s]
+            advantages[step.place] = min(rho_pg_bar, weights[s]) * (step.reward + gamma * after - step.value)
+    got = vtrace(
+        row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=lam, rho_bar=rho_bar, c_bar=c_bar, rho_pg_bar=rho_pg_bar
+    )
+    _close(got.targets_T, row.spread(targets))
+    _close(got.advantages_T, row.spread(advantages))
+
+
+@settings(deadline=None)
+@given(row=_rows(), gamma=SHARES)
+def test_vtrace_on_policy_is_the_discounted_return(row: Row, gamma: float) -> None:
+    """Property 46: the n-step return to the end, so its advantages are those of GAE with lam = 1."""
+    got = vtrace(torch.zeros_like(row.rewards_T), row.rewards_T, row.values_T, *row.place, gamma=gamma)
+    _close(got.targets_T, returns_to_go(row.rewards_T, row.sample_T, gamma=gamma, mask_T=row.mask_T))
+    _close(got.advantages_T, gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=1.0)[0])
+
+
+@settings(deadline=None)
+@given(row=_rows())
+def test_vtrace_believes_the_values_where_the_weights_vanish(row: Row) -> None:
+    """Property 46."""
+    for log_weight in (-60.0, -math.inf):
+        got = vtrace(torch.full_like(row.rewards_T, log_weight), row.rewards_T, row.values_T, *row.place, gamma=0.9)
+        _close(got.targets_T, torch.where(row.mask_T, row.values_T, 0.0))
+        _close(got.advantages_T, torch.zeros_like(row.rewards_T))
+
+
+class Tree:
+    """All 27 responses of 3 tokens and 3 steps, as one row of 81 tokens; every prefix has distributions and rewards of its own."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.mu = torch.randn(13, 3, generator=generator, dtype=torch.float64).softmax(-1)
+        self.pi = torch.randn(13, 3, generator=generator, dtype=torch.float64).softmax(-1)
+        self.rewards = torch.randn(13, 3, generator=generator, dtype=torch.float64)
+        response = torch.arange(27)
+        self.prefix = torch.stack([torch.zeros_like(response), 1 + response // 9, 4 + response // 3], -1).reshape(-1)
+        self.action = torch.stack([response // 9, response // 3 % 3, response % 3], -1).reshape(-1)
+        self.sample = response.repeat_interleave(3)
+        self.p = self.sampled(self.mu).reshape(27, 3).prod(-1).repeat_interleave(3)
+
+    def sampled(self, table: Tensor) -> Tensor:
+        return table[self.prefix, self.action]
+
+    def value(self, policy: Tensor, gamma: float) -> Tensor:
+        """Of every prefix, backwards over the tree, [13]."""
+        values = torch.zeros(13, dtype=torch.float64)
+        for node in range(12, -1, -1):
+            after = values[3 * node + 1 : 3 * node + 4] if node < 4 else torch.zeros(3, dtype=torch.float64)
+            values[node] = (policy[node] * (self.rewards[node] + gamma * after)).sum()
+        return values
+
+    def mean_target(self, values: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
+        """Mean V-trace target of every prefix over data of mu, [13]."""
+        log_ratio = (self.sampled(self.pi) / self.sampled(self.mu)).log()
+        mask = torch.ones_like(self.sample, dtype=torch.bool)
+        got = vtrace(
+            log_ratio, self.sampled(self.rewards), values[self.prefix], mask, self.sample, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar
+        )
+        zeros = torch.zeros(13, dtype=torch.float64)
+        return zeros.index_add(0, self.prefix, self.p * got.targets_T) / zeros.index_add(0, self.prefix, self.p)
+
+
+@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1e9, 1.0), (1.0, 1.0), (0.5, 0.3), (1.5, 0.1)])
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_vtrace_comes_to_rest_at_the_value_of_the_clipped_policy(rho_bar: float, c_bar: float, gamma: float) -> None:
+    """Property 46: the policy proportional to min(rho_bar mu, pi); that is pi itself without a bound."""
+    tree = Tree()
+    clipped = torch.minimum(rho_bar * tree.mu, tree.pi)
+    wanted = tree.value(clipped / clipped.sum(-1, keepdim=True), gamma)
+    _close(tree.mean_target(wanted, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar), wanted)
+    values = 5 + torch.zeros(13, dtype=torch.float64)
+    for _ in range(150):
+        values = tree.mean_target(values, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
+    _close(values, wanted)
+    assert rho_bar > 1e8 or float((wanted - tree.value(tree.pi, gamma)).abs().max()) > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"gamma": 1.1}, "gamma"),
+        ({"lam": -0.1}, "lam"),
+        ({"rho_bar": 0.5}, "rho_bar"),
+        ({"c_bar": 0.0}, "c_bar"),
+        ({"rho_pg_bar": 0.0}, "pg"),
+    ],
+)
+def test_vtrace_refuses_settings_without_a_fixed_point(changed: dict[str, float], name: str) -> None:
+    zeros = torch.zeros(1)
+    with pytest.raises(ValueError, match=name):
+        vtrace(zeros, zeros, zeros, torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), **({"gamma": 1.0} | changed))
+
+
+# ---- both
+
+
+def _estimates(row: Row) -> list[Tensor]:
+    traced = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, rho_bar=2.0, lam=0.8)
+    return [*gae(row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8), traced.targets_T, traced.advantages_T]
+
+
+@settings(deadline=None)
+@given(row=_rows())
+def test_a_sample_is_the_same_alone_and_among_others_even_broken_ones(row: Row) -> None:
+    for sample in row.sample_T.unique():
+        mine_T = row.sample_T == sample
+        broken = Row(torch.where(mine_T, row.rewards_T, math.nan), row.values_T, row.log_ratio_T, row.mask_T, row.sample_T)
+        for alone, among in zip(_estimates(row.at(mine_T)), _estimates(broken), strict=True):
+            _close(among[mine_T], alone)
+
+
+def test_estimates_are_detached_and_keep_their_dtype() -> None:
+    values_T = torch.tensor([0.5, 1.0], requires_grad=True)
+    row = Row(
+        torch.ones(2), values_T, torch.zeros(2, requires_grad=True), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+    )
+    for estimate in _estimates(row):
+        assert not estimate.requires_grad and estimate.dtype == torch.float32
+
+
+# ---- the loss of the value function
+
+NUMBERS = st.floats(-5, 5).map(lambda value: round(value, 2))
+TRIPLES = st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=8)
+
+
+@settings(deadline=None)
+@given(triples=TRIPLES, clip=st.sampled_from([0.205, 1.005, math.inf]))
+def test_the_value_clip_is_pessimistic_and_stops_only_what_has_gone_far_enough(
+    triples: list[tuple[float, float, float]], clip: float
+) -> None:
+    """Property 58. Clip bounds never fall on the grid of the values."""
+    values, old, returns = (_tensor([triple[part] for triple in triples]).requires_grad_() for part in range(3))
+    mask = torch.ones(len(triples), dtype=torch.bool)
+    loss = value_loss(values, old, returns, mask, clip=clip)
+    assert bool((loss >= (values - returns).square() / 2).all())
+    loss.sum().backward()
+    assert values.grad is not None and old.grad is None and returns.grad is None
+    clipped = value_clipped(values, old, returns, mask, clip=clip)
+    for at, (value, before, wanted) in enumerate(triples):
+        held = min(max(value, before - clip), before + clip)
+        worst = held if abs(held - wanted) > abs(value - wanted) else value
+        assert float(loss.detach()[at]) == pytest.approx((worst - wanted) ** 2 / 2, abs=1e-12)
+        gone_far_enough = abs(value - before) > clip and abs(held - wanted) > abs(value - wanted)
+        assert bool(clipped[at]) == gone_far_enough
+        assert float(values.grad[at]) == pytest.approx(0.0 if gone_far_enough else value - wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_masked_value_has_no_loss_and_no_gradient(broken: float) -> None:
+    values = _tensor([1.0, broken]).requires_grad_()
+    others, mask = _tensor([3.0, broken]), torch.tensor([True, False])
+    loss = value_loss(values, others, others, mask, clip=0.2)
+    loss.sum().backward()
+    assert values.grad is not None
+    assert loss.tolist() == [2.0, 0.0] and values.grad.tolist() == [-2.0, 0.0]
+    assert value_clipped(values, others, others, mask, clip=0.2).tolist() == [False, False]
+
+
+def test_a_clip_of_nothing_is_refused() -> None:
+    one = torch.ones(1)
+    with pytest.raises(ValueError, match="clip"):
+        value_loss(one, one, one, torch.ones(1, dtype=torch.bool), clip=0.0)
