@@ -159,7 +159,7 @@ def sapo(
     """
     ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    tau_T = torch.where(advantages_T > 0, tau_positive, tau_negative)
+    tau_T = torch.where(advantages_T > 0, ratio_T.new_tensor(tau_positive), tau_negative)
     return _made(-4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * advantages_T, _nowhere(mask_T), mask_T)
 
 
@@ -201,8 +201,8 @@ def vespo(
     log_w_T = spread(sequence_sums(log_ratio(log_probs_T.detach(), anchor_T, mask_T), mask_T, sample_T, num_samples), sample_T)
     log_w_T = log_w_T.clamp(-50.0, 50.0)
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
-    k_T = torch.where(advantages_T > 0, positive[0], negative[0])
-    lambda_T = torch.where(advantages_T > 0, positive[1], negative[1])
+    k_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[0]), negative[0])
+    lambda_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[1]), negative[1])
     weight_T = (k_T * log_w_T + lambda_T * (1 - log_w_T.exp())).exp()
     return _made(-weight_T * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
 

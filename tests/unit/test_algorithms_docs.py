@@ -1,0 +1,173 @@
+"""docs/algorithms.md is complete and true: every preset and setting is in it, what it names exists, and its examples work."""
+
+import importlib
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import yaml
+
+import learner.algorithms
+from launch.config import RunConfig
+from launch.settings import load
+from learner.algorithms.config import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ESTIMATORS,
+    LOSSES,
+    PRESETS,
+    AlarmConfig,
+    AlgorithmConfig,
+    KLConfig,
+    reject_rule,
+)
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs/algorithms.md").read_text()
+QUOTED = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", re.sub(r"^```.*?^```", "", TEXT, flags=re.DOTALL | re.MULTILINE))
+CHOICES = {
+    "correction": tuple(PRESETS),
+    "advantage": (*ADVANTAGES, "m:f"),
+    "loss": LOSSES,
+    "aggregation": AGGREGATIONS,
+    "weight": ("none", "token", "sequence", "geometric", "prefix"),
+    "weight_action": ("clip", "truncate", "mask"),
+    "anchor": ("proximal", "rollout", "none"),
+    "proximal": ("recompute", "loglinear"),
+    "kl.estimator": KL_ESTIMATORS,
+}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def tables() -> Iterator[list[list[str]]]:
+    """Every table, as rows of cells; the first is its head."""
+    for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
+        head, _, *rows = block.splitlines()
+        yield [cells(head), *map(cells, rows)]
+
+
+def blocks(language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    return [content for named, content in fenced if named == language]
+
+
+def resolves(path: str) -> bool:
+    """A setting has this path, from the root or below learner.algorithm."""
+
+    def under(kind: Any, names: list[str]) -> bool:
+        for name in names:
+            hints = get_type_hints(kind) if is_dataclass(kind) else {}
+            if name not in hints:
+                return False
+            kind = hints[name]
+        return True
+
+    return under(RunConfig, path.split(".")) or under(AlgorithmConfig, path.split("."))
+
+
+def test_every_preset_and_setting_is_explained() -> None:
+    said = {re.split(r"[:\s]", quote)[0] for quote in QUOTED}
+    wanted = {*PRESETS, *LOSSES, *(field.name for field in fields(AlgorithmConfig) if not is_dataclass(field.default_factory))}
+    wanted |= {f"kl.{field.name}" for field in fields(KLConfig)} | {f"alarms.{field.name}" for field in fields(AlarmConfig)}
+    assert not wanted - said - {"kl", "alarms"}
+    here = {quote for table in tables() for row in table[1:] for quote in re.findall(r"`([^`]+)`", row[0])}
+    for setting, choices in (("correction", PRESETS), ("advantage", ADVANTAGES), ("aggregation", AGGREGATIONS)):
+        assert not {f"{setting}: {choice}" for choice in choices} - here, "no row says what it is called elsewhere"
+    assert not {*KL_ESTIMATORS} - {quote for quote in here if quote in KL_ESTIMATORS}
+
+
+def test_the_table_of_presets_is_what_they_expand_to() -> None:
+    head, *rows = next(table for table in tables() if table[0][0] == "preset")
+    assert [row[0].strip("`") for row in rows] == list(PRESETS)
+    for row in rows:
+        config = AlgorithmConfig(correction=row[0].strip("`"))
+        wanted = {
+            "proximal": "recompute",
+            "reject": [],
+            "binary_kl_limit": 0,
+            "opsm_threshold": 0,
+            "m2_limit": 0,
+            "aggregation": "token_mean",
+        }
+        for quote in re.findall(r"`([^`]+)`", row[-1]):
+            wanted |= yaml.safe_load(quote)
+        for name, said in zip(head[1:-1], row[1:-1], strict=True):
+            is_clip = name.startswith("clip")
+            if said != "—":
+                wanted[name] = float(said) if re.match(r"\d", said) else said
+            else:
+                assert getattr(config, name) == 0 if is_clip else config.weight == "none", (config.correction, name)
+        assert {name: list(found) if isinstance(found := getattr(config, name), tuple) else found for name in wanted} == wanted
+
+
+def test_a_setting_that_is_named_exists() -> None:
+    sections = {field.name for field in fields(RunConfig)} | {"kl", "alarms"}
+    paths = [match[0] for quote in QUOTED if (match := re.match(r"[a-z_]+\.[a-z_.]+(?![/\w(])", quote)) and quote.split(".")[0] in sections]
+    assert len(paths) > 30
+    assert [path for path in paths if not resolves(path)] == []
+
+
+def test_a_row_says_a_setting_of_ours_first() -> None:
+    rows = [row for table in tables() if table[0][0] == "here" for row in table[1:]]
+    assert len(rows) > 60
+    for row in rows:
+        for quote in re.findall(r"`([^`]+)`", row[0]):
+            ((name, value),) = yaml.safe_load(quote).items() if ": " in quote else ((quote, None),)
+            assert resolves(name), quote
+            if value is not None and name in CHOICES:
+                assert value in CHOICES[name], quote
+            if name == "reject":
+                assert [reject_rule(rule) for rule in value]
+
+
+def test_a_metric_or_function_that_is_named_exists() -> None:
+    sources = "".join((ROOT / "learner" / name).read_text() for name in ("algorithms/diagnostics.py", "megatron/trainer.py"))
+    metrics = {quote for quote in QUOTED if re.fullmatch(r"(train|offpolicy)/[\w/]+", quote)}
+    assert len(metrics) > 10
+    assert not {metric for metric in metrics if f'"{metric}"' not in sources and not metric.startswith("offpolicy/rejected/")}
+    modules = [importlib.import_module(f"learner.algorithms.{module.name}") for module in pkgutil.iter_modules(learner.algorithms.__path__)]
+    unwired = next(table for table in tables() if table[0][0] == "function")
+    functions = {quote for row in unwired[1:] for quote in re.findall(r"`(\w+)`", row[0])} - {"valid_N", "members"}
+    assert len(functions) > 5
+    assert not {name for name in functions if not any(callable(getattr(module, name, None)) for module in modules)}
+
+
+@pytest.mark.parametrize("number", range(len(blocks("yaml"))))
+def test_a_configuration_that_is_shown_is_good(number: int, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(blocks("yaml")[number])
+    shown = load(file)
+    assert shown.config.learner.algorithm != AlgorithmConfig()
+    for line in blocks("")[1].splitlines() if number == 0 else ():  # what --print-config is said to show of the first
+        setting, origin = line.split("#")
+        ((name, value),) = yaml.safe_load(setting).items()
+        assert getattr(shown.config.learner.algorithm, name) == value
+        assert shown.origins[f"learner.algorithm.{name}"].endswith(origin.strip())
+
+
+def test_the_functions_that_are_shown_hold_the_contract(tmp_path: Path) -> None:
+    package = tmp_path / "my_package"
+    package.mkdir()
+    for source in blocks("python"):
+        (tmp_path / source.splitlines()[0].removeprefix("# ")).write_text(source)
+    command = next(line for block in blocks("") for line in block.splitlines() if line.startswith("pytest "))
+    result = subprocess.run(
+        [sys.executable, "-m", *command.split(), "-q", "-p", "no:cacheprovider", "-k", "my_package"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"\b1\d passed", result.stdout), "both of them, on every test: " + result.stdout

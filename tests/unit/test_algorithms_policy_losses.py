@@ -1,0 +1,319 @@
+"""Policy losses: values and gradients by their definitions (facts A: 01, 07 to 13, 21, 23 to 25)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from learner.algorithms.aggregation import Denominators, aggregate
+from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.objective import Coupled, Objective, Tokens
+from learner.algorithms.policy_losses import (
+    PolicyLoss,
+    cispo,
+    dppo_tv,
+    gspo,
+    gspo_token,
+    ppo,
+    reinforce,
+    sapo,
+    topr,
+    vespo,
+)
+from tests.enumerated import MASK_T, PLACE, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
+
+PI = Policy(Policy.random(1).logits_PV.requires_grad_())
+MU = Policy.random(2, like=PI, spread=0.5)
+REWARDS_N = torch.rand(len(RESPONSES), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+ADVANTAGES_T = per_token(REWARDS_N - 0.5)
+CLIP: dict[str, float] = {"clip_low": 0.2, "clip_high": 0.28}
+
+Loss = Callable[[Tensor, Tensor, Tensor], PolicyLoss]
+"""(log_probs_T, anchor_T, advantages_T) on the enumerated row."""
+LOSSES: dict[str, Loss] = {
+    "reinforce": lambda p, q, a: reinforce(p, a, MASK_T),
+    "ppo": lambda p, q, a: ppo(p, q, a, MASK_T, **CLIP),
+    "dual": lambda p, q, a: ppo(p, q, a, MASK_T, **CLIP, clip_dual=3.0),
+    "cispo": lambda p, q, a: cispo(p, q, a, MASK_T, clip_low=1.0, clip_high=4.0),
+    "gspo": lambda p, q, a: gspo(p, q, a, *PLACE, **CLIP),
+    "gspo_token": lambda p, q, a: gspo_token(p, q, a, *PLACE, **CLIP),
+    "topr": lambda p, q, a: topr(p, q, a, *PLACE),
+    "sapo": lambda p, q, a: sapo(p, q, a, MASK_T, tau_positive=1.0, tau_negative=1.05),
+    "dppo_tv": lambda p, q, a: dppo_tv(p, q, a, MASK_T, low=0.2, high=0.2),
+    "vespo": lambda p, q, a: vespo(p, q, a, *PLACE),
+}
+
+
+def same(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=1e-12, rtol=0)
+
+
+def at(ratio: float, advantage: float, loss: Callable[..., PolicyLoss], **settings: Any) -> tuple[float, float, bool]:
+    """(loss, its derivative by log pi, clipped) of a sample of one token with this ratio."""
+    log_prob_T = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
+    place = (torch.zeros(1, dtype=torch.int64), 1) if loss in (gspo, gspo_token, topr, vespo) else ()
+    anchor_T, mask_T = torch.tensor([-1.0], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
+    made = loss(log_prob_T, anchor_T, torch.tensor([advantage], dtype=torch.float64), mask_T, *place, **settings)
+    slope = torch.autograd.grad(made.loss_T.sum(), log_prob_T)[0]
+    return float(made.loss_T.detach()), float(slope), bool(made.clipped_T)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    """01, 55: and the value -A, with nothing clipped. GSPO's ratio is of the sequence: the same sum over each sample."""
+    log_probs_T = PI.log_probs_T
+    made = LOSSES[name](log_probs_T, log_probs_T.detach(), ADVANTAGES_T)
+    wanted = -ADVANTAGES_T
+    got = torch.autograd.grad(made.loss_T.sum(), log_probs_T, retain_graph=True)[0]
+    same(got, wanted)
+    scale_T = 2 / torch.where(ADVANTAGES_T > 0, torch.tensor(1.0).double(), 1.05) if name == "sapo" else 1.0
+    same(made.loss_T.detach(), scale_T * wanted)
+    assert not made.clipped_T.any()
+    same(-gradient(expected(made.loss_T, PI), PI), objective_gradient(PI, REWARDS_N))
+
+
+@settings(deadline=None)
+@given(ratio=st.floats(0.05, 20), advantage=st.floats(-3, 3), dual=st.sampled_from([0.0, 3.0]))
+def test_ppo_takes_the_gradient_where_it_says(ratio: float, advantage: float, dual: float) -> None:
+    """09, 10."""
+    edges = (0.8, 1.28, 3.0)
+    if min(abs(ratio - edge) for edge in edges) < 1e-6 or abs(advantage) < 1e-6:
+        return
+    gone = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8) or (bool(dual) and advantage < 0 and ratio > 3)
+    value, slope, clipped = at(ratio, advantage, ppo, **CLIP, clip_dual=dual)
+    assert clipped is gone
+    assert slope == pytest.approx(0 if gone else -advantage * ratio)
+    bounded = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
+    assert value == pytest.approx(-max(bounded, dual * advantage) if dual and advantage < 0 else -bounded)
+
+
+def test_both_ends_of_the_range_are_their_own() -> None:
+    """10."""
+    assert not at(1.25, 1.0, ppo, **CLIP)[2]
+    assert at(1.29, 1.0, ppo, **CLIP)[2]
+    assert not at(0.81, -1.0, ppo, **CLIP)[2]
+    assert at(0.79, -1.0, ppo, **CLIP)[2]
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0, 4.9, 5.1, 50.0])
+def test_cispo_keeps_every_gradient_and_caps_its_weight(ratio: float) -> None:
+    """11: no lower bound at clip_low 1; with one, the weight stays above it."""
+    for advantage in (1.5, -1.5):
+        assert at(ratio, advantage, cispo, clip_low=1.0, clip_high=4.0)[1] == pytest.approx(-min(ratio, 5.0) * advantage)
+        assert at(ratio, advantage, cispo, clip_low=0.2, clip_high=0.28)[1] == pytest.approx(-min(max(ratio, 0.8), 1.28) * advantage)
+
+
+def test_gspo_has_one_ratio_for_a_sample() -> None:
+    """13: s^T = W; with seq_mean_token_mean the gradient is -A s / T at each token; the token form is the same for one advantage."""
+    log_probs_T = PI.log_probs_T
+    delta_T = (log_probs_T - MU.log_probs_T).detach()
+    s_T = per_token(delta_T.view(-1, STEPS).mean(-1).exp())
+    wide = {"clip_low": 0.99, "clip_high": 100.0}
+    trainable_N = torch.full((len(RESPONSES),), STEPS)
+    denominators = Denominators(tokens=81, sequences=27, trainable_N=trainable_N, constant=1.0)
+    gradients = []
+    for function in (gspo, gspo_token):
+        loss_T = function(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, **wide).loss_T
+        same(loss_T.detach(), -s_T * ADVANTAGES_T)
+        total = aggregate(loss_T, MASK_T, SAMPLE_T, denominators, mode="seq_mean_token_mean")
+        gradients.append(torch.autograd.grad(total, log_probs_T, retain_graph=True)[0])
+    same(gradients[0], -ADVANTAGES_T * s_T / STEPS / 27)
+    same(gradients[0], gradients[1])
+    for ratio, advantage in ((1.25, 1.0), (1.5, 1.0), (0.5, -1.0), (0.5, 1.0)):
+        assert at(ratio, advantage, gspo, **CLIP) == pytest.approx(at(ratio, advantage, ppo, **CLIP))
+        assert at(ratio, advantage, gspo_token, **CLIP) == pytest.approx(at(ratio, advantage, ppo, **CLIP))
+        assert at(4.0, -1.0, gspo, **CLIP, clip_dual=3.0)[2]
+
+
+def test_gspo_clips_whole_samples_and_gspo_token_single_advantages() -> None:
+    log_probs_T = PI.log_probs_T
+    clipped = gspo(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, clip_low=0.01, clip_high=0.01)
+    by_sample = clipped.clipped_T.view(-1, STEPS)
+    assert bool((by_sample.all(-1) == by_sample.any(-1)).all())
+    assert by_sample.any()
+    mixed_T = torch.where(torch.arange(81) % STEPS == 0, 1.0, -1.0).double()
+    by_token = gspo_token(log_probs_T, MU.log_probs_T, mixed_T, *PLACE, clip_low=0.01, clip_high=0.01)
+    got = torch.autograd.grad(by_token.loss_T.sum(), log_probs_T)[0]
+    assert bool((got[by_token.clipped_T] == 0).all())
+    assert bool((got[~by_token.clipped_T] != 0).all())
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.5, 1.0, 3.0])
+def test_topr_weighs_negatives_down_and_positives_never(ratio: float) -> None:
+    """25: and its ratio is that of the sequence."""
+    assert at(ratio, 2.0, topr)[1] == pytest.approx(-2.0)
+    assert at(ratio, 0.0, topr)[1] == 0
+    assert at(ratio, -2.0, topr)[1] == pytest.approx(2.0 * min(ratio, 1.0))
+    log_probs_T = PI.log_probs_T
+    whole_T = per_token((log_probs_T - MU.log_probs_T).detach().view(-1, STEPS).sum(-1).exp().clamp(max=1))
+    loss_T = topr(log_probs_T, MU.log_probs_T, -torch.ones_like(log_probs_T), *PLACE).loss_T
+    same(torch.autograd.grad(loss_T.sum(), log_probs_T)[0], whole_T.detach())
+
+
+def test_sapo_has_slope_1_at_1_and_fades() -> None:
+    """24."""
+    tau: dict[str, float] = {"tau_positive": 1.0, "tau_negative": 2.0}
+    for advantage, name in ((1.0, "tau_positive"), (-1.0, "tau_negative")):
+        assert at(1.0, advantage, sapo, **tau)[1] == pytest.approx(-advantage)
+        for ratio in (0.2, 1.7, 5.0):
+            sigmoid = 1 / (1 + math.exp(-tau[name] * (ratio - 1)))
+            value, slope, _ = at(ratio, advantage, sapo, **tau)
+            assert value == pytest.approx(-4 / tau[name] * sigmoid * advantage)
+            assert slope == pytest.approx(-4 * sigmoid * (1 - sigmoid) * advantage * ratio)
+
+
+@pytest.mark.parametrize(("advantage", "k", "rate"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
+def test_vespo_weighs_1_at_1_and_most_at_its_peak(advantage: float, k: float, rate: float) -> None:
+    """24: W^k e^(lambda (1 - W))."""
+    weights = {ratio: -at(ratio, advantage, vespo)[1] / advantage for ratio in (0.3, k / rate - 0.05, k / rate, k / rate + 0.05, 1.0, 4.0)}
+    for ratio, weight in weights.items():
+        assert weight == pytest.approx(ratio**k * math.exp(rate * (1 - ratio)))
+    assert max(weights, key=lambda ratio: weights[ratio]) == k / rate
+    assert weights[1.0] == pytest.approx(1.0)
+
+
+def test_dppo_drops_by_probability_and_pulls_back_everywhere() -> None:
+    """23."""
+    e = math.e  # the anchor's probability is 1 / e
+    assert at(1.1, 1.0, dppo_tv, low=0.2, high=0.2)[1:] == (pytest.approx(-1.1), False)
+    assert at(0.7 * e, 1.0, dppo_tv, low=0.2, high=0.2)[1:] == (0.0, True)
+    assert at(0.1 * e, -1.0, dppo_tv, low=0.2, high=0.2)[1:] == (0.0, True)
+    assert at(0.1 * e, 1.0, dppo_tv, low=0.2, high=0.2)[1:] == (pytest.approx(-0.1 * e), False)
+    value, slope, _ = at(0.7 * e, 1.0, dppo_tv, low=0.2, high=0.2, penalty=0.5)
+    log_ratio = math.log(0.7 * e)
+    assert value == pytest.approx(0.5 * log_ratio**2)
+    assert slope == pytest.approx(log_ratio)
+    assert not at(0.1 * e, 0.0, dppo_tv, low=0.2, high=0.2)[2], "without an advantage there is nothing to take"
+
+
+# ---- composed
+
+
+def tokens(old_T: Tensor | None = None, *, rollout_T: Tensor | None = None, advantages_T: Tensor = ADVANTAGES_T, lag: int = 0) -> Tokens:
+    return Tokens(
+        mask_T=MASK_T,
+        sample_T=SAMPLE_T,
+        num_samples=len(RESPONSES),
+        rollout_T=(MU.log_probs_T if rollout_T is None else rollout_T).detach(),
+        lag_T=torch.full(MASK_T.shape, lag),
+        advantages_T=advantages_T,
+        old_T=None if old_T is None else old_T.detach(),
+    )
+
+
+def loss_of(settings: dict[str, Any], given: Tokens, coupled: Coupled | None = None) -> tuple[Tensor, Tensor, Any]:
+    """(loss_T, its gradient by log pi, everything said) of an objective."""
+    log_probs_T = PI.log_probs_T
+    made = Objective(AlgorithmConfig(**settings)).token_loss(log_probs_T, given, coupled or Coupled())
+    return made.loss_T.detach(), torch.autograd.grad(made.loss_T.sum(), log_probs_T, retain_graph=True)[0], made
+
+
+def test_weights_are_detached_bounded_then_multiplied() -> None:
+    """07: d loss / d log pi = -w A; a weight with gradient would be another number."""
+    ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
+    assert float(ratio_T.max()) > 1.2
+    for preset in ("tis", "decoupled"):
+        _, got, _ = loss_of({"correction": preset, "weight_high": 1.2}, tokens())
+        same(got, -ratio_T.clamp(max=1.2) * ADVANTAGES_T)
+    log_probs_T = PI.log_probs_T
+    undetached_T = -(log_probs_T - MU.log_probs_T).exp() * ADVANTAGES_T * log_probs_T
+    wrong = torch.autograd.grad(undetached_T.sum(), log_probs_T)[0]
+    assert float((wrong + ratio_T * ADVANTAGES_T).norm()) > 1e-3
+
+
+def test_three_policies_meet_two_and_the_weighted_gradient() -> None:
+    """08."""
+    bypass = loss_of({"correction": "bypass"}, tokens())
+    at_mu = loss_of({"correction": "decoupled"}, tokens(MU.log_probs_T))
+    same(at_mu[0], bypass[0])
+    same(at_mu[1], bypass[1])
+    ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
+    same(loss_of({"correction": "decoupled", "weight_high": 0.0}, tokens(PI.log_probs_T))[1], -ratio_T * ADVANTAGES_T)
+    old = Policy.random(7, like=PI, spread=0.1)
+    wide = {"correction": "decoupled", "weight_high": 0.0, "clip_low": 0.99, "clip_high": 100.0}
+    same(loss_of(wide, tokens(old.log_probs_T))[1], -ratio_T * ADVANTAGES_T)
+
+
+def test_icepop_is_importance_sampling_inside_its_band_and_nothing_outside() -> None:
+    """12, 54: and what is rejected leaves the others as they were."""
+    ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
+    inside_T = (ratio_T >= 0.8) & (ratio_T <= 1.2)
+    assert 0 < int(inside_T.sum()) < 81
+    band = {"weight_low": 0.8, "weight_high": 1.2}
+    loss_T, got, made = loss_of({"correction": "icepop", **band}, tokens())
+    same(got, torch.where(inside_T, -ratio_T * ADVANTAGES_T, 0.0))
+    assert not loss_T[~inside_T].any()
+    assert (made.weights.too_high_T | made.weights.too_low_T).tolist() == (~inside_T).tolist()
+    _, rejected, said = loss_of({"correction": "tis", "reject": ("k1 token 0.8 1.2",)}, tokens())
+    same(rejected, got)
+    assert said.rejected_T.tolist() == (~inside_T).tolist()
+
+
+def test_a_constant_baseline_is_neutral_unless_weights_are_cut() -> None:
+    """21."""
+
+    def effect(settings: dict[str, Any], under: Policy) -> float:
+        log_probs_T = PI.log_probs_T
+        given = tokens(rollout_T=under.log_probs_T, advantages_T=torch.ones_like(ADVANTAGES_T))
+        loss_T = Objective(AlgorithmConfig(**settings)).token_loss(log_probs_T, given, Coupled()).loss_T
+        return float(gradient(expected(loss_T, under), PI).norm())
+
+    assert effect({"correction": "none"}, PI) < 1e-12
+    assert effect({"correction": "tis", "weight": "sequence", "weight_high": 0.0}, MU) < 1e-12
+    assert effect({"correction": "none"}, MU) > 1e-3
+    assert effect({"correction": "tis", "weight": "sequence", "weight_high": 1.0}, MU) > 1e-3
+
+
+def test_the_interpolated_proximal_policy_needs_no_old_log_probs() -> None:
+    """22: at lag 0 it is mu: the weight is 1 and the ratio pi / mu; at a great age it is pi: the weight alone is left."""
+    bypass = loss_of({"correction": "bypass"}, tokens())
+    same(loss_of({"correction": "a3po"}, tokens())[1], bypass[1])
+    ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
+    far = loss_of({"correction": "a3po", "weight_high": 0.0}, tokens(lag=10**9))[1]
+    torch.testing.assert_close(far, -ratio_T * ADVANTAGES_T, atol=1e-6, rtol=0)
+
+
+def test_coupled_corrections_are_the_same_from_any_number_of_rows() -> None:
+    """M2PO and self-normalised weights, from sums that are added up, as the ranks do."""
+    objective = Objective(AlgorithmConfig(correction="m2po", m2_limit=0.02, self_normalise=True))
+    whole = tokens(PI.log_probs_T)
+    place = (SAMPLE_T % 2 == 0).nonzero()[:, 0], (SAMPLE_T % 2 == 1).nonzero()[:, 0]
+    halves = [
+        Tokens(**{name: value[at] if torch.is_tensor(value := getattr(whole, name)) else value for name in Tokens.__slots__})
+        for at in place
+    ]
+    one = objective.coupled([whole], summed=lambda x: x, gathered=lambda x: x)
+    two = objective.coupled(halves, summed=lambda x: x, gathered=lambda x: x)
+    assert one.weight_sums is not None and two.weight_sums is not None
+    same(one.weight_sums, two.weight_sums)
+    assert one.m2_cut == two.m2_cut < math.inf
+    delta_T = (PI.log_probs_T - MU.log_probs_T).detach()
+    made = objective.token_loss(PI.log_probs_T, whole, one)
+    kept_T = ~made.rejected["m2"]
+    assert float(delta_T[kept_T].square().mean()) < 0.02
+    assert float(delta_T[kept_T].abs().max()) <= float(delta_T[~kept_T].abs().min())
+    assert made.weights is not None
+    same(made.weights.weight_T.mean(), torch.ones((), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("preset", ["opsm", "kpop", "geo_mask"])
+def test_rules_of_presets_are_applied(preset: str) -> None:
+    changes = {"opsm": {"opsm_threshold": 0.05}, "kpop": {"binary_kl_limit": 0.02}, "geo_mask": {"reject": ("k1 seq_mean 0.9 1.1",)}}[preset]
+    _, got, made = loss_of({"correction": preset, **changes}, tokens())
+    assert 0 < int(made.rejected_T.sum()) < 81
+    assert not got[made.rejected_T].any()
+    assert got[~made.rejected_T].any()
+
+
+def test_a_veto_takes_the_whole_sample() -> None:
+    lowest = float((PI.log_probs_T - MU.log_probs_T).detach().min())
+    _, got, made = loss_of({"correction": "tis", "veto": math.exp(lowest + 0.05)}, tokens())
+    by_sample = made.rejected["veto"].view(-1, STEPS)
+    assert bool((by_sample.all(-1) == by_sample.any(-1)).all())
+    assert by_sample.any()
+    assert not got[made.rejected_T].any()
