@@ -163,7 +163,7 @@ def opo(
     total_N = group_moments(weights_N, groups_N)
     product_N = group_moments(weights_N * centered.centered_N, groups_N)
     offset_N = torch.where(total_N.mean_N > 0, product_N.mean_N / torch.where(total_N.mean_N > 0, total_N.mean_N, 1.0), 0.0)
-    return _own(torch.where(centered.constant_N, 0.0, centered.centered_N - offset_N), valid_N)
+    return _own(centered.centered_N - offset_N, valid_N)
 
 
 def maxrl(

@@ -56,7 +56,7 @@ def greedy_accuracy(loop: PinnedLoop, weights: Named) -> float:
 
 
 def test_the_lag_is_reached_and_kept(make: Make) -> None:
-    """What the engine says of its version and what the learner computes from it agree with the weights that were served."""
+    """In numbers; that the weights behind them are those of that version is shown in test_off_policy."""
     loop = make(lag=3)
     seen = []
     for _ in range(6):

@@ -146,6 +146,8 @@ def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype)
     estimate = ADVANTAGES[kind].function
     cases = {
         "equal": ([0.1, 0.1, 0.1], [1, 1, 1], [True] * 3),
+        "equal but for one left out": ([-0.1, -0.1, -0.1, -3.0], [1, 1, 1, 1], [True, True, True, False]),
+        "equal but for one left out, above": ([0.1, 0.1, 0.1, 3.0], [1, 1, 1, 1], [True, True, True, False]),
         "of one": ([7.0], [2], [True]),
         "a step of groups of one": ([7.0, 7.0], [2, 3], [True] * 2),
         "one valid": ([0.0, 3.0], [1, 1], [False, True]),
@@ -162,7 +164,7 @@ def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype)
         )
         assert got.dtype == dtype, name
         raw = [reward if ok else 0.0 for reward, ok in zip(rewards, valid, strict=True)]
-        _close(got, torch.tensor(raw if estimate is reinforce else [0.0] * len(raw), dtype=dtype))
+        assert torch.equal(got, torch.tensor(raw if estimate is reinforce else [0.0] * len(raw), dtype=dtype)), name
 
 
 def test_two_samples_right_and_wrong() -> None:
