@@ -157,13 +157,13 @@ def opo(
     if lengths_N is None:
         raise ValueError("lengths_N: opo weighs rewards by response tokens, got None")
     counted_N = _counted(valid_N, members)
-    centered = group_moments(rewards_N, groups_N, counted_N)
+    centered_N = group_moments(rewards_N, groups_N, counted_N).centered_N
     lengths_N = lengths_N.to(rewards_N.dtype)
     weights_N = lengths_N if counted_N is None else torch.where(counted_N, lengths_N, 0.0)
-    total_N = group_moments(weights_N, groups_N)
-    product_N = group_moments(weights_N * centered.centered_N, groups_N)
-    offset_N = torch.where(total_N.mean_N > 0, product_N.mean_N / torch.where(total_N.mean_N > 0, total_N.mean_N, 1.0), 0.0)
-    return _own(centered.centered_N - offset_N, valid_N)
+    total_N = group_moments(weights_N, groups_N).mean_N
+    product_N = group_moments(weights_N * centered_N, groups_N).mean_N
+    offset_N = product_N / torch.where(total_N > 0, total_N, 1.0)
+    return _own(centered_N - offset_N, valid_N)
 
 
 def maxrl(
@@ -173,7 +173,7 @@ def maxrl(
 
     K successes of reward 1 and failures of 0: (G - K) / K and -1. With p the probability of success the mean gradient is
     ``(1 - (1 - p)^(G - 1)) grad log p``: likelihood rather than ``grad p``, as far as G samples can see it. Rewards of both signs can
-    have a mean near 0 and advantages up to 1e6. Source: MaxRL 2602.02710.
+    have a mean near 0 and advantages of about 1e6. Source: MaxRL 2602.02710.
     """
     moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
     positive_N = moments.mean_N > STD_EPSILON * moments.std_N

@@ -28,6 +28,7 @@ from learner.algorithms.advantages import (
     rloo,
     whitened,
 )
+from tests.enumerated import Policy, gradient
 
 KINDS = sorted(ADVANTAGES)
 
@@ -214,88 +215,83 @@ def test_maxrl_does_not_divide_by_a_mean_that_is_rounding() -> None:
 # ---- mean gradients, by enumeration
 
 
-class Policy:
-    """All 27 responses of a policy of 3 tokens and 3 steps; every prefix has logits of its own."""
+class Scene:
+    """A policy with all its responses, their rewards and their scores."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.logits = torch.randn(13, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-        self.rewards = torch.randn(27, generator=generator, dtype=torch.float64)
-        self.p = self.log_probs().exp()
-        self.scores = torch.stack([self.gradient(log_p) for log_p in self.log_probs()])
-        """d log pi(y) / d logits, [27, 39]."""
-
-    def log_probs(self) -> Tensor:
-        at = torch.arange(27)
-        parts = self.logits.log_softmax(-1).split([1, 3, 9])
-        return torch.stack([part.reshape(-1)[at // 3 ** (2 - depth)] for depth, part in enumerate(parts)]).sum(0)
+        self.policy = Policy(Policy.random(7).logits_PV.requires_grad_())
+        self.rewards_N = torch.randn(27, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        self.p_N = self.policy.probabilities_N
+        self.scores_ND = torch.stack([self.gradient(log_p) for log_p in self.p_N.log()])
+        """d log pi(y) / d logits."""
 
     def gradient(self, number: Tensor) -> Tensor:
-        return torch.autograd.grad(number, self.logits, retain_graph=True)[0].reshape(-1)
+        return gradient(number, self.policy).reshape(-1)
 
-    def mean_gradient(self, estimate: Advantage, rewards: Tensor, size: int, valid: Tensor | None = None, members: str = "count") -> Tensor:
+    def mean_gradient(
+        self, estimate: Advantage, rewards_N: Tensor, size: int, valid_N: Tensor | None = None, members: str = "count"
+    ) -> Tensor:
         """``E[(1 / G) sum_i A_i grad log pi(y_i)]`` over all 27^G groups, given to the estimator as one step."""
         tuples = torch.tensor(list(itertools.product(range(27), repeat=size)))
-        flat = tuples.reshape(-1)
-        groups = torch.arange(len(tuples)).repeat_interleave(size)
-        valid_N = None if valid is None else valid[flat]
-        advantages = estimate(rewards[flat], groups, valid_N=valid_N, members=members)
-        p = self.p.detach()[tuples].prod(-1).repeat_interleave(size)
-        return (p * advantages / size) @ self.scores[flat]
+        flat, groups = tuples.reshape(-1), torch.arange(len(tuples)).repeat_interleave(size)
+        valid = None if valid_N is None else valid_N[flat]
+        advantages = estimate(rewards_N[flat], groups, valid_N=valid, members=members)
+        p = self.p_N.detach()[tuples].prod(-1).repeat_interleave(size)
+        return (p * advantages / size) @ self.scores_ND[flat]
 
 
 @pytest.fixture(scope="module")
-def policy() -> Policy:
-    return Policy()
+def scene() -> Scene:
+    return Scene()
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo_no_std"])
-def test_mean_gradient_over_all_groups(kind: str, size: int, policy: Policy) -> None:
+def test_mean_gradient_over_all_groups(kind: str, size: int, scene: Scene) -> None:
     """Property 43: exact for no baseline and for that of the others; (G - 1) / G of it for the mean."""
     share = (size - 1) / size if kind == "grpo_no_std" else 1.0
-    wanted = share * policy.gradient((policy.p * policy.rewards).sum())
-    _close(policy.mean_gradient(ADVANTAGES[kind].function, policy.rewards, size), wanted)
+    wanted = share * scene.gradient((scene.p_N * scene.rewards_N).sum())
+    _close(scene.mean_gradient(ADVANTAGES[kind].function, scene.rewards_N, size), wanted)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_maxrl_climbs_the_likelihood_of_success_as_far_as_its_group_sees(size: int, policy: Policy) -> None:
-    success = (policy.rewards > 0.5).double()
-    p = (policy.p * success).sum()
-    wanted = (1 - (1 - p.detach()) ** (size - 1)) * policy.gradient(p.log())
-    _close(policy.mean_gradient(maxrl, success, size), wanted)
+def test_maxrl_climbs_the_likelihood_of_success_as_far_as_its_group_sees(size: int, scene: Scene) -> None:
+    success = (scene.rewards_N > 0.5).double()
+    p = (scene.p_N * success).sum()
+    wanted = (1 - (1 - p.detach()) ** (size - 1)) * scene.gradient(p.log())
+    _close(scene.mean_gradient(maxrl, success, size), wanted)
 
 
-def test_batch_std_of_one_group_is_grpo_and_of_two_is_not(policy: Policy) -> None:
+def test_batch_std_of_one_group_is_grpo_and_of_two_is_not(scene: Scene) -> None:
     groups = torch.tensor([0] * 20 + [1] * 7)
-    _close(batch_std(policy.rewards, torch.zeros_like(groups)), grpo(policy.rewards, torch.zeros_like(groups)))
-    centered = grpo_no_std(policy.rewards, groups)
-    _close(batch_std(policy.rewards, groups), centered / (float(policy.rewards.std()) + 1e-6))
+    _close(batch_std(scene.rewards_N, torch.zeros_like(groups)), grpo(scene.rewards_N, torch.zeros_like(groups)))
+    centered = grpo_no_std(scene.rewards_N, groups)
+    _close(batch_std(scene.rewards_N, groups), centered / (float(scene.rewards_N.std()) + 1e-6))
 
 
-def test_members_that_fail_because_of_their_response_bias_the_gradient_as_documented(policy: Policy) -> None:
+def test_members_that_fail_because_of_their_response_bias_the_gradient_as_documented(scene: Scene) -> None:
     """Property 20, within groups: who is missing depends on the response, as in a time-out on long ones. P, R as in the module."""
     valid = torch.arange(27) % 4 != 0
     size = 3
-    p_valid = (policy.p * valid).sum()
-    mean = (policy.p * valid * policy.rewards).sum() / p_valid
-    share, grad_share, grad_mean = float(p_valid.detach()), policy.gradient(p_valid), policy.gradient(mean)
-    failed_is_zero = torch.where(valid, policy.rewards, 0.0)
+    p_valid = (scene.p_N * valid).sum()
+    mean = (scene.p_N * valid * scene.rewards_N).sum() / p_valid
+    share, grad_share, grad_mean = float(p_valid.detach()), scene.gradient(p_valid), scene.gradient(mean)
+    failed_is_zero = torch.where(valid, scene.rewards_N, 0.0)
 
     enough = sum(k * math.comb(size, k) * share**k * (1 - share) ** (size - k) for k in range(2, size + 1)) / size
-    leave_out = policy.mean_gradient(rloo, torch.where(valid, policy.rewards, math.nan), size, valid, "leave_out")
+    leave_out = scene.mean_gradient(rloo, torch.where(valid, scene.rewards_N, math.nan), size, valid, "leave_out")
     _close(leave_out, enough * grad_mean)
 
-    count = policy.mean_gradient(rloo, failed_is_zero, size, valid, "count")
+    count = scene.mean_gradient(rloo, failed_is_zero, size, valid, "count")
     _close(count, share * grad_mean + (1 - share) * float(mean.detach()) * grad_share)
 
-    trained = policy.mean_gradient(rloo, failed_is_zero, size)
+    trained = scene.mean_gradient(rloo, failed_is_zero, size)
     _close(trained, share * grad_mean + float(mean.detach()) * grad_share)
 
 
-def test_members_that_fail_by_chance_bias_neither(policy: Policy) -> None:
+def test_members_that_fail_by_chance_bias_neither(scene: Scene) -> None:
     """Property 20: missing whatever the response. Sample 2 of each group of 3 has crashed, or all three are there."""
-    grad = policy.gradient((policy.p * policy.rewards).sum())
+    grad = scene.gradient((scene.p_N * scene.rewards_N).sum())
 
     def crash(members: str) -> Advantage:
         def estimate(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: object = None, valid_N: object = None, **_: object) -> Tensor:
@@ -305,7 +301,7 @@ def test_members_that_fail_by_chance_bias_neither(policy: Policy) -> None:
         return estimate
 
     for members in MEMBERS:
-        _close(policy.mean_gradient(crash(members), policy.rewards, 3), 2 / 3 * grad)
+        _close(scene.mean_gradient(crash(members), scene.rewards_N, 3), 2 / 3 * grad)
 
 
 def test_a_reward_that_is_left_out_is_never_looked_at_and_one_that_counts_is_seen() -> None:

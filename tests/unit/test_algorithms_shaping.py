@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learner.algorithms.advantages import returns_to_go
 from learner.algorithms.shaping import distillation_advantages, kl_in_reward, overlong_penalty, zero_variance_groups
+from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
@@ -50,62 +51,52 @@ def test_what_is_masked_teaches_nothing_and_a_teacher_that_excludes_a_token_stay
     assert got.tolist() == [0.75, -20.0, 0.0] and not got.requires_grad
 
 
-# ---- mean gradients over all 27 responses of 3 tokens and 3 steps, one row of 81 tokens
+# ---- mean gradients over all responses of a small policy
 
 
-class Tree:
-    """Two policies with distributions of their own for each of the 1 + 3 + 9 prefixes; the student has a gradient."""
+class Scene:
+    """A student with a gradient, and another policy: its teacher, or its reference."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.logits = torch.randn(13, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-        self.other = torch.randn(13, 3, generator=generator, dtype=torch.float64).log_softmax(-1)
-        self.rewards = torch.randn(27, generator=generator, dtype=torch.float64)
-        response = torch.arange(27)
-        self.prefix = torch.stack([torch.zeros_like(response), 1 + response // 9, 4 + response // 3], -1).reshape(-1)
-        self.action = torch.stack([response // 9, response // 3 % 3, response % 3], -1).reshape(-1)
-        self.sample = response.repeat_interleave(3)
-        self.mask = torch.ones(81, dtype=torch.bool)
-        self.student = self.logits.log_softmax(-1)
-        self.log_p = self.sampled(self.student).reshape(27, 3).sum(-1)
-        self.weights = self.log_p.detach().exp().repeat_interleave(3)
+        self.student, self.other = Policy(Policy.random(5).logits_PV.requires_grad_()), Policy.random(6)
+        self.gap_T = self.student.log_probs_T - self.other.log_probs_T
 
-    def sampled(self, table: Tensor) -> Tensor:
-        return table[self.prefix, self.action]
-
-    def gradient(self, number: Tensor) -> Tensor:
-        return torch.autograd.grad(number, self.logits, retain_graph=True)[0]
+    def distillation(self) -> Tensor:
+        return distillation_advantages(self.student.log_probs_T, self.other.log_probs_T, MASK_T)
 
     def policy_gradient(self, advantages_T: Tensor) -> Tensor:
         """Mean gradient of the loss ``-A log pi`` summed over the tokens of a response."""
-        return self.gradient(-(self.weights * advantages_T * self.sampled(self.student)).sum())
+        return gradient(-expected(advantages_T * self.student.log_probs_T, self.student), self.student)
 
     def divergence(self) -> Tensor:
-        """KL of whole responses."""
-        return (self.log_p.exp() * (self.log_p - self.sampled(self.other).reshape(27, 3).sum(-1))).sum()
+        """KL(student || other) of whole responses."""
+        return (self.student.probabilities_N * self.gap_T.view(-1, STEPS).sum(-1)).sum()
 
 
-def test_distillation_follows_the_gradient_of_the_divergence_of_the_next_token() -> None:
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_distillation_follows_the_gradient_of_the_divergence_of_the_next_token(scene: Scene) -> None:
     """Property 34: prefixes as the student samples them."""
-    tree = Tree()
-    reach = torch.zeros(13, dtype=torch.float64).index_add(0, tree.prefix, tree.weights)
-    next_token = (tree.student.exp() * (tree.student - tree.other)).sum(-1)
-    advantages_T = distillation_advantages(tree.sampled(tree.student), tree.sampled(tree.other), tree.mask)
-    _close(tree.policy_gradient(advantages_T), tree.gradient((reach * next_token).sum()))
+    student_PV, other_PV = scene.student.logits_PV.log_softmax(-1), scene.other.logits_PV.log_softmax(-1)
+    next_token_P = (student_PV.exp() * (student_PV - other_PV)).sum(-1)
+    at_T = [PREFIXES.index(response[:step]) for response in RESPONSES for step in range(STEPS)]
+    wanted = gradient(expected(next_token_P[at_T], scene.student), scene.student)
+    _close(scene.policy_gradient(scene.distillation()), wanted)
 
 
-def test_distillation_summed_to_the_end_follows_that_of_whole_responses() -> None:
+def test_distillation_summed_to_the_end_follows_that_of_whole_responses(scene: Scene) -> None:
     """Property 34."""
-    tree = Tree()
-    advantages_T = distillation_advantages(tree.sampled(tree.student), tree.sampled(tree.other), tree.mask)
-    _close(tree.policy_gradient(returns_to_go(advantages_T, tree.sample, gamma=1.0)), tree.gradient(tree.divergence()))
+    to_go_T = returns_to_go(scene.distillation(), SAMPLE_T, gamma=1.0)
+    _close(scene.policy_gradient(to_go_T), gradient(scene.divergence(), scene.student))
 
 
-def test_kl_in_the_reward_is_the_gradient_of_reward_less_divergence() -> None:
+def test_kl_in_the_reward_is_the_gradient_of_reward_less_divergence(scene: Scene) -> None:
     """The score term alone: k1 in a reward needs no gradient of its own."""
-    tree = Tree()
-    kl_sums = (tree.sampled(tree.student) - tree.sampled(tree.other)).reshape(27, 3).sum(-1)
-    shaped = kl_in_reward(tree.rewards, kl_sums, 0.3)
-    assert not shaped.requires_grad
-    aim = (tree.log_p.exp() * tree.rewards).sum() - 0.3 * tree.divergence()
-    _close(tree.policy_gradient(shaped.repeat_interleave(3)), tree.gradient(-aim))
+    rewards_N = torch.randn(27, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    shaped_N = kl_in_reward(rewards_N, scene.gap_T.view(-1, STEPS).sum(-1), 0.3)
+    assert not shaped_N.requires_grad
+    wanted = objective_gradient(scene.student, rewards_N) - 0.3 * gradient(scene.divergence(), scene.student)
+    _close(scene.policy_gradient(per_token(shaped_N)), -wanted)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from learner.algorithms.advantages import returns_to_go
 from learner.algorithms.values import gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
+from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
@@ -201,40 +202,37 @@ def test_vtrace_believes_the_values_where_the_weights_vanish(row: Row) -> None:
         _close(got.advantages_T, torch.zeros_like(row.rewards_T))
 
 
+PREFIX_T = torch.tensor([PREFIXES.index(response[:step]) for response in RESPONSES for step in range(STEPS)])
+
+
 class Tree:
-    """All 27 responses of 3 tokens and 3 steps, as one row of 81 tokens; every prefix has distributions and rewards of its own."""
+    """All responses of two policies, with a reward and a value after every prefix."""
 
     def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(11)
-        self.mu = torch.randn(13, 3, generator=generator, dtype=torch.float64).softmax(-1)
-        self.pi = torch.randn(13, 3, generator=generator, dtype=torch.float64).softmax(-1)
-        self.rewards = torch.randn(13, 3, generator=generator, dtype=torch.float64)
-        response = torch.arange(27)
-        self.prefix = torch.stack([torch.zeros_like(response), 1 + response // 9, 4 + response // 3], -1).reshape(-1)
-        self.action = torch.stack([response // 9, response // 3 % 3, response % 3], -1).reshape(-1)
-        self.sample = response.repeat_interleave(3)
-        self.p = self.sampled(self.mu).reshape(27, 3).prod(-1).repeat_interleave(3)
+        self.mu, self.pi = Policy.random(11), Policy.random(12)
+        self.rewards_PV = Policy.random(13).logits_PV
 
-    def sampled(self, table: Tensor) -> Tensor:
-        return table[self.prefix, self.action]
+    def clipped(self, rho_bar: float) -> Tensor:
+        """The policy proportional to min(rho_bar mu, pi), [13, 3]."""
+        mu_PV, pi_PV = self.mu.logits_PV.softmax(-1), self.pi.logits_PV.softmax(-1)
+        both_PV = torch.minimum(rho_bar * mu_PV, pi_PV)
+        return both_PV / both_PV.sum(-1, keepdim=True)
 
-    def value(self, policy: Tensor, gamma: float) -> Tensor:
-        """Of every prefix, backwards over the tree, [13]."""
-        values = torch.zeros(13, dtype=torch.float64)
-        for node in range(12, -1, -1):
-            after = values[3 * node + 1 : 3 * node + 4] if node < 4 else torch.zeros(3, dtype=torch.float64)
-            values[node] = (policy[node] * (self.rewards[node] + gamma * after)).sum()
-        return values
+    def value(self, policy_PV: Tensor, gamma: float) -> Tensor:
+        """Of every prefix, from the longest to the empty one, [13]."""
+        values: dict[tuple[int, ...], float] = {}
+        for number, prefix in reversed(list(enumerate(PREFIXES))):
+            after = [values.get((*prefix, token), 0.0) for token in range(VOCABULARY)]
+            values[prefix] = float((policy_PV[number] * (self.rewards_PV[number] + gamma * _tensor(after))).sum())
+        return _tensor([values[prefix] for prefix in PREFIXES])
 
-    def mean_target(self, values: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
+    def mean_target(self, values_P: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
         """Mean V-trace target of every prefix over data of mu, [13]."""
-        log_ratio = (self.sampled(self.pi) / self.sampled(self.mu)).log()
-        mask = torch.ones_like(self.sample, dtype=torch.bool)
-        got = vtrace(
-            log_ratio, self.sampled(self.rewards), values[self.prefix], mask, self.sample, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar
-        )
-        zeros = torch.zeros(13, dtype=torch.float64)
-        return zeros.index_add(0, self.prefix, self.p * got.targets_T) / zeros.index_add(0, self.prefix, self.p)
+        rewards_T = self.rewards_PV[PREFIX_T, torch.tensor(RESPONSES).reshape(-1)]
+        log_ratio_T = self.pi.log_probs_T - self.mu.log_probs_T
+        got = vtrace(log_ratio_T, rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
+        p_T, zeros_P = per_token(self.mu.probabilities_N), torch.zeros_like(values_P)
+        return zeros_P.index_add(0, PREFIX_T, p_T * got.targets_T) / zeros_P.index_add(0, PREFIX_T, p_T)
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1e9, 1.0), (1.0, 1.0), (0.5, 0.3), (1.5, 0.1)])
@@ -242,14 +240,13 @@ class Tree:
 def test_vtrace_comes_to_rest_at_the_value_of_the_clipped_policy(rho_bar: float, c_bar: float, gamma: float) -> None:
     """Property 46: the policy proportional to min(rho_bar mu, pi); that is pi itself without a bound."""
     tree = Tree()
-    clipped = torch.minimum(rho_bar * tree.mu, tree.pi)
-    wanted = tree.value(clipped / clipped.sum(-1, keepdim=True), gamma)
+    wanted = tree.value(tree.clipped(rho_bar), gamma)
     _close(tree.mean_target(wanted, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar), wanted)
-    values = 5 + torch.zeros(13, dtype=torch.float64)
+    values = torch.full_like(wanted, 5.0)
     for _ in range(150):
         values = tree.mean_target(values, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
     _close(values, wanted)
-    assert rho_bar > 1e8 or float((wanted - tree.value(tree.pi, gamma)).abs().max()) > 0.01
+    assert rho_bar > 1e8 or float((wanted - tree.value(tree.pi.logits_PV.softmax(-1), gamma)).abs().max()) > 0.01
 
 
 @pytest.mark.parametrize(
