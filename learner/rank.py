@@ -163,9 +163,7 @@ class Rank:
             snapshots=places.snapshots,
             wait=staleness.max_lag == 0 or not weights.overlap,
         )
-        self._alarms = AlarmWatch(
-            learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=learner.dtype, gate=staleness.gate)
-        )
+        self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=learner.dtype, gate=staleness.gate))
         self._clock = WaitClock()
         self._terminated = False
         self._in_wait = False

@@ -87,6 +87,8 @@ def reject_rule(text: str) -> RejectRule:
         raise ValueError(f"reject: want {form}, got {text!r}")
     if not low < high:
         raise ValueError(f"reject: want low < high, got {text!r}")
+    if low and span == "seq_max":
+        raise ValueError(f"reject: seq_max is of the absolute log-ratio, want one bound, got {text!r}")
     if metric == "k1" and high < 1:
         raise ValueError(f"reject: k1 bounds the ratio pi / mu: want high >= 1, got {text!r}")
     return RejectRule(metric, span, low, high)
@@ -285,7 +287,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
         raise ValueError(f"anchor: {config.loss} compares the policy with none; want anchor: none, got {config.anchor!r}")
     if config.loss in ("sapo", "topr", "vespo") and config.weight != "none":
         raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
-    if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto):
+    if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto or config.binary_kl_limit or config.m2_limit):
         raise ValueError("loss: sft takes every token as it is; want weight: none and nothing rejected")
     if config.loss in ("ppo", "gspo", "gspo_token", "dppo_tv", "cispo") and not (config.clip_low and config.clip_high):
         raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")

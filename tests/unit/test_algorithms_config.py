@@ -38,7 +38,19 @@ def test_a_list_of_rules_is_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k1", "k4 token 1", "k1 word 2", "k3 token", "k3 token 0.1 0.2", "k1 token 2 0.5", "k1 token x", "k1 token 0.5"]
+    "text",
+    [
+        "",
+        "k1",
+        "k4 token 1",
+        "k1 word 2",
+        "k3 token",
+        "k3 token 0.1 0.2",
+        "k1 token 2 0.5",
+        "k1 token x",
+        "k1 seq_max 0.5 2",
+        "k1 token 0.5",
+    ],
 )
 def test_a_rule_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"reject: .*want"):
@@ -60,6 +72,7 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"correction": "decoupled", "loss": "reinforce"}, "anchor: reinforce compares the policy with none"),
         ({"correction": "sapo", "anchor": "proximal", "weight": "token", "weight_high": 2.0}, "weighs by the ratio itself"),
         ({"correction": "sft", "veto": 1e-4}, "nothing rejected"),
+        ({"correction": "sft", "m2_limit": 0.1}, "nothing rejected"),
         ({"correction": "sft", "opsm_threshold": 0.5}, "no advantages"),
         ({"correction": "bypass", "clip_high": 0.0}, "needs its trust region"),
         ({"clip_dual": 0.5}, "clip_dual: want > 1"),

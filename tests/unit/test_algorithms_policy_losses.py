@@ -303,7 +303,8 @@ def test_coupled_corrections_are_the_same_from_any_number_of_rows() -> None:
 
 @pytest.mark.parametrize("preset", ["opsm", "kpop", "geo_mask"])
 def test_rules_of_presets_are_applied(preset: str) -> None:
-    changes = {"opsm": {"opsm_threshold": 0.05}, "kpop": {"binary_kl_limit": 0.02}, "geo_mask": {"reject": ("k1 seq_mean 0.9 1.1",)}}[preset]
+    rule = ("k1 seq_mean 0.9 1.1",)
+    changes = {"opsm": {"opsm_threshold": 0.05}, "kpop": {"binary_kl_limit": 0.02}, "geo_mask": {"reject": rule}}[preset]
     _, got, made = loss_of({"correction": preset, **changes}, tokens())
     assert 0 < int(made.rejected_T.sum()) < 81
     assert not got[made.rejected_T].any()

@@ -211,6 +211,9 @@ class Tree:
     def __init__(self) -> None:
         self.mu, self.pi = Policy.random(11), Policy.random(12)
         self.rewards_PV = Policy.random(13).logits_PV
+        self.rewards_T = self.rewards_PV[PREFIX_T, torch.tensor(RESPONSES).reshape(-1)]
+        self.log_ratio_T = self.pi.log_probs_T - self.mu.log_probs_T
+        self.p_T = per_token(self.mu.probabilities_N)
 
     def clipped(self, rho_bar: float) -> Tensor:
         """The policy proportional to min(rho_bar mu, pi), [13, 3]."""
@@ -228,11 +231,9 @@ class Tree:
 
     def mean_target(self, values_P: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
         """Mean V-trace target of every prefix over data of mu, [13]."""
-        rewards_T = self.rewards_PV[PREFIX_T, torch.tensor(RESPONSES).reshape(-1)]
-        log_ratio_T = self.pi.log_probs_T - self.mu.log_probs_T
-        got = vtrace(log_ratio_T, rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
-        p_T, zeros_P = per_token(self.mu.probabilities_N), torch.zeros_like(values_P)
-        return zeros_P.index_add(0, PREFIX_T, p_T * got.targets_T) / zeros_P.index_add(0, PREFIX_T, p_T)
+        got = vtrace(self.log_ratio_T, self.rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
+        zeros_P = torch.zeros_like(values_P)
+        return zeros_P.index_add(0, PREFIX_T, self.p_T * got.targets_T) / zeros_P.index_add(0, PREFIX_T, self.p_T)
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1e9, 1.0), (1.0, 1.0), (0.5, 0.3), (1.5, 0.1)])
