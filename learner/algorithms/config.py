@@ -223,11 +223,7 @@ class AlgorithmConfig:
     @property
     def uncorrected(self) -> bool:
         """Old data would be trained as if it were fresh."""
-        return (
-            self.weight == "none"
-            and self.anchor in ("none", "proximal")
-            and self.loss in ("reinforce", "ppo", "gspo", "gspo_token", "cispo")
-        )
+        return self.weight == "none" and self.anchor != "rollout" and self.loss != "sft"
 
     @property
     def rejects(self) -> tuple[RejectRule, ...]:

@@ -112,6 +112,8 @@ def test_a_divergence_that_makes_no_sense_is_refused(settings: dict[str, Any], r
         ({"correction": "none"}, True),
         ({"correction": "naive"}, True),
         ({"correction": "gspo", "weight": "none"}, True),
+        ({"correction": "sapo", "anchor": "proximal"}, True),
+        ({"loss": "package.module:mine", "weight": "none"}, True),
         ({"correction": "tis"}, False),
         ({"correction": "bypass"}, False),
         ({"correction": "cispo"}, False),
