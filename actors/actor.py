@@ -37,6 +37,9 @@ LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task; also how late a drain may be noticed."""
 HAND_BACK_DELAY_S = 1.0
 """Pause before a task that found no engine is given out again."""
+GOODBYE_DELAY_S = 0.5
+"""The same when this actor is told to stop at once: until then its own last request for a task may still be waiting at the bus, and a
+task given to that would be held by nobody until its lease ends."""
 GOODBYE_S = 2.0
 """Time to hand a task back when this process is told to stop at once."""
 
@@ -123,7 +126,7 @@ class Actor:
             logger.info("task handed back task=%d reason=%s", task.id, error)
             await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
         except asyncio.CancelledError:
-            await self._hand_back(lease, 0.0)
+            await self._hand_back(lease, GOODBYE_DELAY_S)
             raise
         except BusError as error:  # the lease runs out, and another actor takes it
             logger.warning("task left to others task=%d error=%s", task.id, error)

@@ -52,7 +52,7 @@ class _Steps:
 
     def summed(self, terms_M: Tensor, factors_M: Tensor | float) -> Tensor:
         """``x_t = terms_t + factors_t x_next`` within each sample."""
-        return recurrence(terms_M, torch.where(self.last_M, 0.0, factors_M * torch.ones_like(terms_M)))
+        return recurrence(terms_M, torch.where(self.last_M, torch.zeros_like(terms_M), factors_M))
 
     def spread(self, values_M: Tensor, like_T: Tensor) -> Tensor:
         """To the places of the row, in the dtype of ``like_T``; 0 where masked."""
@@ -142,7 +142,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T
 
 def value_clipped(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float) -> Tensor:
     """True for the tokens whose value gradient the clip has taken, bool [T]; False where masked."""
-    plain_T, held_T = _squares(values_T.detach(), old_values_T, returns_T, mask_T, clip)
+    plain_T, held_T = _squares(values_T, old_values_T, returns_T, mask_T, clip)
     return held_T > plain_T
 
 

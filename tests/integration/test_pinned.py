@@ -105,8 +105,8 @@ def test_a_claim_is_about_the_end_and_about_every_seed() -> None:
     assert verdicts(good) == [True]
     assert verdicts([*good[:-1], row("tis", 8, 2, [1.0, 1.0, 1.0, 0.9])]) == [False], "one seed falls back from its peak"
     assert verdicts([*good[:-1], row("tis", 8, 2, [0.5, 0.5, 1.0, 1.0])]) == [False], "one seed gets there at the last moment"
-    assert verdicts([row("none", 8, 0, [1.0, 0.7]), row("none", 16, 0, [0.2, 0.3])]) == [True]
-    assert verdicts([row("none", 8, 0, [1.0, 0.7]), row("none", 16, 0, [0.2, 1.0])]) == [False]
+    assert verdicts([row("none", 8, 0, [1.0, 0.7, 0.7, 0.7]), row("none", 16, 0, [0.2, 0.3])]) == [True]
+    assert verdicts([row("none", 8, 0, [1.0, 0.7, 0.7, 0.7]), row("none", 16, 0, [0.2, 1.0, 1.0, 1.0])]) == [False]
     slower = [row("bypass", 4, 0, [1.0]), row("bypass", 8, 0, [1.0], entropy=0.3, sampled=0.5)]
     assert verdicts(slower) == [True, True]
     assert verdicts([slower[1] | {"lag": 4}, slower[0] | {"lag": 8}]) == [False, False]

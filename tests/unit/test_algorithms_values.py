@@ -321,6 +321,14 @@ def test_the_value_clip_is_pessimistic_and_stops_only_what_has_gone_far_enough(
         assert float(values.grad[at]) == pytest.approx(0.0 if gone_far_enough else value - wanted, abs=1e-12)
 
 
+def test_a_value_at_the_bound_or_as_far_from_its_return_as_the_held_one_keeps_its_gradient() -> None:
+    values, old, returns = _tensor([1.5, 2.0]).requires_grad_(), _tensor([1.0, 0.5]), _tensor([0.0, 1.5])
+    mask = torch.ones(2, dtype=torch.bool)
+    value_loss(values, old, returns, mask, clip=0.5).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [1.5, 0.5]
+    assert not value_clipped(values, old, returns, mask, clip=0.5).any()
+
+
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_a_masked_value_has_no_loss_and_no_gradient(broken: float) -> None:
     values = _tensor([1.0, broken]).requires_grad_()
