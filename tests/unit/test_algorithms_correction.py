@@ -421,3 +421,22 @@ def test_log_ratios_are_bounded_and_blind_to_what_is_masked() -> None:
 def test_the_enumeration_is_one() -> None:
     assert float(PI.probabilities_N.detach().sum()) == pytest.approx(1)
     assert len(PREFIXES) == 13
+
+
+def test_a_row_without_the_first_sample_but_with_padding() -> None:
+    """Padding points at sample 0, which need not be in the row."""
+    delta_T, sample_T = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64), torch.tensor([1, 1, -1])
+    mask_T = torch.tensor([True, True, False])
+    same(prefix_sums(delta_T, mask_T, sample_T, 2), torch.tensor([0.1, 0.1 + 0.2, 0.0], dtype=torch.float64))
+
+
+def test_a_sample_of_one_token_counts_as_one() -> None:
+    delta_T, sample_T = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 1, 1])
+    place = (torch.ones(3, dtype=torch.bool), sample_T, 2)
+    weights = bounded(raw_weights(delta_T, *place, level="sequence"), place[0], high=math.inf)
+    assert weight_sums(weights, *place, level="sequence").tolist() == pytest.approx([math.exp(0.5) + math.exp(2.0), 2.0])
+
+
+def test_a_mean_at_its_limit_is_too_much() -> None:
+    assert second_moment_cut(torch.tensor([0.5, 0.5], dtype=torch.float64), 0.5) == 0.5
+    assert second_moment_cut(torch.tensor([0.25, 0.75], dtype=torch.float64), 0.5) == 0.75

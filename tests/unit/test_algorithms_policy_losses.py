@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Coupled, Objective, Tokens
+from learner.algorithms.config import AlgorithmConfig, KLConfig
+from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.policy_losses import (
     PolicyLoss,
     cispo,
     dppo_tv,
+    gepo_ratio,
     gspo,
     gspo_token,
     ppo,
@@ -318,3 +320,77 @@ def test_a_veto_takes_the_whole_sample() -> None:
     assert bool((by_sample.all(-1) == by_sample.any(-1)).all())
     assert by_sample.any()
     assert not got[made.rejected_T].any()
+
+
+# ---- the number that is minimised
+
+
+def denominators(constant: float = 5.0) -> Denominators:
+    return Denominators(tokens=81, sequences=27, trainable_N=torch.full((27,), STEPS), constant=constant)
+
+
+def total_of(settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0) -> tuple[float, Any]:
+    entropy_T = torch.arange(81.0).double() / 81
+    total, _, divergence_T = Objective(AlgorithmConfig(**settings)).total(
+        PI.log_probs_T, entropy_T, given, denominators(), Coupled(), kl_scale=kl_scale
+    )
+    return float(total.detach()), divergence_T
+
+
+def test_what_is_minimised_is_loss_plus_divergence_less_entropy() -> None:
+    """Each part aggregated alike, the divergence times its coefficient and its scale, corrected by pi / mu or not."""
+    reference = Policy.random(9, like=PI, spread=0.3)
+    given = replace(tokens(), reference_T=reference.log_probs_T)
+    pi_T, mu_T = PI.log_probs_T.detach(), MU.log_probs_T.detach()
+    x_T, ratio_T = pi_T - reference.log_probs_T, (pi_T - mu_T).exp()
+    policy = float((-ratio_T.clamp(max=2.0) * ADVANTAGES_T).sum() / 81)
+    entropy = float((torch.arange(81.0).double() / 81).sum() / 81)
+    k2 = x_T.square() / 2
+    for corrected, divergence in ((True, float((ratio_T * k2).sum() / 81)), (False, float(k2.sum() / 81))):
+        settings = {"entropy_coef": 0.3, "kl": KLConfig(coef=0.2, estimator="k2", corrected=corrected)}
+        total, divergence_T = total_of(settings, given, kl_scale=0.5)
+        assert total == pytest.approx(policy + 0.5 * 0.2 * divergence - 0.3 * entropy)
+        same(divergence_T, (-x_T).exp() - 1 + x_T)
+    assert total_of({}, tokens())[0] == pytest.approx(policy)
+    assert total_of({}, tokens())[1] is None
+    assert total_of({"aggregation": "constant"}, tokens())[0] == pytest.approx(policy * 81 / (27 * 5))
+
+
+def test_rewards_are_shaped_by_length_and_divergence() -> None:
+    objective = Objective(AlgorithmConfig(overlong_buffer=4, overlong_penalty=0.5, kl=KLConfig(reward_coef=0.1)))
+    rewards_N, lengths_N = torch.tensor([1.0, 1.0, 1.0]).double(), torch.tensor([6, 8, 10])
+    kl_N = torch.tensor([0.0, 1.0, 2.0]).double()
+    shaped = objective.shaped_rewards(rewards_N, lengths_N, max_tokens=10, kl_N=kl_N, kl_scale=2.0)
+    assert shaped.tolist() == pytest.approx([1.0, 1.0 - 0.25 - 0.2, 1.0 - 0.5 - 0.4])
+    assert Objective(AlgorithmConfig()).shaped_rewards(rewards_N, lengths_N, max_tokens=10).tolist() == [1.0, 1.0, 1.0]
+
+
+def test_the_sums_for_the_learning_rate_are_of_whole_samples() -> None:
+    whole_N = (PI.log_probs_T - MU.log_probs_T).detach().view(-1, STEPS).sum(-1).exp()
+    given = replace(tokens(), num_samples=30)
+    wanted = [float(whole_N.sum()), float(whole_N.square().sum()), 27.0]
+    assert sequence_weight_sums(PI.log_probs_T, given).tolist() == pytest.approx(wanted)
+    far = replace(given, rollout_T=PI.log_probs_T.detach() - 15.0)
+    assert sequence_weight_sums(PI.log_probs_T, far).tolist() == pytest.approx([27 * math.exp(20), 27 * math.exp(40), 27.0])
+
+
+def test_log_probs_are_wanted_before_the_step_only_where_they_differ() -> None:
+    def wanted(minibatches: int, published_every: int, **settings: Any) -> bool:
+        return Objective(AlgorithmConfig(**settings)).needs_old(minibatches=minibatches, published_every=published_every)
+
+    assert not wanted(1, 1)
+    assert wanted(2, 1)
+    assert wanted(1, 2)
+    assert not wanted(2, 2, correction="bypass")
+    assert not wanted(2, 1, correction="a3po")
+    assert wanted(1, 1, correction="m2po")
+    assert wanted(1, 1, self_normalise=True)
+
+
+def test_the_group_ratio_has_the_gradient_of_its_numerator() -> None:
+    log_probs_T = PI.log_probs_T.detach()[:3].requires_grad_()
+    anchor_T = MU.log_probs_T.detach()[:3].requires_grad_()
+    ratio_N = gepo_ratio(log_probs_T, anchor_T, MASK_T[:3], torch.zeros(3, dtype=torch.int64), torch.tensor([1]))
+    grads = torch.autograd.grad(ratio_N.sum(), (log_probs_T, anchor_T), allow_unused=True)
+    same(grads[0], ratio_N.detach() / 3 * torch.ones(3))
+    assert grads[1] is None
