@@ -162,7 +162,7 @@ def opo(
     weights_N = lengths_N if counted_N is None else torch.where(counted_N, lengths_N, 0.0)
     total_N = group_moments(weights_N, groups_N).mean_N
     product_N = group_moments(weights_N * centered_N, groups_N).mean_N
-    offset_N = product_N / torch.where(total_N > 0, total_N, 1.0)
+    offset_N = product_N / torch.where(total_N > 0, total_N, torch.inf)
     return _own(centered_N - offset_N, valid_N)
 
 
@@ -177,7 +177,7 @@ def maxrl(
     """
     moments = group_moments(rewards_N, groups_N, _counted(valid_N, members))
     positive_N = moments.mean_N > STD_EPSILON * moments.std_N
-    return _own(torch.where(positive_N, moments.centered_N / torch.where(positive_N, moments.mean_N, 1.0), 0.0), valid_N)
+    return _own(moments.centered_N / torch.where(positive_N, moments.mean_N, torch.inf), valid_N)
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,16 @@ def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype)
         assert torch.equal(got, torch.tensor(raw if estimate is reinforce else [0.0] * len(raw), dtype=dtype)), name
 
 
+def test_moments_are_those_of_the_counted_members() -> None:
+    rewards, groups = torch.tensor([4.0, 1.0, 3.0, 9.0, 5.0]), torch.tensor([8, 5, 5, 5, 2])
+    moments = group_moments(rewards, groups, torch.tensor([True, True, True, False, False]))
+    assert moments.sizes_N.tolist() == [1, 2, 2, 2, 0]
+    assert moments.mean_N.tolist() == [4, 2, 2, 2, 0]
+    assert moments.centered_N.tolist() == [0, -1, 1, 0, 0]
+    torch.testing.assert_close(moments.std_N, torch.tensor([0.0, 2**0.5, 2**0.5, 2**0.5, 0.0]))
+    assert moments.constant_N.tolist() == [True, False, False, False, True]
+
+
 def test_two_samples_right_and_wrong() -> None:
     """Property 41: the standard deviation is the unbiased one."""
     rewards, groups = torch.tensor([0.0, 1.0]), torch.tensor([4, 4])
@@ -360,6 +370,14 @@ def test_whitening_each_shard_by_itself_is_something_else() -> None:
     rewards, mask = torch.tensor([1.0, 2.0, 3.0, 40.0, 50.0, 60.0], dtype=torch.float64), torch.ones(6, dtype=torch.bool)
     apart = torch.cat([whitened(rewards[:3], mask[:3]), whitened(rewards[3:], mask[3:])])
     assert float((apart - whitened(rewards, mask)).abs().min()) > 0.1
+
+
+def test_whitening_equal_values_gives_nothing_even_far_from_zero() -> None:
+    """Property 60: the variance made of sums may come out below 0."""
+    for value in (0.1, 1 / 3, 12345.678, -98765.4321):
+        for size in range(1, 30):
+            got = whitened(torch.full((size,), value, dtype=torch.float64), torch.ones(size, dtype=torch.bool))
+            assert float(got.abs().max()) < 1e-6, (value, size)
 
 
 def test_whitening_takes_float32_and_has_variance_one() -> None:

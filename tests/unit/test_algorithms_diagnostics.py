@@ -303,6 +303,7 @@ def test_samples_are_counted_by_group() -> None:
     assert metrics["train/groups"] == 3
     assert metrics["train/zero_variance_group_share"] == pytest.approx(2 / 3)
     assert metrics["train/reward_mean"] == pytest.approx(3 / 7)
+    assert metrics["train/reward_std"] == pytest.approx(math.sqrt(3 / 7 * 4 / 7))
     assert metrics["train/response_length_mean"] == 4
     assert metrics["train/truncated_share"] == pytest.approx(1 / 7)
 
