@@ -41,7 +41,7 @@ def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples:
     running_T = values_T.double().cumsum(0)
     at_T = torch.arange(len(values_T), device=values_T.device)
     first_N = at_T.new_full((num_samples,), len(values_T)).scatter_reduce(0, sample_T.clamp(min=0), at_T, "amin")
-    before_T = (running_T - values_T.double())[first_N[sample_T.clamp(min=0)].clamp(max=len(values_T) - 1)]
+    before_T = (running_T - values_T.double())[first_N[sample_T.clamp(min=0)]]
     return torch.where(mask_T, (running_T - before_T).to(values_T.dtype), 0.0)
 
 

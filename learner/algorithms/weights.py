@@ -87,8 +87,8 @@ def self_normalised(weights: Weights, mask_T: Tensor, sums: Tensor) -> Weights:
     ``sums``: of all micro-batches and ranks. Undoes the shrinking of the learning rate by truncation (E[w] < 1) at a bias of O(1/n).
     Source: self-normalised importance sampling; verl's ``rollout_is_batch_normalize``.
     """
-    mean = sums[0] / sums[1].clamp(min=1)
-    if not bool(mean > NORMALISER_FLOOR):
+    mean = sums[0] / sums[1]
+    if not bool(mean > NORMALISER_FLOOR):  # also where there is no weight at all
         return weights
     return replace(weights, weight_T=torch.where(mask_T, (weights.weight_T / mean).to(weights.weight_T.dtype), 1.0))
 
