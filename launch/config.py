@@ -143,6 +143,11 @@ def _refuse_contradictions(config: RunConfig) -> None:
             "learner.algorithm.train_without_correction: true as well"
         )
     refuse_unknown(algorithm.alarms)
+    if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
+        raise ValueError(
+            f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "
+            f"{algorithm.kl.horizon:g}: one step could turn the sign of the coefficient"
+        )
     if config.sampling.top_p != 1 or config.sampling.top_k > 0:
         raise ValueError(
             f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes "

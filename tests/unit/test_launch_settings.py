@@ -151,6 +151,10 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
     ("settings", "complaint"),
     [
         (["learner.algorithm.correction=none"], "train_without_correction"),
+        (
+            ["learner.algorithm.kl.coef=0.1", "learner.algorithm.kl.target=0.1", "learner.algorithm.kl.horizon=2"],
+            "want > 0.2 x samples per step",
+        ),
         (["sampling.top_p=0.9"], "truncated"),
         (["sampling.top_k=5"], "truncated"),
         (["weights.push_every=4", "staleness.max_lag=2"], "push_every: want <= staleness.max_lag"),
