@@ -207,12 +207,15 @@ def draw(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequen
     plt.close(figure)
 
 
-def honestly_asynchronous(max_lags: Sequence[int], steps: int) -> None:
+def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: float) -> None:
     """``tidemill up`` at growing bounds: what was trained, how long the learner waited."""
     rows = []
     for max_lag in max_lags:
         directory = WORK / f"async-{max_lag}"
-        settings = (f"directory={directory}", f"staleness.max_lag={max_lag}", f"learner.steps={steps}", "up.require_reward=-1")
+        settings = [f"directory={directory}", f"staleness.max_lag={max_lag}", f"learner.steps={steps}", "up.require_reward=-1"]
+        if judge_seconds:  # many responses are with the judge at the same time: only the bound on staleness holds them back
+            options = json.dumps({"seconds": judge_seconds})
+            settings += ["actor.reward=bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
         command = [sys.executable, "-m", "launch", "up", str(ROOT / "launch/configs/digits.yaml"), "--fresh"]
         command += [word for setting in settings for word in ("--set", setting)]
         with (WORK / f"async-{max_lag}.log").open("w") as log:
@@ -254,10 +257,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--async", dest="asynchronous", action="store_true", help="tidemill up at growing max_lag, instead of the pinned sweep"
     )
+    parser.add_argument("--judge-seconds", type=float, default=0.0, help="with --async: every reward takes so long, and no computation")
     args = parser.parse_args(arguments)
     if args.asynchronous:
         WORK.mkdir(parents=True, exist_ok=True)
-        honestly_asynchronous([lag for lag in args.lags if lag <= 16], args.versions)
+        honestly_asynchronous([lag for lag in args.lags if lag <= 16], args.versions, args.judge_seconds)
         return
     runs = [
         Run(method=method, lag=lag, seed=seed, versions=args.versions)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bus.connection import Bus
 from bus.epoch import current_epoch
@@ -143,7 +144,8 @@ class Outcomes:
 
 def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
     """Numbers of a step's data, for its Done record."""
-    lags = np.concatenate([part.lag_T[part.loss_mask_T] for batch in batches for part in batch.micro_batches])
+    in_queue, in_flight = lags_of(batches)
+    lags = in_queue + in_flight
     first = batches[0]
     packed = sum(len(part.tokens_T) for batch in batches for part in batch.micro_batches)
     return {
@@ -157,4 +159,20 @@ def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
         "data/truncated_share": float(first.truncated_N.mean()),
         "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,
         "data/lag_max": float(lags.max(initial=0)),
+        "data/lag_in_flight_mean": float(in_flight.mean()) if len(lags) else 0.0,
+        "data/lag_in_queue_mean": float(in_queue.mean()) if len(lags) else 0.0,
     }
+
+
+def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is ``lag_T``.
+
+    The queue's part is the lag of the newest trainable token of its sample: what the sample had when it was finished and has aged since.
+    The rest is how much older than that the token is: the versions that went by while the response was in flight.
+    """
+    parts = [part for batch in batches for part in batch.micro_batches]
+    lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])
+    rows = np.concatenate([part.sample_T[part.loss_mask_T] for part in parts])
+    newest = np.full(len(batches[0].rewards_N), np.iinfo(np.int32).max, np.int32)
+    np.minimum.at(newest, rows, lags)
+    return newest[rows], lags - newest[rows]

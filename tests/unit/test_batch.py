@@ -12,6 +12,7 @@ from bus.messages import Plan, Sample, Status
 from learner.batch import MicroBatch, StepBatch, build_batches, decode, encode
 from learner.errors import FeedError
 from learner.feed_messages import unpack
+from learner.outcomes import lags_of
 from learner.packing import assign
 from tests.data_kit import sample, task
 
@@ -95,6 +96,19 @@ def test_ranks_together_hold_every_token_once(samples: list[Sample], data_parall
     assert found == {row: tokens_by_loop(one, plan) for row, one in enumerate(samples)}
     assert inputs == {row: one.tokens.tolist() for row, one in enumerate(samples)}
     assert {batch.num_tokens for batch in batches} == {sum(len(tokens_by_loop(one, plan)) for one in samples)}
+
+
+@given(steps(), st.integers(1, 3), st.sampled_from([None, 1]))
+def test_lag_is_the_time_in_flight_and_the_time_in_the_queue(samples: list[Sample], data_parallel: int, oldest_step: int | None) -> None:
+    plan = plan_of(samples, data_parallel=data_parallel, oldest_step=oldest_step)
+    batches = build_batches(plan, samples)
+    in_queue, in_flight = lags_of(batches)
+    expected = []
+    for one in samples:
+        lags = [lag for _, lag in tokens_by_loop(one, plan).values()]
+        expected += [(min(lags), lag - min(lags)) for lag in lags]
+    assert sorted(zip(in_queue.tolist(), in_flight.tolist(), strict=True)) == sorted(expected)
+    assert (in_queue >= 0).all() and (in_flight >= 0).all()
 
 
 def test_rows_of_the_step_are_the_same_on_every_rank() -> None:

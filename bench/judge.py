@@ -1,0 +1,12 @@
+"""A reward that takes its time, as a judge behind a network does: it costs latency and no computation."""
+
+import asyncio
+
+from rewards.digits import digits
+from rewards.port import RewardRequest
+
+
+async def judged(request: RewardRequest, *, seconds: float) -> float:
+    """Give the reward of ``rewards.digits`` after ``seconds``."""
+    await asyncio.sleep(seconds)
+    return digits(request)
