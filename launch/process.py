@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+from bus.patience import cancellable
+
 log = logging.getLogger(__name__)
 
 DONE, CRASHED, NOT_IN_TIME = 0, 1, 75
@@ -39,7 +41,7 @@ def _loop_factory(uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop] | Non
 
 async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], drain_s: float) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
-    work = loop.create_task(main(draining), name="main")
+    work = loop.create_task(cancellable(main(draining)), name="main")
 
     def on_signal(number: int) -> None:
         if draining.is_set():

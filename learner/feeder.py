@@ -8,10 +8,10 @@ from pathlib import Path
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.messages import Sampling
+from bus.patience import cancellable
 from learner.config import LearnerConfig, StalenessConfig
 from learner.feed_server import FeedServer
 from learner.feeder_loops import Feeder, FeederRules
-from learner.patience import cancellable
 from learner.prompts import PromptFile
 from learner.rules import DataRules
 

@@ -24,6 +24,7 @@ from bus.epoch import raise_epoch
 from bus.link import Waiter
 from bus.live import Heartbeat
 from bus.messages import LiveRow, Plan, Sample, Sampling, Settle, Task
+from bus.patience import cancellable, patiently
 from learner.admission import Wanted
 from learner.batch import build_batches, encode
 from learner.datasource import FateName, Waits
@@ -31,7 +32,6 @@ from learner.errors import NoProgress
 from learner.feed_messages import Start
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes, facts_of
-from learner.patience import cancellable, patiently
 from learner.prompts import PromptFile, sampler_seed
 from learner.restart import Resumed, resume
 from learner.rules import DataRules

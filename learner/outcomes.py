@@ -14,13 +14,13 @@ from bus.connection import Bus
 from bus.epoch import current_epoch
 from bus.errors import BusUnavailable, Fenced, RowConflict
 from bus.messages import Done, Plan
+from bus.patience import patiently
 from learner import checkpoints
 from learner.batch import StepBatch
 from learner.checkpoints import Checkpoint
 from learner.datasource import read_state
 from learner.errors import FeedError
 from learner.feed_server import FeedServer
-from learner.patience import patiently
 from learner.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)

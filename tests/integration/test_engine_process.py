@@ -14,6 +14,7 @@ from actors.engine_client import HttpEngine
 from actors.engine_process import run_engine
 from bus.connection import Bus
 from bus.messages import Sampling
+from bus.patience import cancellable
 from bus.server import EmbeddedServer
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
@@ -29,13 +30,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @asynccontextmanager
-async def process(bus: Bus, server: EmbeddedServer, model: Path, grace_s: float = 0.1) -> AsyncIterator[asyncio.Event]:
+async def process(bus: Bus, server: EmbeddedServer, model: Path, grace_s: float = 0.1, id: str = "e1") -> AsyncIterator[asyncio.Event]:
     draining = asyncio.Event()
-    work = asyncio.create_task(
-        run_engine(
-            server.url, bus.run, model, EngineConfig(max_running=4), bus.config, draining, "e1", factory=BuiltinEngine, grace_s=grace_s
-        )
+    running = run_engine(
+        server.url, bus.run, model, EngineConfig(max_running=4), bus.config, draining, id, factory=BuiltinEngine, grace_s=grace_s
     )
+    work = asyncio.create_task(cancellable(running))
     try:
         yield draining
     except BaseException:
@@ -83,9 +83,9 @@ async def test_it_serves_the_weights_of_the_head_and_not_those_it_was_started_wi
     async with open_bus() as bus:
         await VersionRegistry(bus).publish_initial(str(models[1]), 1)
         answers = []
-        for model in models:
-            async with process(bus, nats_server, model):
-                row = await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "serving")
+        for id, model in zip(("e1", "e2"), models, strict=True):
+            async with process(bus, nats_server, model, id=id):
+                row = await row_until(bus.rows("live"), f"engine.{id}", lambda row: row["phase"] == "serving")
                 answers.append(await greedy(row["address"]))
         assert answers[0] == answers[1]
 

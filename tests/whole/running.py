@@ -60,25 +60,31 @@ class Up:
             yield bus
 
 
-@contextlib.contextmanager
-def up(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Iterator[Up]:
-    """`tidemill up` with its run directory under ``tmp_path``; ended, with all its children, when the block is left."""
+def start(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Up:
+    """`tidemill up` with its run directory under ``tmp_path``; to be ended by who starts it."""
     directory = tmp_path / "run"
     command = [sys.executable, "-m", "launch", "up", str(config), *flags]
     for setting in (f"directory={directory}", *settings):
         command += ["--set", setting]
     with (tmp_path / "up.log").open("a") as log:
         process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True)
+    return Up(process, directory, run="smoke")
+
+
+@contextlib.contextmanager
+def up(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Iterator[Up]:
+    """The same, ended with all its children when the block is left."""
+    run = start(tmp_path, *settings, config=config, flags=flags)
     try:
-        yield Up(process, directory, run="smoke")
+        yield run
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        if run.process.poll() is None:
+            run.process.send_signal(signal.SIGTERM)
             try:
-                process.wait(60)
+                run.process.wait(60)
             except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                run.process.kill()
+                run.process.wait()
 
 
 async def steps_done(bus: Bus) -> AsyncIterator[Done]:

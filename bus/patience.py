@@ -3,10 +3,12 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from bus.connection import Bus
 from bus.errors import BusUnavailable
+
+if TYPE_CHECKING:
+    from bus.connection import Bus
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +20,7 @@ OUTAGE_S = 3600.0
 T = TypeVar("T")
 
 
-async def patiently(bus: Bus, call: Callable[[], Awaitable[T]]) -> T:
+async def patiently(bus: "Bus", call: Callable[[], Awaitable[T]]) -> T:
     """What ``call`` (which may be repeated) gives. Raises BusUnavailable after an hour without the bus, or when it is closed."""
     while True:
         try:

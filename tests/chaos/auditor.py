@@ -1,0 +1,243 @@
+"""An auditor that shares no code with the system: it reads the streams and the newest checkpoint as docs/wire.md spells them.
+
+It knows msgpack, JSON and NATS requests. What it asks of a run, whatever was killed in it:
+
+- every message that a witness has seen stored is still there, or was trimmed behind a record or a cursor that accounts for it
+- every sample that is there is in a step, given up with its reason, a duplicate of a trained one, refused, or still to come
+- no sample, no (task, index) and no task is in two steps; steps are planned once, 1, 2, 3 ...
+- the newest checkpoint's cursor has behind it exactly what its model has trained, and nothing that is yet to be trained
+- a step that was taken again ended in the same bits
+"""
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import nats
+from nats.aio.client import Client
+
+Place = tuple[int, int]
+
+REASONS = {"stale", "filtered", "empty", "dead", "lost", "failed", "aborted"}
+
+
+@dataclass
+class Verdict:
+    """What was found; ``wrong`` says in words what must not be."""
+
+    steps: int = 0
+    trained: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    duplicates: int = 0
+    to_come: int = 0
+    trimmed: int = 0
+    steps_taken_again: int = 0
+    lost: list[str] = field(default_factory=list)
+    twice: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        found = f"{self.steps} steps, {self.trained} samples trained, dropped {dict(self.dropped)}, {self.duplicates} duplicates"
+        more = f"{self.to_come} to come, {self.trimmed} trimmed, {self.steps_taken_again} steps taken again"
+        return f"{found}, {more}; lost {self.lost[:5]}, twice {self.twice[:5]}, wrong {self.wrong[:5]}"
+
+
+@dataclass
+class Message:
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+
+
+async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]) -> Verdict:
+    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as somebody saw them while it ran."""
+    nc = await nats.connect(url, max_reconnect_attempts=1)
+    try:
+        audit = _Audit()
+        fence = 0
+        async for message in _messages(nc, f"TM_{run}_PLAN"):
+            epoch = int(message.headers["Tm-Epoch"])
+            kind = message.subject.rsplit(".", 1)[1]
+            fence = max(fence, epoch) if kind == "fence" else fence
+            if epoch >= fence:
+                getattr(audit, kind)(message)
+        info = await _ask(nc, f"STREAM.INFO.TM_{run}_SAMPLES")
+        audit.checkpoint(checkpoints)
+        audit.trimmed(int(info["state"]["first_seq"]), witnessed)
+        present: set[int] = set()
+        async for message in _messages(nc, f"TM_{run}_SAMPLES"):
+            present.add(message.seq)
+            if ".part." not in message.subject:
+                audit.sample(message)
+                if witnessed.get(message.seq, message.headers["Nats-Msg-Id"]) != message.headers["Nats-Msg-Id"]:
+                    audit.verdict.lost.append(f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}")
+        for seq in sorted(set(witnessed) - present):
+            if seq >= int(info["state"]["first_seq"]):
+                audit.verdict.lost.append(f"{seq} ({witnessed[seq]}) was seen in the stream and is not there")
+        audit.close()
+        return audit.verdict
+    finally:
+        await nc.close()
+
+
+class _Audit:
+    def __init__(self) -> None:
+        self.verdict = Verdict()
+        self._step_of: dict[int, int] = {}
+        self._reason_of: dict[int, str] = {}
+        self._trained_tasks: dict[int, int] = {}
+        self._dropped_tasks: dict[int, str] = {}
+        self._places: dict[Place, int] = {}
+        self._planned: dict[int, Place] = {}
+        self._digests: dict[int, set[str]] = {}
+        self._late: list[tuple[int, Place]] = []
+        self._floor, self._settled, self._checkpoint_step = 0, frozenset[int](), 0
+
+    # ---- the log
+
+    def plan(self, message: Message) -> None:
+        body, verdict = message.body, self.verdict
+        if body["step"] != verdict.steps + 1:
+            verdict.wrong.append(f"step {body['step']} is planned behind step {verdict.steps}")
+        verdict.steps = body["step"]
+        tasks, seqs, sizes = _ints(body["tasks"], "q"), _ints(body["seqs"], "q"), _ints(body["group_sizes"], "i")
+        places = [(task, index) for task, size in zip(tasks, sizes, strict=True) for index in range(size)]
+        for task in tasks:
+            if task in self._trained_tasks or task in self._dropped_tasks:
+                verdict.twice.append(f"task {task} is in step {body['step']} and was settled before")
+            self._trained_tasks[task] = body["step"]
+        for seq, place in zip(seqs, places, strict=True):
+            if seq in self._step_of or seq in self._reason_of:
+                verdict.twice.append(f"sample {seq} is in step {body['step']} and was settled before")
+            if place in self._places:
+                verdict.twice.append(f"samples {self._places[place]} and {seq} are both trained as {place}")
+            self._step_of[seq], self._places[place], self._planned[seq] = body["step"], seq, place
+        verdict.trained += len(seqs)
+
+    def settle(self, message: Message) -> None:
+        reason = message.body["reason"]
+        if reason not in REASONS:
+            self.verdict.wrong.append(f"reason {reason!r} is none")
+        self._dropped_tasks.update(dict.fromkeys(_ints(message.body["tasks"], "q"), reason))
+        for seq in _ints(message.body["seqs"], "q"):
+            if seq in self._step_of or seq in self._reason_of:
+                self.verdict.twice.append(f"sample {seq} is given up ({reason}) and was settled before")
+            self._reason_of[seq] = reason
+            self.verdict.dropped[reason] += 1
+
+    def done(self, message: Message) -> None:
+        digest = message.body["weights_digest"]
+        known = self._digests.setdefault(message.body["step"], set())
+        self.verdict.steps_taken_again += bool(known)
+        known.add(str(digest))
+        if len(known) > 1:
+            self.verdict.wrong.append(f"step {message.body['step']} was taken again and gave other weights: {sorted(known)}")
+
+    def fence(self, message: Message) -> None:
+        pass
+
+    # ---- the checkpoint
+
+    def checkpoint(self, root: Path) -> None:
+        """The newest one whose files are as its manifest says."""
+        found = sorted(root.glob("step-*"), key=lambda path: tuple(map(int, path.name.split("-")[1::2])), reverse=True)
+        newest = next((path for path in found if _whole(path)), None)
+        if newest is None:
+            return
+        state = msgpack.unpackb((newest / "state.msgpack").read_bytes())
+        self._floor, self._settled = int(state["samples"]["floor"]), frozenset(state["samples"]["settled"])
+        self._checkpoint_step = int(state["step"])
+        for seq, step in self._step_of.items():
+            if step <= self._checkpoint_step and not self._behind(seq):
+                self.verdict.twice.append(f"sample {seq} is in step {step}, in the model of the checkpoint, and not behind its cursor")
+            if step > self._checkpoint_step and self._behind(seq):
+                self.verdict.lost.append(f"sample {seq} is in step {step}, not in the model of the checkpoint, and behind its cursor")
+
+    def _behind(self, seq: int) -> bool:
+        return seq <= self._floor or seq in self._settled
+
+    # ---- the samples
+
+    def trimmed(self, first: int, witnessed: dict[int, str]) -> None:
+        """What stands before the first message is accounted for by a record, or behind the cursor as a duplicate or a failed one."""
+        self.verdict.trimmed = max(0, first - 1)
+        for seq in range(1, first):
+            if not self._behind(seq):
+                self.verdict.lost.append(f"sample {seq} was trimmed, and the checkpoint's cursor is not past it")
+            if seq in self._step_of or seq in self._reason_of or seq not in witnessed:
+                continue
+            task, index = map(int, witnessed[seq].split(".")[:2])
+            if (task, index) not in self._places and task not in self._dropped_tasks:
+                self.verdict.lost.append(f"sample {seq} ({witnessed[seq]}) was trimmed, and no record knows its place")
+
+    def sample(self, message: Message) -> None:
+        seq, body, verdict = message.seq, message.body, self.verdict
+        place = (body["task"], body["index"])
+        if seq in self._step_of:
+            if place != self._planned[seq]:
+                verdict.wrong.append(f"sample {seq} is {place}, and its step has it as {self._planned[seq]}")
+        elif seq in self._reason_of:
+            pass
+        elif body["status"] in ("failed", "aborted"):
+            verdict.dropped[body["status"]] += 1
+        elif body["task"] in self._dropped_tasks:
+            verdict.dropped[self._dropped_tasks[body["task"]]] += 1
+        elif body["task"] in self._trained_tasks:
+            self._late.append((seq, place))
+        elif self._behind(seq):
+            verdict.lost.append(f"sample {seq} {place} is behind the cursor, and no record names it")
+        else:
+            verdict.to_come += 1
+
+    def close(self) -> None:
+        for seq, place in self._late:
+            if place in self._places:
+                self.verdict.duplicates += 1
+            else:
+                self.verdict.lost.append(f"sample {seq} {place} is the only one of its place, and its task was trained without it")
+
+
+def _whole(path: Path) -> bool:
+    try:
+        files = json.loads((path / "manifest.json").read_text())["files"]
+        return all(hashlib.sha256((path / name).read_bytes()).hexdigest() == wanted["sha256"] for name, wanted in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _ints(data: bytes, form: str) -> list[int]:
+    return list(struct.unpack(f"<{len(data) // struct.calcsize(form)}{form}", data))
+
+
+async def _ask(nc: Client, verb: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
+    answer = json.loads((await nc.request(f"$JS.API.{verb}", json.dumps(request or {}).encode(), timeout=30)).data)
+    assert "error" not in answer, (verb, answer)
+    return answer
+
+
+async def _messages(nc: Client, stream: str) -> AsyncIterator[Message]:
+    """All of a stream that is at rest, in order."""
+    wanted = (await _ask(nc, f"STREAM.INFO.{stream}"))["state"]["messages"]
+    if not wanted:
+        return
+    config = {"deliver_policy": "all", "ack_policy": "none", "mem_storage": True, "inactive_threshold": 60_000_000_000}
+    name = (await _ask(nc, f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}))["name"]
+    inbox = nc.new_inbox()
+    sub = await nc.subscribe(inbox)
+    while wanted:
+        batch = min(256, wanted)
+        await nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", json.dumps({"batch": batch}).encode(), reply=inbox)
+        for _ in range(batch):
+            message = await sub.next_msg(timeout=30)
+            assert message.reply, f"{stream}: {message.headers}"
+            wanted -= 1
+            seq = int(message.reply.split(".")[-4])
+            yield Message(seq, message.subject, dict(message.headers or {}), msgpack.unpackb(message.data, strict_map_key=False))
+    await sub.unsubscribe()

@@ -1,0 +1,161 @@
+"""A storm: processes of a running `tidemill up` are killed with -9 at random moments, itself included, as a seed says.
+
+The seed draws who is killed and how long after the one before. A kill hits whatever instant of its life the process is in, starting up
+included; every ``BREATH`` kills the run must have got a step done, so that no storm passes because nothing ran.
+"""
+
+import asyncio
+import contextlib
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bus.connection import connect
+from bus.errors import BusError
+from tests.whole.running import Up, start
+
+VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
+"""Processes and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started again."""
+MEAN_GAP_S = 1.0
+BREATH = 8
+PATIENCE_S = 300.0
+SETTINGS = (
+    "learner.steps=1000000",
+    "learner.checkpoint_every=3",
+    "learner.weights_digest=true",
+    "bus.lease_s=3",
+    "bus.history_samples=64",
+    "up.restarts=100000",
+    "up.restart_window_s=2",
+)
+
+
+@dataclass
+class Storm:
+    """One storm over one run."""
+
+    directory: Path
+    seed: int
+    kills: int
+    killed: Counter[str] = field(default_factory=Counter)
+    witnessed: dict[int, str] = field(default_factory=dict)
+    """Message ids of SAMPLES by sequence, seen by a reader that nobody kills."""
+    steps: int = 0
+    starts: int = 0
+
+    def rage(self) -> Up:
+        """From the first start to a drained end; the run as it was left."""
+        return asyncio.run(self._rage())
+
+    async def _rage(self) -> Up:
+        rng = random.Random(self.seed)
+        run = self._start()
+        witness = asyncio.create_task(self._witness())
+        try:
+            await self._step(run)
+            for number in range(1, self.kills + 1):
+                await asyncio.sleep(min(rng.expovariate(1 / MEAN_GAP_S), 4 * MEAN_GAP_S))
+                victim = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
+                run = await self._kill(run, victim)
+                if number % BREATH == 0:
+                    await self._step(run)
+            await self._step(run)
+            run.process.send_signal(signal.SIGTERM)
+            code = await asyncio.to_thread(run.wait)
+            assert code in (0, 75), f"seed {self.seed}: drained with code {code}\n{run.log[-3000:]}"
+            return run
+        finally:
+            witness.cancel()
+            await asyncio.gather(witness, return_exceptions=True)
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+
+    def _start(self) -> Up:
+        """`up`, resumed when there is something to resume."""
+        flags = ("--resume",) if (self.directory / "run" / "config.yaml").exists() else ("--fresh",)
+        self.starts += 1
+        return start(self.directory, *SETTINGS, flags=flags)
+
+    async def _kill(self, run: Up, victim: str) -> Up:
+        if victim == "up":
+            run.process.kill()
+            run.process.wait()
+            self.killed["up"] += 1
+            await _until_alone(self.directory / "run")
+            return self._start()
+        for process in _children(run.process):
+            if process[0] == victim:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process[1].kill()
+                    self.killed[victim] += 1
+                return run
+        self.killed[f"no {victim} there"] += 1
+        return run
+
+    async def _step(self, run: Up) -> None:
+        """Until a step is done that was not before."""
+        want, deadline = self.steps + 1, time.monotonic() + PATIENCE_S
+        while self.steps < want:
+            assert time.monotonic() < deadline, f"seed {self.seed}: no step for {PATIENCE_S:.0f} s\n{run.log[-3000:]}"
+            assert run.process.poll() is None, f"seed {self.seed}: `up` gave up\n{run.log[-3000:]}"
+            with contextlib.suppress(BusError, OSError):
+                async with connect((self.directory / "run/bus.url").read_text().strip(), "smoke", name="storm", wait_s=5) as bus:
+                    async with asyncio.timeout(20):
+                        async for _, record in bus.plans.scan():
+                            self.steps = max(self.steps, record.step if type(record).__name__ == "Done" else 0)
+            await asyncio.sleep(0.1)
+
+    async def _witness(self) -> None:
+        """Follow SAMPLES over every restart of everything."""
+        while True:
+            with contextlib.suppress(BusError, OSError, TimeoutError):
+                async with connect((self.directory / "run/bus.url").read_text().strip(), "smoke", name="witness", wait_s=5) as bus:
+                    async for glimpse in bus.samples.tail(last=1 << 40, headers_only=True):
+                        self.witnessed[glimpse.seq] = glimpse.headers["Nats-Msg-Id"]
+            await asyncio.sleep(0.2)
+
+
+def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]]:
+    """(command, process) of everything below `up`."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            words = child.cmdline()
+            if "launch" in words:
+                found.append((words[words.index("launch") + 1], child))
+            elif child.name() == "nats-server":
+                found.append(("nats-server", child))
+    return found
+
+
+async def _until_alone(directory: Path) -> None:
+    """The kernel ends the children of a killed `up`: until the last is gone."""
+    deadline = time.monotonic() + 30
+    while True:
+        left = [p.pid for p in psutil.process_iter(["cmdline"]) if any(str(directory) in word for word in p.info["cmdline"] or ())]
+        if not left:
+            return
+        assert time.monotonic() < deadline, f"children of a killed `up` are alive after 30 s: {left}"
+        await asyncio.sleep(0.05)
+
+
+@contextlib.asynccontextmanager
+async def standing_bus(directory: Path) -> AsyncIterator[str]:
+    """The bus of a run that has ended, started again to be read."""
+    from bus.config import BusConfig
+    from bus.server import EmbeddedServer
+
+    server = EmbeddedServer(directory / "bus", BusConfig())
+    url = await asyncio.to_thread(server.start)
+    try:
+        yield url
+    finally:
+        await asyncio.to_thread(server.stop)
