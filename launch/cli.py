@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
 
     actor = commands.add_parser("actor", help="a rollout worker; needs nothing but the bus")
     _on_bus(actor)
-    actor.add_argument("--run", default="", help="name of the run; not needed with --config")
+    actor.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
     actor.add_argument("--id", default="", help="its name on the bus")
     _configured(actor, required=False)
 
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         viewer = commands.add_parser(name, help=help_)
         viewer.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
         viewer.add_argument("--bus", default="", help="NATS URL")
-        viewer.add_argument("--run", default="", help="name of the run")
+        viewer.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
         viewer.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
         if name == "tail":
             viewer.add_argument("--last", type=int, default=10, metavar="N", help="begin with about the N newest samples (default 10)")

@@ -73,8 +73,6 @@ def actor(args: argparse.Namespace) -> int:
         wanted = _config(args)
         if wanted is None:
             return 0
-    elif not args.run:
-        raise ValueError("want --run RUN (or --config FILE): which run to work for")
     from launch import process, roles
 
     process.set_up_logging("actor", args.id)

@@ -1,5 +1,6 @@
 """``tidemill status`` and ``tidemill tail``: looking into a run, from anywhere that reaches its bus. They read, and disturb nobody."""
 
+import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bus import subjects
+from bus import discovery, subjects
 from bus.connection import Bus, connect
 from bus.errors import BusError, NotFound, WireError
 from bus.live import processes
@@ -38,9 +39,16 @@ def find_run(run_dir: str, bus: str, run: str) -> tuple[str, str]:
                 f"{run_dir}: no bus is running here; " + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
             )
         return url, run or config["run"]
-    if not bus or not run:
-        raise ValueError("want --run-dir DIRECTORY, or --bus URL and --run RUN")
-    return bus, run
+    if not bus:
+        raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
+    return bus, run or _only_run(bus)
+
+
+def _only_run(bus: str) -> str:
+    try:
+        return asyncio.run(discovery.find_run(bus, name="look", wait_s=CONNECT_S))
+    except BusError as error:
+        raise ValueError(str(error)) from None
 
 
 async def show_status(url: str, run: str, *, as_json: bool) -> int:

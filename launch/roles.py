@@ -82,9 +82,28 @@ async def run_engine(config: RunConfig, bus_url: str, id: str, draining: asyncio
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
     from actors import actor_process
 
+    if not run:
+        run = await found_run(bus_url, "actor", draining)
+        if not run:
+            return
+        log.info("run found run=%s", run)
     await actor_process.run_actor(
         bus_url, run, config.actor if config is not None else None, config.bus if config is not None else None, draining, id or None
     )
+
+
+async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
+    """The one run that a bus carries, waited for; empty when ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
+    from bus.discovery import find_run
+
+    found = ""
+
+    async def find() -> None:
+        nonlocal found
+        found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
+
+    await first_of(find(), draining.wait())
+    return found
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.connection import connect
+from bus.discovery import SeveralRuns, find_run
 from bus.errors import BusError, BusUnavailable
 from bus.server import EmbeddedServer
 from tests.bus_fixtures import BusOpener
@@ -94,3 +95,14 @@ async def test_a_bad_run_id_is_refused_before_anything_else() -> None:
     with pytest.raises(ValueError, match="run: want"):
         async with connect("nats://127.0.0.1:1", "a.b", name="x"):
             pass
+
+
+async def test_a_process_that_knows_only_the_url_finds_the_run(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    with pytest.raises(BusUnavailable, match=r"none there within 2 s"):
+        await find_run(nats_server.url, name="early", wait_s=2.0)
+    finding = asyncio.create_task(find_run(nats_server.url, name="early", wait_s=20))
+    async with open_bus(run="first-run_1"):
+        assert await finding == "first-run_1"
+    async with open_bus(run="other"):
+        with pytest.raises(SeveralRuns, match=r"carries 2 runs \(first-run_1, other\)"):
+            await find_run(nats_server.url, name="late", wait_s=20)

@@ -80,7 +80,8 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
     config.write_text(SMOKE.read_text() + f"directory: {tmp_path}/run\n")
     port = free_port()
     settings = {"CONFIG": str(config), "BUS": f"nats://127.0.0.1:{port}", "RUN": "smoke", "PORT": str(port)}
-    with script("actor", tmp_path, settings) as actor, script("engine", tmp_path, settings) as engine:
+    only_bus = {name: value for name, value in settings.items() if name != "RUN"}
+    with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
         with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
             assert await asyncio.to_thread(learner.wait, 120) == 0, (tmp_path / "learner.log").read_text()
             for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):

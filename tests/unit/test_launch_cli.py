@@ -58,12 +58,6 @@ def test_errors_go_to_stderr_with_path_and_cure() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_an_actor_must_know_its_run() -> None:
-    result = tidemill("actor", "--bus", "nats://127.0.0.1:1")
-    assert result.returncode == 2
-    assert "--run" in result.stderr
-
-
 def test_looking_needs_a_run() -> None:
     result = tidemill("tail")
     assert result.returncode == 2
