@@ -32,6 +32,8 @@ class Verdict:
     """What was found; ``wrong`` says in words what must not be."""
 
     steps: int = 0
+    """Planned."""
+    steps_done: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
@@ -137,6 +139,7 @@ class _Audit:
         known = self._digests.setdefault(message.body["step"], set())
         self.verdict.steps_taken_again += bool(known)
         known.add(str(digest))
+        self.verdict.steps_done = len(self._digests)
         if len(known) > 1:
             self.verdict.wrong.append(f"step {message.body['step']} was taken again and gave other weights: {sorted(known)}")
 

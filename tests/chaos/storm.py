@@ -44,11 +44,17 @@ class Storm:
     directory: Path
     seed: int
     kills: int
+    settings: tuple[str, ...] = ()
     killed: Counter[str] = field(default_factory=Counter)
     witnessed: dict[int, str] = field(default_factory=dict)
     """Message ids of SAMPLES by sequence, seen by a reader that nobody kills."""
     steps: int = 0
     starts: int = 0
+
+    @property
+    def hits(self) -> int:
+        """Processes killed."""
+        return sum(count for name, count in self.killed.items() if name in VICTIMS)
 
     def rage(self) -> Up:
         """From the first start to a drained end; the run as it was left."""
@@ -60,11 +66,11 @@ class Storm:
         witness = asyncio.create_task(self._witness())
         try:
             await self._step(run)
-            for number in range(1, self.kills + 1):
+            while self.hits < self.kills:
                 await asyncio.sleep(min(rng.expovariate(1 / MEAN_GAP_S), 4 * MEAN_GAP_S))
                 victim = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
                 run = await self._kill(run, victim)
-                if number % BREATH == 0:
+                if self.hits % BREATH == 0:
                     await self._step(run)
             await self._step(run)
             run.process.send_signal(signal.SIGTERM)
@@ -82,7 +88,7 @@ class Storm:
         """`up`, resumed when there is something to resume."""
         flags = ("--resume",) if (self.directory / "run" / "config.yaml").exists() else ("--fresh",)
         self.starts += 1
-        return start(self.directory, *SETTINGS, flags=flags)
+        return start(self.directory, *SETTINGS, *self.settings, flags=flags)
 
     async def _kill(self, run: Up, victim: str) -> Up:
         if victim == "up":

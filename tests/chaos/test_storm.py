@@ -1,18 +1,28 @@
 """A seeded storm of kill -9 over a whole run; afterwards an independent auditor finds nothing lost and nothing trained twice."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from bus.connection import connect
+from learner.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.storm import VICTIMS, Storm, standing_bus
+from tests.whole.running import ROOT
 
 SHORT, LONG = 14, 200
 
 
 def test_a_short_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    weather(Storm(tmp_path, seed=_seed(pytestconfig, 1), kills=SHORT))
+    """Nothing is trimmed, so that all of it can be trained again: an undisturbed learner ends every step in the same bits."""
+    storm = Storm(tmp_path, seed=_seed(pytestconfig, 1), kills=SHORT, settings=("bus.history_samples=1000000",))
+    disturbed = weather(storm)
+    again = asyncio.run(_trained_again(storm, tmp_path / "run", steps=disturbed.steps))
+    assert not again.wrong, (storm.seed, again)
+    assert again.steps_taken_again == disturbed.steps_taken_again + disturbed.steps_done > 0, (storm.seed, again)
 
 
 @pytest.mark.slow
@@ -38,6 +48,25 @@ def weather(storm: Storm) -> Verdict:
 
 async def _judge(storm: Storm, directory: Path) -> Verdict:
     async with standing_bus(directory) as url:
+        return await judge(url, "smoke", directory / "checkpoints", storm.witnessed)
+
+
+async def _trained_again(storm: Storm, directory: Path, *, steps: int) -> Verdict:
+    """A learner that has no checkpoint executes every recorded step; whoever was killed before, nobody is now."""
+    async with standing_bus(directory) as url:
+        (directory / "checkpoints").rename(directory / "checkpoints of the storm")
+        async with connect(url, "smoke", name="storm") as bus:
+            await bus.rows("run").delete(CHECKPOINT_KEY)
+        command = [sys.executable, "-m", "launch", "learner", "--config", str(directory / "config.yaml"), "--bus", url]
+        command += ["--set", f"learner.steps={steps}", "--set", "learner.checkpoint_every=1000000"]
+        learner = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            _, words = await asyncio.wait_for(learner.communicate(), 300)
+        finally:
+            if learner.returncode is None:
+                learner.kill()
+                await learner.wait()
+        assert learner.returncode == 0, words.decode()[-3000:]
         return await judge(url, "smoke", directory / "checkpoints", storm.witnessed)
 
 
