@@ -117,10 +117,15 @@ async def test_the_live_row_tells_what_it_did_and_goes_with_it(open_bus: BusOpen
 async def test_a_new_task_is_worked_on_at_once(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus), acting(bus, nats_server):
         await row_until(bus.rows("live"), "actor.a1", lambda row: "a task" in row["waits_for"])
-        begin = time.monotonic()
-        tasks = await issue(bus, await take_over(bus))
-        await samples_until(bus, complete(tasks))
-        assert time.monotonic() - begin < 1.0
+        writer = await take_over(bus)
+        tasks: list[int] = []
+        taken_s: list[float] = []
+        for _ in range(4):  # a busy machine may delay one of them, or three
+            begin = time.monotonic()
+            tasks += await issue(bus, writer)
+            await samples_until(bus, complete(tasks))
+            taken_s.append(time.monotonic() - begin)
+        assert min(taken_s) < 0.9, taken_s
 
 
 async def test_no_more_is_leased_than_can_be_in_flight(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

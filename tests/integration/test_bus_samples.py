@@ -65,7 +65,7 @@ async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(nats_server: 
             assert not publishing.done()
             await proxy.cut()
             proxy.deaf = False
-            async with asyncio.timeout(3):  # the lost connection tells, not the 5 s that an answer may take
+            async with asyncio.timeout(4.5):  # the lost connection tells, not the 5 s that an answer may take
                 assert await publishing == 2
             assert bus.samples.stats.duplicates == 1
         assert (await looker.samples.info()).messages == 2

@@ -124,7 +124,7 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
         began = time.monotonic()
         with pytest.raises(PeerLost, match="sending 16000000 bytes"):
             group.send(pattern(LARGE), 1.0)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15, "its own second, not the 20 of the group"
         assert process.exitcode is None or how == signal.SIGKILL
 
 
@@ -138,7 +138,7 @@ def test_a_dead_or_hung_sender_ends_the_receivers_wait(how: signal.Signals) -> N
         began = time.monotonic()
         with pytest.raises(PeerLost, match="receiving 1000 bytes"):
             group.receive(SMALL, 1.0)
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15, "its own second, not the 20 of the group"
 
 
 def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
@@ -154,7 +154,7 @@ def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         with pytest.raises(PeerLost, match=r"no answer within 0.5 s"):
             BroadcastGroup.join("127.0.0.1", silent.getsockname()[1], 1, 2, "pair", "gloo", 0.5)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 9, "refused at once, not after 10 s"
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -184,7 +184,7 @@ async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -
     began = time.monotonic()
     with pytest.raises(ReceiverFailed, match=r"engine silent: join: not done within 0.3 s"):
         await member.update(1, [])
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     await member.close(leave=False)
 
 
