@@ -216,6 +216,7 @@ def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: fl
         if judge_seconds:  # many responses are with the judge at the same time: only the bound on staleness holds them back
             options = json.dumps({"seconds": judge_seconds})
             settings += ["actor.reward=bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
+            settings += ["learner.minibatches=4", "learner.optimizer.lr=1e-3", "learner.optimizer.eps=1e-3"]  # as in the pinned sweep
         command = [sys.executable, "-m", "launch", "up", str(ROOT / "launch/configs/digits.yaml"), "--fresh"]
         command += [word for setting in settings for word in ("--set", setting)]
         with (WORK / f"async-{max_lag}.log").open("w") as log:
