@@ -172,10 +172,10 @@ class Objective:
         return Coupled(weight_sums=sums, m2_cut=cut)
 
     def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
-        """Bounded weights of ``compared_T`` against mu."""
+        """Bounded weights of ``compared_T`` (no gradient) against mu."""
         config, mask_T = self.config, tokens.mask_T
         assert config.weight is not None and config.weight_low is not None and config.weight_action is not None
-        delta_T = log_ratio(compared_T.detach(), tokens.rollout_T, mask_T)
+        delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
         raw_T = raw_weights(delta_T, mask_T, tokens.sample_T, tokens.num_samples, level=config.weight)
         return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
 
@@ -185,7 +185,7 @@ class Objective:
         place = (mask_T, tokens.sample_T, tokens.num_samples)
         rejected: dict[str, Tensor] = {}
         if config.rejects or config.veto:
-            delta_T = log_ratio(compared_T.detach(), tokens.rollout_T, mask_T)
+            delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
             for rule in config.rejects:
                 rejected[rule.name] = rejection.outside(delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high)
             if config.veto:

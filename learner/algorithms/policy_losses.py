@@ -34,7 +34,7 @@ def _nowhere(mask_T: Tensor) -> Tensor:
 
 
 def _made(loss_T: Tensor, clipped_T: Tensor, mask_T: Tensor) -> PolicyLoss:
-    return PolicyLoss(loss_T=torch.where(mask_T, loss_T, 0.0), clipped_T=clipped_T.detach() & mask_T)
+    return PolicyLoss(loss_T=torch.where(mask_T, loss_T, 0.0), clipped_T=clipped_T & mask_T)
 
 
 def reinforce(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
@@ -81,7 +81,7 @@ def cispo(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: T
     ``clip_low >= 1`` = no lower bound. There is no trust region: nothing stops a policy that runs away from its data.
     Source: CISPO, MiniMax-M1 2506.13585 (TRL's epsilon_high is the cap itself, here it is cap - 1).
     """
-    ratio_T = log_ratio(log_probs_T.detach(), anchor_T, mask_T).exp().clamp(max(0.0, 1 - clip_low), 1 + clip_high)
+    ratio_T = log_ratio(log_probs_T, anchor_T, mask_T).exp().clamp(max(0.0, 1 - clip_low), 1 + clip_high)
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
     return _made(-ratio_T.detach() * _score(log_probs_T, mask_T) * advantages_T, _nowhere(mask_T), mask_T)
 
@@ -124,7 +124,7 @@ def gspo_token(
 
     The same as ``gspo`` for one advantage per sample, and as PPO for one token. Source: GSPO 2507.18071, section 4.3.
     """
-    means_N = sequence_means(log_ratio(log_probs_T.detach(), anchor_T.detach(), mask_T), mask_T, sample_T, num_samples)
+    means_N = sequence_means(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     ratio_T = torch.where(mask_T, spread(means_N, sample_T), 0.0).exp() * _score(log_probs_T, mask_T)
     return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
 
@@ -142,7 +142,7 @@ def topr(
     Bounded above, so negatives cannot blow up however old the data; positives are never weighed down, so the policy sharpens on old
     solutions. Source: TOPR 2503.14286 (others use the token ratio under this name).
     """
-    sums_N = sequence_sums(log_ratio(log_probs_T.detach(), anchor_T, mask_T), mask_T, sample_T, num_samples)
+    sums_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     ratio_T = spread(sums_N, sample_T).clamp(max=0.0).exp()
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
     weight_T = torch.where(advantages_T < 0, ratio_T, 1.0)
@@ -198,8 +198,8 @@ def vespo(
 
     ``(k, lambda)`` by the sign of A. Source: VESPO 2602.10693.
     """
-    log_w_T = spread(sequence_sums(log_ratio(log_probs_T.detach(), anchor_T, mask_T), mask_T, sample_T, num_samples), sample_T)
-    log_w_T = log_w_T.clamp(-50.0, 50.0)
+    log_w_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
+    log_w_T = spread(log_w_N, sample_T).clamp(-50.0, 50.0)
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
     k_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[0]), negative[0])
     lambda_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[1]), negative[1])

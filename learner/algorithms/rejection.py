@@ -66,7 +66,7 @@ def opsm(
 
     Never what has an advantage >= 0, never what is on-policy. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the sampling probabilities).
     """
-    gap_T = torch.where(mask_T, rollout_T, 0.0) - torch.where(mask_T, log_probs_T.detach(), 0.0)
+    gap_T = torch.where(mask_T, rollout_T - log_probs_T, 0.0)
     far_T = spread(sequence_means(gap_T, mask_T, sample_T, num_samples) > threshold, sample_T)
     return mask_T & far_T & (advantages_T < 0)
 
@@ -97,7 +97,7 @@ def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *,
     Source: KPop (Ring team, 2026), in AReaL with limit 2.
     """
     bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
-    p_T = torch.where(mask_T, log_probs_T.detach(), -1.0).double().exp().clamp(*bounds)
+    p_T = torch.where(mask_T, log_probs_T, -1.0).double().exp().clamp(*bounds)
     q_T = torch.where(mask_T, rollout_T, -1.0).double().exp().clamp(*bounds)
     forth_T = p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()
     back_T = q_T * (q_T / p_T).log() + (1 - q_T) * ((1 - q_T) / (1 - p_T)).log()
@@ -111,8 +111,7 @@ def total_variation_outside(
 
     A trust region in probability, not in ratio: 1e-4 -> 1e-3 may go on, .7 -> .95 may not. Source: DPPO 2602.04879.
     """
-    p_T = torch.where(mask_T, log_probs_T.detach(), 0.0).exp()
-    moved_T = p_T - torch.where(mask_T, anchor_T, 0.0).exp()
+    moved_T = torch.where(mask_T, log_probs_T, 0.0).exp() - torch.where(mask_T, anchor_T, 0.0).exp()
     return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)
 
 

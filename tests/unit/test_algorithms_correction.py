@@ -440,3 +440,33 @@ def test_a_sample_of_one_token_counts_as_one() -> None:
 def test_a_mean_at_its_limit_is_too_much() -> None:
     assert second_moment_cut(torch.tensor([0.5, 0.5], dtype=torch.float64), 0.5) == 0.5
     assert second_moment_cut(torch.tensor([0.25, 0.75], dtype=torch.float64), 0.5) == 0.75
+
+
+def test_limits_are_exceeded_and_not_met() -> None:
+    """What stands exactly at a limit is kept, whichever rule."""
+    one = (torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
+    two_T = torch.tensor([2.0], dtype=torch.float64)
+    assert not outside(two_T, *one, metric="k2", span="token", high=2.0).any()
+    assert not vetoed(torch.tensor([math.log(1e-3)], dtype=torch.float64), *one, threshold=1e-3).any()
+    now_T, before_T = torch.tensor([-0.2], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64)
+    moved = float(now_T.exp() - before_T.exp())
+    for p_T, q_T, advantage in ((now_T, before_T, 1.0), (before_T, now_T, -1.0)):
+        advantages_T = torch.tensor([advantage], dtype=torch.float64)
+        assert not total_variation_outside(p_T, q_T, advantages_T, one[0], low=moved, high=moved).any()
+        assert total_variation_outside(p_T, q_T, advantages_T, one[0], low=moved - 1e-12, high=moved - 1e-12).all()
+
+
+def test_opsm_is_by_the_mean_over_the_tokens() -> None:
+    gap_T = torch.full((4,), -0.1, dtype=torch.float64)
+    place = (torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.int64), 1)
+    bad_T = torch.full((4,), -1.0, dtype=torch.float64)
+    assert not opsm(gap_T - 1, torch.full_like(gap_T, -1.0), bad_T, *place, threshold=0.2).any()
+    assert opsm(gap_T - 1, torch.full_like(gap_T, -1.0), bad_T, *place, threshold=0.09).all()
+
+
+def test_masked_weights_stay_1_when_the_others_are_normalised() -> None:
+    mask_T = torch.tensor([True, False, True])
+    weights = bounded(torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64), mask_T, low=0.0, high=2.0, action="clip")
+    sums = weight_sums(weights, mask_T, torch.tensor([0, 0, 1]), 2, level="token")
+    got_T = self_normalised(weights, mask_T, sums).weight_T
+    assert got_T.tolist() == pytest.approx([2 / 3, 1.0, 4 / 3])

@@ -394,3 +394,70 @@ def test_the_group_ratio_has_the_gradient_of_its_numerator() -> None:
     grads = torch.autograd.grad(ratio_N.sum(), (log_probs_T, anchor_T), allow_unused=True)
     same(grads[0], ratio_N.detach() / 3 * torch.ones(3))
     assert grads[1] is None
+
+
+@pytest.mark.parametrize("name", [name for name in LOSSES if name != "reinforce"])
+def test_what_a_loss_compares_with_is_held_fixed(name: str) -> None:
+    """An anchor that comes with a graph is a constant: no gradient goes through it, and none is changed by it."""
+    log_probs_T = PI.log_probs_T.detach().requires_grad_()
+    anchor_T = (MU.log_probs_T.detach() * 1.0).requires_grad_()
+    made = LOSSES[name](log_probs_T, anchor_T, ADVANTAGES_T)
+    got, through = torch.autograd.grad(made.loss_T.sum(), [log_probs_T, anchor_T], allow_unused=True)
+    fixed = LOSSES[name](log_probs_T, anchor_T.detach(), ADVANTAGES_T)
+    same(got, torch.autograd.grad(fixed.loss_T.sum(), log_probs_T)[0])
+    assert through is None or not through.any()
+    assert not made.clipped_T.requires_grad
+
+
+def test_the_group_ratio_holds_its_denominator_fixed() -> None:
+    anchor_T = MU.log_probs_T.detach().requires_grad_()
+    ratio_N = gepo_ratio(PI.log_probs_T, anchor_T, MASK_T, SAMPLE_T, torch.arange(len(RESPONSES)) // 9)
+    assert torch.autograd.grad(ratio_N.sum(), anchor_T, allow_unused=True)[0] is None
+
+
+def test_vespo_weighs_by_the_product_over_the_sample() -> None:
+    log_w_N = (PI.log_probs_T - MU.log_probs_T).detach().view(-1, STEPS).sum(-1)
+    log_probs_T = PI.log_probs_T
+    got = torch.autograd.grad(vespo(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE).loss_T.sum(), log_probs_T)[0]
+    positive_T = ADVANTAGES_T > 0
+    k_T, rate_T = torch.where(positive_T, 2.0, 3.0), torch.where(positive_T, 3.0, 2.0)
+    same(got, -(k_T * per_token(log_w_N) + rate_T * (1 - per_token(log_w_N).exp())).exp() * ADVANTAGES_T)
+
+
+def test_vespo_of_what_pi_cannot_have_written_is_bounded() -> None:
+    _, slope, _ = at(math.exp(-20.0), -1.0, vespo)
+    assert slope == pytest.approx(math.exp(3 * -20.0 + 2.0), rel=1e-9)
+    far_T = torch.full((3,), -20.0, dtype=torch.float64)  # log W = -60, held at -50
+    place = (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
+    made = vespo(far_T, torch.zeros_like(far_T), torch.full_like(far_T, -1.0), *place)
+    assert made.loss_T.tolist() == pytest.approx([math.exp(3 * -50.0 + 2.0)] * 3, rel=1e-9)
+
+
+def test_the_dual_clip_begins_beyond_its_bound_and_below_no_advantage() -> None:
+    log_probs_T, anchor_T = torch.tensor([0.0, 0.0], dtype=torch.float64) - 0.5, torch.tensor([-2.0, -2.0], dtype=torch.float64)
+    ratio = float((log_probs_T - anchor_T).exp()[0])
+    advantages_T = torch.tensor([-1.0, 0.0], dtype=torch.float64)
+    mask_T = torch.ones(2, dtype=torch.bool)
+    assert not ppo(log_probs_T, anchor_T, advantages_T, mask_T, **CLIP, clip_dual=ratio).clipped_T.any()
+    assert ppo(log_probs_T, anchor_T, advantages_T, mask_T, **CLIP, clip_dual=ratio - 1e-9).clipped_T.tolist() == [True, False]
+
+
+def test_what_is_rejected_has_no_loss_at_all() -> None:
+    """Neither gradient nor value: the number that is minimised does not count it."""
+    loss_T, _, made = loss_of({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, tokens())
+    assert made.rejected_T.any() and not loss_T[made.rejected_T].any()
+
+
+def test_what_is_only_measured_keeps_no_graph() -> None:
+    given = replace(tokens(), reference_T=MU.log_probs_T)
+    log_probs_T = PI.log_probs_T
+    objective = Objective(AlgorithmConfig())
+    _, _, divergence_T = objective.total(log_probs_T, torch.zeros_like(log_probs_T), given, denominators(), Coupled())
+    assert divergence_T is not None and not divergence_T.requires_grad
+    assert not sequence_weight_sums(log_probs_T, given).requires_grad
+
+
+def test_a_sample_of_one_token_is_a_sample_for_the_learning_rate() -> None:
+    mask_T = MASK_T.clone()
+    mask_T[1:3] = False
+    assert float(sequence_weight_sums(PI.log_probs_T, replace(tokens(), mask_T=mask_T))[2]) == 27.0
