@@ -4,7 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= launch/configs/digits.yaml
 
-.PHONY: run gsm8k test test-all check bench setup clean
+SGLANG ?= .venv-sglang
+
+.PHONY: run gsm8k test test-all test-sglang check bench setup clean
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup
@@ -19,6 +21,17 @@ test: setup
 
 test-all: setup
 	$(BIN)/python -m pytest -m "not gpu"
+
+# The engine's contract on a real SGLang server, on CPU, in an environment of its own.
+test-sglang: setup $(SGLANG)/.ready
+	$(BIN)/python -m pytest tests/sglang --sglang-python $(SGLANG)/bin/python
+
+$(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements-no-deps.txt
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
+	touch $@
 
 # Style, formatting, types and import directions (the tests run these too).
 check: setup
@@ -40,4 +53,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) runs .pytest_cache .mypy_cache .ruff_cache

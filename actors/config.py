@@ -5,11 +5,37 @@ from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
+class SglangConfig:
+    """A real SGLang server behind the engine process (``engine.kind: sglang``)."""
+
+    url: str = ""
+    """A server that is running, with the model's weights and ``--weight-version 0``; empty = one is started."""
+    python: str = "python3"
+    """Interpreter that has SGLang: that of an environment of its own, usually."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the server, by name, passed on as they are: ``{tp_size: 2, mem_fraction_static: 0.8}``."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables set for the server besides those of this process."""
+    start_timeout_s: float = 900.0
+    """Loading a large model takes minutes."""
+    pause: str = "in_place"
+    """Of running requests during an update: in_place (keys and values are kept) | retract (computed again with the new weights)."""
+    log: str = ""
+    """File for the server's output; empty = one in the directory for temporary files."""
+
+    def __post_init__(self) -> None:
+        if self.pause not in ("in_place", "retract"):
+            raise ValueError(f"pause: want in_place or retract, got {self.pause!r}")
+        if self.start_timeout_s <= 0:
+            raise ValueError(f"start_timeout_s: want > 0, got {self.start_timeout_s!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The inference engine."""
 
     kind: str = "builtin"
-    """Adapter by name (see launch/wiring.py): builtin."""
+    """Adapter by name (see launch/wiring.py): builtin | sglang."""
     host: str = "127.0.0.1"
     port: int = 0
     """0 = any free one."""
@@ -27,6 +53,7 @@ class EngineConfig:
     """Torch threads of the decoding process."""
     share_prefix: bool = True
     """Requests that wait together with the same prompt share one prefill."""
+    sglang: SglangConfig = field(default_factory=SglangConfig)
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_waiting", "threads"):

@@ -54,6 +54,9 @@ class ServedEngine(Protocol):
         raise NotImplementedError
 
     async def close(self) -> None: ...
+    async def failed(self) -> None:
+        """Return or raise when it can generate no more, whatever is done."""
+
     def stats(self) -> dict[str, float]:
         """Counters and gauges for the live row."""
         raise NotImplementedError
@@ -115,6 +118,7 @@ class _Served:
                 asyncio.create_task(self._follow(engine, Path(directory), grace_s), name="follow the head"),
                 asyncio.create_task(self._tell_for_ever(), name="live row"),
                 asyncio.create_task(draining.wait(), name="draining"),
+                asyncio.create_task(engine.failed(), name="engine"),
             ]
             try:
                 done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)

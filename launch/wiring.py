@@ -14,4 +14,8 @@ def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
             from actors.builtin.engine import BuiltinEngine
 
             return BuiltinEngine
-    raise ValueError(f"engine.kind: want builtin, got {config.kind!r}")
+        case "sglang":
+            from actors.sglang.engine import SglangEngine
+
+            return SglangEngine
+    raise ValueError(f"engine.kind: want builtin or sglang, got {config.kind!r}")

@@ -52,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--loss", action="append", default=[], metavar="MODULE:FUNCTION", help="a loss of yours, for the contract tests")
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
+    parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 
 

@@ -30,6 +30,8 @@ class Member:
 
     def __init__(self, row: LiveRow, receiver: WeightReceiver, *, host: str, backend: str, deadline_s: float) -> None:
         self.id, self.identity = row.id, identity(row)
+        self._ranks = max(1, int(row.load.get("ranks", 1)))
+        """Processes of the engine that receive: one for each of its tensor-parallel ranks."""
         self._receiver, self._host, self._backend, self._deadline_s = receiver, host, backend, deadline_s
         self._group: BroadcastGroup | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {row.id}")
@@ -48,9 +50,9 @@ class Member:
     async def _join(self) -> BroadcastGroup:
         """Form the pair."""
         async with self._phase("join"):
-            group = await self._blocking(lambda: BroadcastGroup.host(self._host, GROUP, 2, self._backend, self._deadline_s))
+            group = await self._blocking(lambda: BroadcastGroup.host(self._host, GROUP, 1 + self._ranks, self._backend, self._deadline_s))
             self._group = group
-            rendezvous = Rendezvous(host=self._host, port=group.port, rank=1, world_size=2, name=GROUP, backend=self._backend)
+            rendezvous = Rendezvous(host=self._host, port=group.port, rank=1, world_size=1 + self._ranks, name=GROUP, backend=self._backend)
             await self._together(self._receiver.join(rendezvous), group.meet)
         return group
 

@@ -38,6 +38,7 @@ PHASES = ("joining", "catching up", "serving", "stale", "draining")
 WINDOW_S = 10.0
 """``waiting_share`` looks back this far."""
 CLOSE_S = 10.0
+ALIVE_EVERY_S = 1.0
 
 
 class BuiltinEngine:
@@ -113,6 +114,12 @@ class BuiltinEngine:
         except TimeoutError:
             return False
         return True
+
+    async def failed(self) -> None:
+        """Until the decoding thread has ended; raises EngineFailed."""
+        while self.scheduler.alive:  # noqa: ASYNC110 - a thread that dies tells nobody
+            await asyncio.sleep(ALIVE_EVERY_S)
+        raise EngineFailed(self.url, "its decoding thread has ended")
 
     async def close(self) -> None:
         """Abort what is left (each is answered with what it has), stop listening, free the thread."""

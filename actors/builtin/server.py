@@ -5,9 +5,8 @@
 
 import asyncio
 import json
-import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +16,12 @@ from actors.builtin.answer import answer
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, parse_generate
 from actors.builtin.updates import parse_specs
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, StaleEpoch, UpdateRefused
+from actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
+from actors.http_api import Handler, body_of, done, error_of, need, translate, version_in
 from weightstore.errors import WeightstoreError
 
 if TYPE_CHECKING:
     from actors.builtin.engine import BuiltinEngine
-
-log = logging.getLogger(__name__)
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 MAX_BODY_BYTES = 1 << 28
@@ -32,15 +30,13 @@ UPDATE_S = 60.0
 HEALTH_S = 20.0
 SHUTDOWN_S = 5.0
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
 
 class Server:
     """The routes of one engine."""
 
     def __init__(self, engine: "BuiltinEngine") -> None:
         self._engine, self._updates = engine, engine.updates
-        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_translate])
+        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[translate])
         for path, handler in self._routes().items():
             method, _, where = path.partition(" ")
             self._app.router.add_route(method, where, handler)
@@ -85,7 +81,7 @@ class Server:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         engine = self._engine
         self._want_servable()
-        generate = parse_generate(await _body(request), engine.limits)
+        generate = parse_generate(await body_of(request), engine.limits)
         await engine.serve_version(generate.min_version, generate.min_version_timeout_s)
         self._want_servable()  # again: it may have begun to drain while this waited
         progress = engine.submit(generate)
@@ -109,7 +105,7 @@ class Server:
         async for place, num_tokens, ended in progress.changes():
             sequence = progress.sequences[place]
             if ended and sequence.error is not None:
-                state = _error(sequence.error, 500)
+                state = error_of(sequence.error, 500)
             else:
                 state = answer(sequence, self._engine, logprobs=generate.return_logprob, partial=None if ended else num_tokens)
             if generate.many:
@@ -119,7 +115,7 @@ class Server:
         return response
 
     async def _abort_request(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         everything, rid = body.get("abort_all", False), body.get("rid", "")
         if not everything and not (isinstance(rid, str) and rid):
             raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
@@ -222,8 +218,8 @@ class Server:
         from weightstore.broadcast import BroadcastGroup
 
         body = await self._command(request)
-        host, port = _need(body, "master_address", str), _need(body, "master_port", int)
-        rank, world_size = _need(body, "rank_offset", int), _need(body, "world_size", int)
+        host, port = need(body, "master_address", str), need(body, "master_port", int)
+        rank, world_size = need(body, "rank_offset", int), need(body, "world_size", int)
         name, timeout_s = body.get("group_name", "weight_update_group"), float(body.get("timeout_s", UPDATE_S))
         try:
             await self._updates.carry_out(
@@ -233,21 +229,21 @@ class Server:
             )
         except (WeightstoreError, ValueError, RuntimeError) as error:
             raise UpdateRefused(f"joining group {name!r} as rank {rank} of {world_size}: {error}") from error
-        return _done("Succeeded to initialize custom process group.")
+        return done("Succeeded to initialize custom process group.")
 
     async def _destroy_group(self, request: web.Request) -> web.Response:
         body = await self._command(request)
         await self._updates.carry_out(self._updates.leave(body.get("group_name", "weight_update_group")))
-        return _done("Succeeded to destroy custom process group.")
+        return done("Succeeded to destroy custom process group.")
 
     async def _begin_update(self, request: web.Request) -> web.Response:
         body = await self._command(request)
-        await self._updates.carry_out(self._updates.begin(_version(body)))
-        return _done("Weight update begun.")
+        await self._updates.carry_out(self._updates.begin(version_in(body)))
+        return done("Weight update begun.")
 
     async def _update_from_distributed(self, request: web.Request) -> web.Response:
         body = await self._command(request)
-        names, dtypes, shapes = (_need(body, name, list) for name in ("names", "dtypes", "shapes"))
+        names, dtypes, shapes = (need(body, name, list) for name in ("names", "dtypes", "shapes"))
         if not len(names) == len(dtypes) == len(shapes):
             raise BadRequest(f"names, dtypes, shapes: want equal lengths, got {len(names)}, {len(dtypes)}, {len(shapes)}")
         load_format = body.get("load_format")
@@ -258,96 +254,34 @@ class Server:
                 body.get("group_name", "weight_update_group"),
                 parse_specs(names, dtypes, shapes),
                 flat=load_format is not None,
-                version=_version(body),
+                version=version_in(body),
                 timeout_s=float(body.get("timeout_s", UPDATE_S)),
             )
         )
-        return _done("Succeeded to update parameter online.")
+        return done("Succeeded to update parameter online.")
 
     async def _end_update(self, request: web.Request) -> web.Response:
         body = await self._command(request)
-        stall_s = await self._updates.carry_out(self._updates.end(_version(body)))
-        return _done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
+        stall_s = await self._updates.carry_out(self._updates.end(version_in(body)))
+        return done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
 
     async def _update_from_disk(self, request: web.Request) -> web.Response:
         body = await self._command(request)
-        stall_s = await self._updates.carry_out(self._updates.load_directory(Path(_need(body, "model_path", str)), _version(body)))
-        return _done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s)
+        stall_s = await self._updates.carry_out(self._updates.load_directory(Path(need(body, "model_path", str)), version_in(body)))
+        return done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s)
 
     async def _weights_checker(self, request: web.Request) -> web.Response:
-        body = await _body(request)
+        body = await body_of(request)
         if body.get("action") != "checksum":
             raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
         found = await self._updates.carry_out(self._updates.checksums())
-        return _done("Success.", ranks=[{"checksums": found}], weight_version=str(self._engine.version))
+        return done("Success.", ranks=[{"checksums": found}], weight_version=str(self._engine.version))
 
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first."""
-        body = await _body(request)
+        body = await body_of(request)
         epoch = body.get("epoch")
         if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
             raise BadRequest(f"epoch: want an integer, got {epoch!r}")
         self._updates.admit(epoch, request.path)
         return body
-
-
-@web.middleware
-async def _translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Our errors as status codes; whatever else happens is a 500 that says what, and the engine lives on."""
-    try:
-        return await handler(request)
-    except BadRequest as error:
-        return web.json_response(_error(str(error), 400), status=400)
-    except UpdateRefused as error:
-        return web.json_response({"success": False, "message": str(error), **_error(str(error), 400)}, status=400)
-    except StaleEpoch as error:
-        return web.json_response({"success": False, "message": str(error), **_error(str(error), 409), "epoch": error.seen}, status=409)
-    except EngineUnavailable as error:
-        return web.json_response({**_error(error.reason, 503), "unavailable": type(error).__name__}, status=503)
-    except EngineError as error:
-        return web.json_response(_error(str(error), 500), status=500)
-    except (web.HTTPException, ConnectionError):
-        raise
-    except Exception as error:
-        log.exception("request failed path=%s", request.path)
-        return web.json_response(_error(repr(error), 500), status=500)
-
-
-async def _body(request: web.Request) -> Mapping[str, Any]:
-    raw = await request.read()
-    try:
-        body = json.loads(raw) if raw else {}
-    except ValueError as error:
-        raise BadRequest(f"body: want JSON: {error}") from error
-    if not isinstance(body, Mapping):
-        raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
-    return body
-
-
-def _need(body: Mapping[str, Any], name: str, kind: type) -> Any:
-    value = body.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
-    return value
-
-
-def _version(body: Mapping[str, Any]) -> int | None:
-    """SGLang's versions are strings; ours are numbers in them."""
-    given = body.get("weight_version")
-    if given is None:
-        return None
-    try:
-        version = int(given)
-    except (TypeError, ValueError):
-        version = -1
-    if version < 0 or isinstance(given, bool | float):
-        raise BadRequest(f'weight_version: want a number >= 0 as a string, like "3", got {given!r}')
-    return version
-
-
-def _done(message: str, **more: Any) -> web.Response:
-    return web.json_response({"success": True, "message": message, **more})
-
-
-def _error(message: str, code: int) -> dict[str, Any]:
-    return {"error": {"message": message, "code": code}}

@@ -1,0 +1,78 @@
+"""Calls to an SGLang server: JSON in and out, errors translated. Knows its paths; not what they are for."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+from actors.errors import BadRequest, EngineFailed, EngineUnavailable
+
+CONNECT_S = 5.0
+
+
+class Api:
+    """One server at ``url``."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._opened: aiohttp.ClientSession | None = None
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        """The answer's JSON, None for one without. Raises BadRequest (HTTP 4xx), EngineFailed (5xx), EngineUnavailable (no answer)."""
+        async with self.open(method, path, body, timeout_s=timeout_s) as response:
+            raw = await response.read()
+        try:
+            return json.loads(raw) if response.content_type == "application/json" else None
+        except ValueError as error:
+            raise EngineFailed(self.url, f"{path}: want JSON: {error}") from error
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer with status 200, to be read. Raises as ``call``."""
+        try:
+            async with asyncio.timeout(timeout_s), self._session.request(method, self.url + path, json=body) as response:
+                if response.status != 200:
+                    raise self._refusal(path, response.status, await response.read())
+                yield response
+        except TimeoutError as error:
+            raise EngineUnavailable(self.url, f"{path}: no answer within {timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailable(self.url, f"{path}: {type(error).__name__}: {error}") from error
+
+    async def healthy(self) -> bool:
+        try:
+            await self.call("GET", "/health", timeout_s=CONNECT_S)
+        except (BadRequest, EngineFailed, EngineUnavailable):
+            return False
+        return True
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
+                read_bufsize=1 << 20,
+            )
+        return self._opened
+
+    def _refusal(self, path: str, status: int, raw: bytes) -> Exception:
+        text = raw[:2000].decode(errors="replace")
+        try:
+            answer = json.loads(raw)
+            told = answer.get("error")
+            text = str((told.get("message") if isinstance(told, dict) else told) or answer.get("message") or text)
+        except (ValueError, AttributeError):
+            pass
+        if status in (408, 429, 502, 503, 504):
+            return EngineUnavailable(self.url, f"{path}: {text}")
+        return (BadRequest if 400 <= status < 500 else lambda reason: EngineFailed(self.url, reason))(f"{path}: {text}")

@@ -1,0 +1,268 @@
+"""SGLang as an engine of ours: a server started (or found), and a guard in front that speaks the built-in engine's HTTP API.
+
+    clients, learner --HTTP--> guard (this process) --HTTP--> SGLang server (a child with its own interpreter, or a URL)
+
+The guard refuses what would kill the server or mix two learners, keeps versions and phases, and otherwise passes on what it gets. This
+file ties them together and is what a process embeds. It knows no bus: its owner sets ``phase``.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from actors.builtin.request import Limits
+from actors.builtin.text import Text
+from actors.config import EngineConfig
+from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
+from actors.sglang.api import Api
+from actors.sglang.child import ServerChild, command_line, free_port, until_healthy
+from actors.sglang.releases import NEWEST_TRIED, release_of
+from actors.sglang.updates import WeightUpdates
+
+log = logging.getLogger(__name__)
+
+PHASES = ("joining", "catching up", "serving", "stale", "draining")
+PROBE_S = 60.0
+LOOK_S = 2.0
+LOST_LOOKS = 15
+"""A server that does not answer so many looks in a row is given up."""
+
+
+class SglangEngine:
+    """One server. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
+
+    ``on_update(version, epoch)`` is called in the loop's thread after every completed update.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        config: EngineConfig | None = None,
+        *,
+        version: int = 0,
+        on_update: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.model_dir, self.config = Path(model_dir), config or EngineConfig(kind="sglang")
+        self._first_version, self._on_update = version, on_update
+        self._phase = "joining"
+        self._changed = asyncio.Event()
+        self._child: ServerChild | None = None
+        self._guard: Any = None
+        self._lost = asyncio.Event()
+        self._looking: asyncio.Task[None] | None = None
+        self.url = ""
+        self.unfinished = 0
+        """Requests that the server has."""
+        self.counters = {"requests": 0.0, "refused": 0.0, "aborted_by_clients": 0.0, "tokens": 0.0}
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Read what the guard must know of the model. Raises UnsupportedModel."""
+        file = self.model_dir / "config.json"
+        try:
+            values = json.loads(file.read_text())
+            values = values.get("text_config", values)
+            vocab_size, context = int(values["vocab_size"]), int(values["max_position_embeddings"])
+        except (OSError, ValueError, KeyError) as error:
+            raise UnsupportedModel(str(file), f"want vocab_size and max_position_embeddings: {error!r}") from error
+        if self.config.max_context > context:
+            raise UnsupportedModel("engine.max_context", f"want <= {context} (max_position_embeddings), got {self.config.max_context}")
+        text = Text.read(self.model_dir)
+        self.limits = Limits(
+            vocab_size=vocab_size, max_context=self.config.max_context or context, encode=text.encode if text is not None else None
+        )
+        self.names = frozenset(tensor_names(self.model_dir))
+
+    async def start(self, host: str | None = None, port: int | None = None) -> str:
+        """Start the server and wait until it answers; listen; gives the guard's URL. Raises EngineFailed with its last lines."""
+        from actors.sglang.guard import Guard
+
+        settings = self.config.sglang
+        ended = asyncio.Event()
+        if settings.url:
+            self.api = Api(settings.url)
+        else:
+            server_port = free_port()
+            self.api = Api(f"http://127.0.0.1:{server_port}")
+            words = command_line(settings.python, self.model_dir, server_port, self._arguments())
+            log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{server_port}.log"
+            self._child = ServerChild(words, settings.environment, log_file)
+            await self._child.start()
+            ended = self._child.ended
+        if not await until_healthy(self.api.url, self.api.healthy, ended, settings.start_timeout_s):
+            if self._child is not None and ended.is_set():
+                raise self._child.failure(self.api.url)
+            raise EngineFailed(self.api.url, f"SGLang does not answer after {settings.start_timeout_s:g} s")
+        info = await self.api.call("GET", "/server_info", timeout_s=PROBE_S)
+        release = release_of(self.api.url, info.get("version"))
+        if release.version > NEWEST_TRIED:
+            log.warning("SGLang %s is newer than what was tried (%s)", info.get("version"), ".".join(map(str, NEWEST_TRIED)))
+        if settings.pause == "retract" and release.flush_needs_idle:
+            raise EngineFailed(self.api.url, f"SGLang {info.get('version')}: a retracting update ends it; want pause: in_place")
+        self.ranks = int(info.get("tp_size") or 1)
+        self.updates = WeightUpdates(self.api, release, self.names, pause=settings.pause, on_update=self._updated)
+        self.updates.version = self._first_version
+        self._guard = Guard(self)
+        self.url = await self._guard.start(self.config.host if host is None else host, self.config.port if port is None else port)
+        self._looking = asyncio.create_task(self._look(), name="sglang health")
+        return self.url
+
+    def _arguments(self) -> dict[str, Any]:
+        """The engine's own settings under SGLang's names; what the user gives goes before."""
+        ours: dict[str, Any] = {"max_running_requests": self.config.max_running, "dtype": self.config.dtype}
+        if self.config.device != "auto":
+            ours["device"] = self.config.device
+        if self.config.max_context:
+            ours["context_length"] = self.config.max_context
+        return ours | self.config.sglang.arguments
+
+    async def failed(self) -> None:
+        """Until the server is gone; raises EngineFailed with its last lines."""
+        await self._lost.wait()
+        if self._child is not None and self._child.ended.is_set():
+            raise self._child.failure(self.api.url)
+        raise EngineFailed(self.api.url, f"SGLang has not answered for {LOST_LOOKS * LOOK_S:.0f} s")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests and finish those there are; False when some are left at the deadline."""
+        self.phase = "draining"
+        try:
+            await self._until(lambda: self.unfinished == 0, timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop listening; end the server, if it was started here."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._guard is not None:
+            await self._guard.close()
+            await self.updates.close()
+        if self._child is not None:
+            await self._child.stop()
+        if hasattr(self, "api"):
+            await self.api.close()
+
+    async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
+        """Take weights from a directory that the server can read; gives the seconds that generation was held up."""
+        self.updates.admit(epoch, "load_snapshot")
+        return await self.updates.carry_out(self.updates.load_directory(Path(directory), version))
+
+    # -- what it is -----------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """Of the weights it serves; -1 = none whole."""
+        return self.updates.version if hasattr(self, "updates") else self._first_version
+
+    @property
+    def epoch(self) -> int:
+        return self.updates.epoch if hasattr(self, "updates") else 0
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if phase not in PHASES:
+            raise ValueError(f"phase: want one of {', '.join(PHASES)}, got {phase!r}")
+        if phase != self._phase:
+            log.info("engine phase=%s before=%s version=%d", phase, self._phase, self.version)
+        self._phase = phase
+
+    @property
+    def servable(self) -> bool:
+        return self._phase == "serving" and not self._lost.is_set()
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and gauges."""
+        gauges = {
+            "running": float(self.unfinished),
+            "version": float(self.version),
+            "epoch": float(self.epoch),
+            "updates": float(self.updates.completed),
+            "stall_s": self.updates.stall_s,
+            "ranks": float(self.ranks),
+        }
+        return {**self.counters, **gauges}
+
+    async def serve_version(self, wanted: int, timeout_s: float) -> None:
+        """Wait until weights of at least this version are served; raises VersionUnavailable."""
+        try:
+            await self._until(lambda: self.version >= wanted, timeout_s)
+        except TimeoutError:
+            raise VersionUnavailable(
+                self.url, f"version {wanted} is not served: version {self.version} is, after waiting {timeout_s:g} s"
+            ) from None
+
+    async def probe(self, timeout_s: float = PROBE_S) -> None:
+        """Generate a token in whatever phase; raises EngineFailed when that does not work, or its log-prob is no number."""
+        body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
+        try:
+            answer = await self.api.call("POST", "/generate", body, timeout_s=timeout_s)
+            log_prob = float(answer["meta_info"]["output_token_logprobs"][0][0])
+        except (EngineUnavailable, KeyError, IndexError, TypeError) as error:
+            raise EngineFailed(self.api.url, f"the probe got no token: {error!r}") from error
+        if not log_prob <= 1e-5:
+            raise EngineFailed(self.api.url, f"the probe's log-prob is {log_prob}")
+
+    def began(self, count: int) -> None:
+        self.unfinished += count
+        self.counters["requests"] += count
+
+    def ended(self, count: int) -> None:
+        self.unfinished -= count
+        if not self.unfinished:
+            self._wake()
+
+    async def _until(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not reached():
+                await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _look(self) -> None:
+        """Notice that the server is gone, or answers no more."""
+        silent = 0
+        while silent < LOST_LOOKS:
+            if self._child is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._child.ended.wait()
+                        break
+            else:
+                await asyncio.sleep(LOOK_S)
+            silent = 0 if await self.api.healthy() else silent + 1
+        log.error("sglang lost url=%s", self.api.url)
+        self._lost.set()
+
+    def _updated(self, version: int, epoch: int) -> None:
+        if self._phase == "stale":
+            self.phase = "serving"
+        self._wake()
+        if self._on_update is not None:
+            self._on_update(version, epoch)
+
+
+def tensor_names(model_dir: Path) -> list[str]:
+    """Names in the safetensors files of a directory. Raises UnsupportedModel when there are none."""
+    names: list[str] = []
+    for file in sorted(model_dir.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            names += [name for name in json.loads(opened.read(size)) if name != "__metadata__"]
+    if not names:
+        raise UnsupportedModel(str(model_dir), "want *.safetensors, there are none")
+    return names
