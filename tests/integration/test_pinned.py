@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.pinned import Named, PinnedLoop, Task
-from bench.staleness import Run, claims, read, sweep
+from bench.staleness import VERSIONS, Run, claims, read, sweep
 from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
 from tests.megatron_world import one_rank
@@ -92,7 +92,7 @@ def test_looking_changes_nothing(make: Make) -> None:
 
 def row(method: str, lag: int, seed: int, accuracies: list[float], entropy: float = 0.01, sampled: float = 0.95) -> dict[str, Any]:
     curve = [[10 * (number + 1), 1.0, sampled, accuracy] for number, accuracy in enumerate(accuracies)]
-    run = {"method": method, "lag": lag, "seed": seed, "versions": 160}
+    run = {"method": method, "lag": lag, "seed": seed, "versions": VERSIONS}
     return run | {"curve": curve, "near": 10, "max_k3": 0.1, "entropy": entropy, "reward": sampled, "seconds": 1.0}
 
 
