@@ -32,8 +32,12 @@ Config = TypeVar("Config")
 
 def default_id() -> str:
     """Give a name that no other process alive has: host and process id."""
-    host = re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
-    return f"{host}-{os.getpid()}"
+    return f"{host_name()}-{os.getpid()}"
+
+
+def host_name() -> str:
+    """Give this machine's name, fit for the bus."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
 
 
 def first_row(role: str, id: str) -> LiveRow:

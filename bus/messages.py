@@ -251,7 +251,7 @@ class LiveRow:
     """What a process says of itself, every heartbeat."""
 
     role: str
-    """bus | engine | actor | feeder | learner | supervisor."""
+    """bus | engine | actor | feeder | learner | host."""
     id: str
     host: str
     pid: int
@@ -265,6 +265,8 @@ class LiveRow:
     """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
     address: str = ""
     """URL at which it serves, if it does."""
+    pool: str = ""
+    """Of a host: the group of hosts that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

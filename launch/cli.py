@@ -45,17 +45,36 @@ def _parser() -> argparse.ArgumentParser:
     bus = commands.add_parser("bus", help="an embedded nats-server")
     _configured(bus)
 
-    for name, help_ in (("engine", "an inference engine"), ("learner", "the learner: a feeder and its ranks")):
-        process = commands.add_parser(name, help=help_)
-        _configured(process)
-        _on_bus(process)
-        process.add_argument("--id", default="", help="its name on the bus")
+    learner = commands.add_parser("learner", help="the learner: a feeder and its ranks")
+    _configured(learner)
+    _on_bus(learner)
+    learner.add_argument("--id", default="", help="its name on the bus")
 
-    actor = commands.add_parser("actor", help="a rollout worker; needs nothing but the bus")
-    _on_bus(actor)
-    actor.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
-    actor.add_argument("--id", default="", help="its name on the bus")
-    _configured(actor, required=False)
+    for name, help_ in (("engine", "an inference engine"), ("actor", "a rollout worker")):
+        worker = commands.add_parser(name, help=f"{help_}; needs nothing but the bus")
+        _on_bus(worker)
+        worker.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
+        worker.add_argument("--id", default="", help="its name on the bus")
+        _configured(worker, required=False)
+
+    host = commands.add_parser("host", help="engines and actors of this machine, as many as `tidemill scale` says")
+    _on_bus(host)
+    host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+    host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
+    host.add_argument("--pool", default="", help="group of hosts that it belongs to")
+    host.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
+    host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds that a process has to finish what it holds")
+    host.add_argument("--restarts", type=int, default=5, metavar="N", help="bad ends of a process in five minutes before it is given up")
+    host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="what this host is to run; default: its share of the total")
+
+    scale = commands.add_parser(
+        "scale", help="how many engines and actors there shall be; without numbers: what is wanted, and what is there"
+    )
+    _looking(scale)
+    where = scale.add_mutually_exclusive_group()
+    where.add_argument("--host", default="", help="on this host, whatever the others run")
+    where.add_argument("--pool", default="", help="on all hosts of this pool together")
+    scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="default: on all other hosts together")
 
     for name in ("feeder", "rank"):
         inner = commands.add_parser(name)
@@ -65,9 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
     for name, help_ in (("status", "who is there, what they wait for, where the samples are"), ("tail", "what the model says")):
         viewer = commands.add_parser(name, help=help_)
-        viewer.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
-        viewer.add_argument("--bus", default="", help="NATS URL")
-        viewer.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+        _looking(viewer)
         viewer.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
         if name == "tail":
             viewer.add_argument("--last", type=int, default=10, metavar="N", help="begin with about the N newest samples (default 10)")
@@ -82,6 +99,13 @@ def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, re
         parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
     parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+
+
+def _looking(parser: argparse.ArgumentParser) -> None:
+    """Which run a command is about."""
+    parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
+    parser.add_argument("--bus", default="", help="NATS URL")
+    parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
 
 
 def _on_bus(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,7 @@
 """What each sub-command does with its arguments. Heavy modules are imported inside."""
 
 import argparse
+import asyncio
 import logging
 import os
 
@@ -58,16 +59,14 @@ def bus(args: argparse.Namespace) -> int:
 
 
 def engine(args: argparse.Namespace) -> int:
-    wanted = _config(args)
-    if wanted is None:
-        return 0
-    from launch import process, roles
-
-    process.set_up_logging("engine", args.id)
-    return process.run(lambda draining: roles.run_engine(wanted, args.bus, args.id, draining), drain_s=wanted.up.drain_s)
+    return _worker(args, "engine")
 
 
 def actor(args: argparse.Namespace) -> int:
+    return _worker(args, "actor")
+
+
+def _worker(args: argparse.Namespace, role: str) -> int:
     wanted = None
     if args.config is not None:
         wanted = _config(args)
@@ -75,10 +74,60 @@ def actor(args: argparse.Namespace) -> int:
             return 0
     from launch import process, roles
 
-    process.set_up_logging("actor", args.id)
+    process.set_up_logging(role, args.id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    return process.run(lambda draining: roles.run_actor(wanted, run, args.bus, args.id, draining), drain_s=drain_s)
+    body = roles.run_engine if role == "engine" else roles.run_actor
+    return process.run(lambda draining: body(wanted, run, args.bus, args.id, draining), drain_s=drain_s)
+
+
+def host(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from actors.membership import host_name
+    from launch import process, roles
+    from launch.host import HostThere, only_one
+    from launch.wanted import parse
+
+    own, name = parse(args.wanted), args.name or host_name()
+    directory = args.dir or Path("runs/hosts") / name
+    process.set_up_logging("host", name)
+
+    refused: list[HostThere] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.run_host(
+                args.run,
+                args.bus,
+                draining,
+                name=name,
+                pool=args.pool,
+                own=own,
+                directory=directory,
+                drain_s=args.drain,
+                restarts=args.restarts,
+            )
+        except HostThere as error:
+            refused.append(error)
+
+    with only_one(directory, name):
+        code = process.run(body, drain_s=2 * args.drain + 30)
+    if refused:
+        raise refused[0]
+    return code
+
+
+def scale(args: argparse.Namespace) -> int:
+    from launch.looking import find_run
+    from launch.process import set_up_logging
+    from launch.scaling import show_scale
+    from launch.wanted import parse
+
+    set_up_logging("scale", level=logging.ERROR)
+    counts = parse(args.wanted)
+    url, run = find_run(args.run_dir, args.bus, args.run)
+    return asyncio.run(show_scale(url, run, counts, host=args.host, pool=args.pool))
 
 
 def learner(args: argparse.Namespace) -> int:
@@ -121,8 +170,6 @@ def rank(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
-    import asyncio
-
     from launch.looking import find_run, show_status
     from launch.process import set_up_logging
 
@@ -132,8 +179,6 @@ def status(args: argparse.Namespace) -> int:
 
 
 def tail(args: argparse.Namespace) -> int:
-    import asyncio
-
     from launch.looking import find_run, show_tail
     from launch.process import set_up_logging
 

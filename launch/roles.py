@@ -15,6 +15,7 @@ log = logging.getLogger(__name__)
 BUS_URL_FILE = "bus.url"
 """In the run's directory: where its embedded bus answers."""
 CHECK_SERVER_S = 0.2
+HOST_RESTART_WINDOW_S = 300.0
 LONG_WAIT_S = 300.0
 """How long a process that was started first waits for the bus."""
 
@@ -62,31 +63,74 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
         await asyncio.to_thread(server.stop)
 
 
-async def run_engine(config: RunConfig, bus_url: str, id: str, draining: asyncio.Event) -> None:
+async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
+    """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner."""
+    import tempfile
+
     from actors import engine_process
     from launch.wiring import engine_factory
 
-    await engine_process.run_engine(
-        bus_url,
-        config.run,
-        Path(config.model.path),
-        config.engine,
-        config.bus,
-        draining,
-        id or None,
-        factory=engine_factory(config.engine),
-        drain_s=config.up.drain_s,
-    )
+    with tempfile.TemporaryDirectory(prefix="tidemill-model-") as fetched:
+        if config is None:
+            run = run or await found_run(bus_url, "engine", draining)
+            config = await config_on_bus(run, bus_url, "engine", draining) if run else None
+            if config is None:
+                return
+        model = await model_here(config, bus_url, id or "engine", Path(fetched) / "model", draining)
+        if model is None:
+            return
+        await engine_process.run_engine(
+            bus_url,
+            config.run,
+            model,
+            config.engine,
+            config.bus,
+            draining,
+            id or None,
+            factory=engine_factory(config.engine),
+            drain_s=config.up.drain_s,
+        )
+
+
+async def config_on_bus(run: str, bus_url: str, name: str, draining: asyncio.Event) -> RunConfig | None:
+    """The configuration that the learner wrote, waited for; None when ``draining`` is set first."""
+    from contextlib import AsyncExitStack
+
+    from actors.membership import CONFIG_KEY, config_of_run, connected
+    from bus.config import BusConfig
+    from launch.settings import from_map
+
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, BusConfig(), name=name, draining=draining)
+        told = None if bus is None else await config_of_run(bus, draining)
+    return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}")
+
+
+async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
+    """The model's directory when it is on this machine, else a snapshot fetched from the learner; None when ``draining`` is set first."""
+    from contextlib import AsyncExitStack
+
+    from actors.membership import connected
+    from weightstore.joining import fetch_model
+
+    model = Path(config.model.path)
+    if (model / "config.json").exists():
+        return model
+    log.info("no model on this machine path=%s; it is asked for over the bus", model)
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, config.run, config.bus, name=name, draining=draining)
+        if bus is None:
+            return None
+        await first_of(fetch_model(bus, into, engine=name), draining.wait())
+    return None if draining.is_set() else into
 
 
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
     from actors import actor_process
 
+    run = run or await found_run(bus_url, "actor", draining)
     if not run:
-        run = await found_run(bus_url, "actor", draining)
-        if not run:
-            return
-        log.info("run found run=%s", run)
+        return
     await actor_process.run_actor(
         bus_url, run, config.actor if config is not None else None, config.bus if config is not None else None, draining, id or None
     )
@@ -103,7 +147,50 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
         found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
 
     await first_of(find(), draining.wait())
+    if found:
+        log.info("run found run=%s", found)
     return found
+
+
+async def run_host(
+    run: str,
+    bus_url: str,
+    draining: asyncio.Event,
+    *,
+    name: str,
+    pool: str,
+    own: dict[str, int],
+    directory: Path,
+    drain_s: float,
+    restarts: int,
+) -> None:
+    """Engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
+    from contextlib import AsyncExitStack
+
+    from actors.membership import connected
+    from bus.config import BusConfig
+    from launch import wanted
+    from launch.host import Host, refuse_another
+    from launch.supervisor import Supervisor
+
+    run = run or await found_run(bus_url, "host", draining)
+    if not run:
+        return
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, BusConfig(), name=f"host {name}", draining=draining)
+        if bus is None:
+            return
+        await refuse_another(bus, name)
+        if own:
+            await wanted.change(bus, wanted.host_key(name), own)
+        supervisor = Supervisor(directory / "logs", restarts=restarts, window_s=HOST_RESTART_WINDOW_S)
+
+        def arguments(role: str, id: str) -> list[str]:
+            return [role, "--bus", bus_url, "--run", run, "--id", id]
+
+        host = Host(bus, supervisor, name=name, pool=pool, prefix=f"{name}-", arguments=arguments, drain_s=drain_s)
+        log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, pool or "-", directory / "logs")
+        await host.run(draining)
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:

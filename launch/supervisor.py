@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 15.0
+LOOK_EVERY_S = 1.0
 
 
 class GaveUp(RuntimeError):
@@ -44,20 +45,23 @@ class Supervisor:
         self.restarted: dict[str, int] = {}
         """Times each process was started again."""
 
-    def keep(self, name: str, arguments: Sequence[str]) -> asyncio.Task[None]:
-        """Run ``python -m launch ARGUMENTS`` until it ends with code 0. The task raises GaveUp."""
+    def keep(self, name: str, arguments: Sequence[str], *, always: bool = False) -> asyncio.Task[None]:
+        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: whatever its code, until ``end``).
+
+        The task raises GaveUp.
+        """
         assert name not in self._keepers, f"{name} is kept already"
         self._children[name] = Child(name, arguments, self._logs / f"{name}.log")
-        self._keepers[name] = asyncio.create_task(self._keep(self._children[name]), name=f"keep {name}")
+        self._keepers[name] = asyncio.create_task(self._keep(self._children[name], always), name=f"keep {name}")
         return self._keepers[name]
 
-    async def _keep(self, child: Child) -> None:
+    async def _keep(self, child: Child, always: bool) -> None:
         bad_ends: deque[float] = deque()
         while True:
             await child.start()
             log.info("started process=%s pid=%d", child.name, child.pid)
             code = await child.wait()
-            if code == 0:
+            if code == 0 and not always:
                 log.info("ended process=%s", child.name)
                 return
             now = time.monotonic()
@@ -72,22 +76,32 @@ class Supervisor:
             await asyncio.sleep(backoff_s)
 
     async def failed(self) -> None:
-        """Wait until some process has been given up; raises its GaveUp."""
+        """Wait until some process has been given up; raises its GaveUp. Returns when all have ended well."""
         while True:
-            done, _ = await asyncio.wait(self._keepers.values(), return_when=asyncio.FIRST_COMPLETED, timeout=1.0)
-            for keeper in done:
-                keeper.result()
-            if done and len(done) == len(self._keepers):
+            kept = list(self._keepers.values())
+            if kept:
+                await asyncio.wait(kept, return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_EVERY_S)
+            if self.given_up:
+                raise next(iter(self.given_up.values()))
+            if kept and all(keeper.done() for keeper in self._keepers.values()):
                 return
-            if done:
-                await asyncio.sleep(1.0)
+            if not kept or any(keeper.done() for keeper in kept):
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    @property
+    def given_up(self) -> dict[str, GaveUp]:
+        """Processes that are not started again, and why."""
+        ended = {name: keeper for name, keeper in self._keepers.items() if keeper.done() and not keeper.cancelled()}
+        return {name: error for name, keeper in ended.items() if isinstance(error := keeper.exception(), GaveUp)}
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
-        """Ask processes to drain, all at once; kill those that do not in time. Their exit codes."""
+        """Ask processes to drain, all at once; kill those that do not in time. Their exit codes. They are kept no longer."""
         for name in names:
             self._keepers[name].cancel()
         await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
         codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
+        for name in names:
+            del self._keepers[name], self._children[name]
         return dict(zip(names, codes, strict=True))
 
     def names(self, role: str) -> list[str]:

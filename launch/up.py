@@ -25,9 +25,10 @@ from rich.console import Console
 from bus.connection import Bus, connect
 from bus.errors import BusError
 from bus.messages import VersionRow
-from launch import process, roles, summary, view
+from launch import process, roles, summary, view, wanted
 from launch.audit import audit, read_claims
 from launch.config import RunConfig
+from launch.host import Host
 from launch.settings import to_map
 from launch.supervisor import GaveUp, Supervisor
 from launch.watch import Watch
@@ -59,6 +60,8 @@ REPORTED = (
     "restarts",
 )
 """What of the summary is said at the end."""
+HOST = "up"
+"""Its name among the hosts of the run."""
 BROKEN_PROMISE = 3
 """Exit code when the run went through and its books or its reward are not as promised."""
 
@@ -145,6 +148,7 @@ class Up:
             self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self._event
         )
         self._watch: Watch | None = None
+        self._host: Host | None = None
         self.code = process.DONE
         self.failure = ""
 
@@ -229,10 +233,21 @@ class Up:
         self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
             learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url])
-            for role, count in (("engine", self._config.up.engines), ("actor", self._config.up.actors)):
-                for number in range(count):
-                    self._supervisor.keep(f"{role}-{number}", [*self._arguments(role), "--bus", url, "--id", f"{role}-{number}"])
-            ended = await self._until(learner, draining)
+            self._host = Host(
+                bus,
+                self._supervisor,
+                name=HOST,
+                arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
+                drain_s=self._config.up.drain_s,
+            )
+            await self._want(bus)
+            enough = asyncio.Event()
+            hosting = asyncio.create_task(self._host.run(enough, drain=False), name="host")
+            try:
+                ended = await self._until({learner, hosting}, draining)
+            finally:
+                enough.set()
+                await asyncio.gather(hosting, return_exceptions=True)
             finished = ended and await self._trained_to_the_end(bus)
             await self._drain()
         if not finished:
@@ -263,15 +278,25 @@ class Up:
         row = await bus.rows("run").get(CHECKPOINT_KEY)
         return row is not None and int(row[0]["step"]) >= self._config.learner.steps
 
-    async def _until(self, learner: asyncio.Task[None], draining: asyncio.Event) -> bool:
-        """True when the learner has ended well, False when told to drain. Raises GaveUp."""
+    async def _want(self, bus: Bus) -> None:
+        """As many engines and actors as the configuration says; in a run that goes on, what `tidemill scale` said last stays."""
+        counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
+        there = await bus.rows("wanted").get(wanted.ALL) if self._resume else None
+        if there is None:
+            await wanted.change(bus, wanted.ALL, counts)
+        elif there[0] != counts:
+            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there[0].items())))
+
+    async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
+        """True when one of ``works`` (the learner) has ended well, False when told to drain. Raises what they raise, and GaveUp."""
         failed = asyncio.create_task(self._supervisor.failed(), name="failed")
         drain = asyncio.create_task(draining.wait(), name="drain")
         try:
-            await asyncio.wait({learner, failed, drain}, return_when=asyncio.FIRST_COMPLETED)
-            if learner.done():
-                learner.result()
-                return True
+            await asyncio.wait({*works, failed, drain}, return_when=asyncio.FIRST_COMPLETED)
+            for work in works:
+                if work.done():
+                    work.result()
+                    return True
             if failed.done():
                 failed.result()
             return False
@@ -283,6 +308,8 @@ class Up:
     async def _drain(self) -> None:
         """Actors and learner first, then the engines they use: nobody loses what it needs to finish."""
         within_s = self._config.up.drain_s
+        if self._host is not None:
+            await self._host.settled()
         await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
         await self._supervisor.end(self._supervisor.names("engine"), within_s=within_s)
 

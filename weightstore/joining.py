@@ -29,6 +29,7 @@ Say = Callable[[str], None]
 
 _ASK_AGAIN_S = 2.0
 _LOOK_S = 0.5
+_FETCH_S = 600.0
 GRACE_S = 10.0
 
 
@@ -49,6 +50,25 @@ async def catch_up(
         raise CatchUpTimeout(deadline_s, catcher.waits_for + (f" (last failure: {catcher.failure})" if catcher.failure else "")) from None
     finally:
         say("")
+
+
+async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
+    """Put the newest version, a whole model directory, at ``into``: for a machine that has no model yet. Waits as long as it takes."""
+    at = -1
+
+    async def take(directory: Path, version: int, epoch: int) -> None:
+        nonlocal at
+        await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
+        at = version
+
+    while at < 0:
+        try:
+            directory = into.with_name(f"{into.name}-fetched")
+            await catch_up(bus, engine=engine, version=lambda: at, load=take, directory=directory, deadline_s=_FETCH_S)
+        except (CatchUpTimeout, BusError) as error:
+            _log.warning("no model yet, trying on engine=%s error=%s", engine, error)
+        if at < 0:  # nothing published yet
+            await asyncio.sleep(_LOOK_S)
 
 
 async def keep_up(

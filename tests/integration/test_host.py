@@ -1,0 +1,194 @@
+"""`tidemill host`, with real processes: as many actors as are wanted, never two of one name, whatever is killed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bus.connection import Bus
+from bus.live import LiveView
+from bus.messages import LiveRow
+from bus.server import EmbeddedServer
+from launch import wanted
+from tests.bus_fixtures import BusOpener
+
+ROOT = Path(__file__).resolve().parents[2]
+Hosts = Callable[..., "RunningHost"]
+
+
+class RunningHost:
+    """A `tidemill host` and its log."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process, self._log = process, log
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    async def ended(self) -> int:
+        return await asyncio.to_thread(self.process.wait, 60)
+
+
+@pytest.fixture
+def hosts(nats_server: EmbeddedServer, tmp_path: Path) -> Iterator[Hosts]:
+    """``hosts("name", "actors=2", "--pool", "p")`` starts one; each is ended with the test."""
+    with ExitStack() as stack:
+
+        def start(name: str, *arguments: str, directory: str = "") -> RunningHost:
+            return stack.enter_context(_running(nats_server.url, name, tmp_path, directory or name, arguments))
+
+        yield start
+
+
+@contextmanager
+def _running(url: str, name: str, tmp_path: Path, directory: str, arguments: tuple[str, ...]) -> Iterator[RunningHost]:
+    log = tmp_path / f"{directory}.log"
+    command = [sys.executable, "-m", "launch", "host", "--bus", url, "--name", name, "--dir", str(tmp_path / directory), "--drain", "20"]
+    with log.open("a") as output:
+        process = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=output, stderr=output, text=True)
+    try:
+        yield RunningHost(process, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+async def configured(bus: Bus, **actor: Any) -> None:
+    """What a learner writes: the actors' settings."""
+    await bus.rows("run").put("config", {"actor": {"reward": "digits", **actor}})
+
+
+async def actors(bus: Bus) -> dict[str, int]:
+    """Actors whose process is alive: id -> process id."""
+    rows = await LiveView(bus).refresh("actor")
+    return {row.id: row.pid for row, _ in rows if alive(row.pid)}
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+async def gone(*pids: int) -> None:
+    while any(alive(pid) for pid in pids):  # noqa: ASYNC110 - another process has no event here
+        await asyncio.sleep(0.05)
+
+
+async def until_actors(bus: Bus, *names: str) -> dict[str, int]:
+    """Wait until exactly these are there, each by its own row. (Bounded by the test's own limit.)"""
+    while True:
+        there = await actors(bus)
+        if sorted(there) == sorted(names):
+            return there
+        await asyncio.sleep(0.05)
+
+
+async def host_row(bus: Bus, name: str, what: Callable[[LiveRow], bool]) -> LiveRow:
+    while True:
+        for row, _ in await LiveView(bus).refresh("host"):
+            if row.id == name and what(row):
+                return row
+        await asyncio.sleep(0.05)
+
+
+async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus() as bus:
+        await configured(bus)
+        host = hosts("h", "--run", bus.run)
+        await host_row(bus, "h", lambda row: True)
+        await wanted.change(bus, wanted.ALL, {"actor": 3})
+        first = await until_actors(bus, "actor-h-0", "actor-h-1", "actor-h-2")
+        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        left = await until_actors(bus, "actor-h-0")
+        assert left["actor-h-0"] == first["actor-h-0"], "the oldest stays"
+        for how in (signal.SIGKILL, signal.SIGTERM):  # an end with code 0, too: it is wanted all the same
+            os.kill(left["actor-h-0"], how)
+            await gone(left["actor-h-0"])
+            left = await until_actors(bus, "actor-h-0")
+        host.process.send_signal(signal.SIGTERM)
+        assert await host.ended() == 0, host.log
+        assert await actors(bus) == {}
+        assert await LiveView(bus).refresh("host") == [], "it leaves no row behind"
+
+
+async def test_killed_it_takes_its_children_with_it_and_started_again_it_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus() as bus:
+        await configured(bus)
+        host = hosts("h", "--run", bus.run, "actors=2")
+        before = await until_actors(bus, "actor-h-0", "actor-h-1")
+        host.process.kill()
+        await host.ended()
+        await gone(*before.values())
+        hosts("h", "--run", bus.run)
+        after = await until_actors(bus, "actor-h-0", "actor-h-1")
+        assert not set(before.values()) & set(after.values())
+
+
+async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus() as bus:
+        await configured(bus)
+        hosts("h", "--run", bus.run, "actors=1")
+        there = await until_actors(bus, "actor-h-0")
+        here, elsewhere = hosts("h", "--run", bus.run), hosts("h", "--run", bus.run, directory="elsewhere")
+        assert await here.ended() == await elsewhere.ended() == 2
+        assert "host h is at work in" in here.log
+        assert f"host h of run {bus.run} lives on" in elsewhere.log
+        assert await actors(bus) == there
+
+
+async def test_one_that_cannot_run_is_given_up_with_its_last_lines_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus() as bus:
+        await configured(bus, reward="nobody.knows:it")
+        host = hosts("h", "--run", bus.run, "--restarts", "1", "actors=1")
+        row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
+        assert row.waits_for.startswith("actor-h-0 given up: ")
+        assert "nobody" in row.waits_for
+        assert "2 times within" in host.log
+        assert row.load["actors"] == 0
+        await configured(bus)
+        await wanted.change(bus, wanted.host_key("h"), {"actor": 2})
+        await until_actors(bus, "actor-h-0", "actor-h-1")
+        await host_row(bus, "h", lambda row: row.waits_for == "")
+
+
+async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus() as bus:
+        await configured(bus)
+        await wanted.change(bus, wanted.pool_key("p"), {"actor": 3})
+        hosts("a", "--run", bus.run, "--pool", "p")
+        await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
+        second = hosts("b", "--run", bus.run, "--pool", "p")
+        await until_actors(bus, "actor-a-0", "actor-a-1", "actor-b-0")
+        second.process.kill()
+        await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
+
+
+async def test_without_the_bus_all_stays_as_it_is(open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus:
+        await configured(bus)
+        hosts("a", "--run", bus.run)
+        hosts("b", "--run", bus.run)
+        await host_row(bus, "a", lambda row: True)
+        await host_row(bus, "b", lambda row: True)
+        await wanted.change(bus, wanted.ALL, {"actor": 2})
+        before = await until_actors(bus, "actor-a-0", "actor-b-0")
+        nats_server.kill()
+        await asyncio.sleep(6)  # longer than it takes for a host to count as dead
+        nats_server.start()
+        await bus.wait_connected(30)
+        for name in ("a", "b"):
+            await host_row(bus, name, lambda row: row.load.get("actors_wanted") == 1.0)
+        await asyncio.sleep(2)
+        assert await actors(bus) == before, "none started, none ended"

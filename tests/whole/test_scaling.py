@@ -1,0 +1,84 @@
+"""Workers come and go while a run goes on: by `tidemill scale`, by hand, and on a machine that has nothing but the bus."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from bus.connection import Bus
+from tests.whole.running import ROOT, assert_books_balance, live, records, until_step, up
+
+
+@contextlib.asynccontextmanager
+async def senders(bus: Bus) -> AsyncIterator[Counter[str]]:
+    """Samples by actor, counted as they pass."""
+    seen: Counter[str] = Counter()
+
+    async def count(message: object) -> None:
+        seen[str(message.subject).rsplit(".", 1)[1]] += 1  # type: ignore[attr-defined]
+
+    sub = await bus.nc.subscribe(f"tm.{bus.run}.sample.>", cb=count)
+    yield seen
+    await sub.unsubscribe()
+
+
+@contextlib.contextmanager
+def tidemill(*arguments: str, cwd: Path = ROOT) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-m", "launch", *arguments], cwd=cwd)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def until(seen: Counter[str], *names: str) -> None:
+    while not all(seen[name] for name in names):  # noqa: ASYNC110 - counted by a callback of the connection
+        await asyncio.sleep(0.02)
+
+
+async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
+    with up(tmp_path, "learner.steps=300", "learner.keep_checkpoints=3") as run:
+        async with run.bus() as bus, senders(bus) as seen:
+            await until_step(bus, 1)
+            scale = [sys.executable, "-m", "launch", "scale", "--run-dir", str(run.directory)]
+            said = await asyncio.to_thread(subprocess.check_output, [*scale, "actors=3"], cwd=ROOT, text=True)
+            assert "all: actors 1 -> 3\nhost up: engines 1 of 1, actors 1 of 3\n" in said
+            await until(seen, "actor-0", "actor-1", "actor-2")
+            url = (run.directory / "bus.url").read_text().strip()
+            with tidemill("actor", "--bus", url, "--id", "by-hand") as by_hand:
+                await until(seen, "by-hand")
+                by_hand.send_signal(signal.SIGTERM)
+                assert await asyncio.to_thread(by_hand.wait, 60) == 0
+            await asyncio.to_thread(subprocess.check_call, [*scale, "actors=1"], cwd=ROOT, stdout=subprocess.DEVNULL)
+            while await bus.rows("live").keys("actor") != ["actor.actor-0"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            _, done = await records(bus)
+            assert max(one.step for one in done) < 300, "all of it while the run went on"
+        assert await asyncio.to_thread(run.wait) == 0, run.log
+        assert_books_balance(run.summary, max_lag=2)
+        assert run.summary["samples_dropped"] == {}, "whoever drained lost nothing"
+
+
+async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_path: Path) -> None:
+    """No configuration, no shared directory: settings from the bus, the model from the learner."""
+    with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=30") as run:
+        async with run.bus() as bus:
+            await live(bus, "learner")
+            while (row := await bus.rows("run").get("config")) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            elsewhere = row[0] | {"model": {"path": "/nowhere/on/this/machine"}}
+            await bus.rows("run").put("config", elsewhere)
+            away = tmp_path / "away"
+            away.mkdir()
+            url = (run.directory / "bus.url").read_text().strip()
+            with tidemill("host", "--bus", url, "--name", "away", "--dir", str(away), "engines=1", "actors=1") as host:
+                assert await asyncio.to_thread(run.wait) == 0, run.log
+                host.send_signal(signal.SIGTERM)
+        assert run.summary["steps"] == 30
+        assert_books_balance(run.summary, max_lag=2)
+        assert "no model on this machine path=/nowhere/on/this/machine" in (away / "logs" / "engine-away-0.log").read_text()
