@@ -13,7 +13,24 @@ import msgpack
 from bus.errors import UnknownSchema, WireError
 from bus.forms import ANY, FLOAT, INT, MAP, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional
 from bus.invariants import check_sample
-from bus.messages import SCHEMA, Dead, Done, Fence, Kind, Plan, PlanRecord, Sample, Sampling, Settle, Span, Status, Task, Timings
+from bus.messages import (
+    SCHEMA,
+    Dead,
+    Done,
+    Fence,
+    Kind,
+    Plan,
+    PlanRecord,
+    Requeue,
+    Sample,
+    Sampling,
+    Settle,
+    Span,
+    Status,
+    Task,
+    Timings,
+    Word,
+)
 
 __all__ = [
     "Table",
@@ -22,10 +39,12 @@ __all__ = [
     "decode_record",
     "decode_sample",
     "decode_task",
+    "decode_word",
     "encode_dead",
     "encode_record",
     "encode_sample",
     "encode_task",
+    "encode_word",
 ]
 
 _FIRST = ("schema", "type")
@@ -238,9 +257,23 @@ _PLAN = Table(
 )
 _DONE = Table(Done, "done", epoch=INT, step=INT, metrics=_NUMBERS, weights_digest=optional(TEXT))
 _SETTLE = Table(Settle, "settle", epoch=INT, reason=TEXT, tasks=_I8, seqs=_I8, step=INT)
+_REQUEUE = Table(Requeue, "requeue", epoch=INT, task=INT, root=INT, count=INT, prompt_epoch=INT, offset=INT, step=INT)
 _FENCE = Table(Fence, "fence", epoch=INT)
-_DEAD = Table(Dead, "dead", task=INT, reason=TEXT, attempts=INT, actor=TEXT, prompt=PROMPT)
-_RECORDS = {table.name: table for table in (_PLAN, _DONE, _SETTLE, _FENCE)}
+_DEAD = Table(
+    Dead,
+    "dead",
+    task=INT,
+    reason=TEXT,
+    attempts=INT,
+    actor=TEXT,
+    prompt=PROMPT,
+    root=INT,
+    reissues=INT,
+    prompt_epoch=INT,
+    offset=INT,
+)
+_WORD = Table(Word, "word", task=INT, word=TEXT, by=TEXT)
+_RECORDS = {table.name: table for table in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE)}
 _RECORD_OF = {table.message: table for table in _RECORDS.values()}
 
 
@@ -272,14 +305,14 @@ def encode_record(record: PlanRecord) -> bytes:
 
 
 def decode_record(data: bytes) -> PlanRecord:
-    """Plan, Done, Settle or Fence. Raises WireError naming the field, UnknownSchema."""
+    """Plan, Done, Settle, Requeue or Fence. Raises WireError naming the field, UnknownSchema."""
     fields = unpack(data, *_RECORDS)
     record: PlanRecord = _RECORDS[fields["type"]].decode(fields)
     return record
 
 
 def record_name(record: PlanRecord) -> str:
-    """plan, done, settle or fence: its ``type`` on the wire and its subject."""
+    """plan, done, settle, requeue or fence: its ``type`` on the wire and its subject."""
     return _RECORD_OF[type(record)].name
 
 
@@ -292,6 +325,17 @@ def decode_dead(data: bytes) -> Dead:
     """Raises WireError naming the field, UnknownSchema."""
     dead: Dead = _DEAD.decode(unpack(data, "dead"))
     return dead
+
+
+def encode_word(word: Word) -> bytes:
+    """Bytes of a word about a dead task. Raises WireError."""
+    return _WORD.encode(word)
+
+
+def decode_word(data: bytes) -> Word:
+    """Raises WireError naming the field, UnknownSchema."""
+    word: Word = _WORD.decode(unpack(data, "word"))
+    return word
 
 
 def unpack(data: bytes, *types: str) -> dict[str, Any]:

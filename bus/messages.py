@@ -216,13 +216,30 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Requeue:
+    """The prompt of a dead task is owed another one, because somebody asked for it: recorded once, before it is issued."""
+
+    epoch: int
+    task: int
+    """The dead one."""
+    root: int
+    """Id of the first task for this prompt."""
+    count: int
+    """``Task.reissues`` of the one that is owed."""
+    prompt_epoch: int
+    offset: int
+    step: int
+    """The step that was being planned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
     """First message of a learner on a stream: messages of an older epoch behind it are void."""
 
     epoch: int
 
 
-PlanRecord = Plan | Done | Settle | Fence
+PlanRecord = Plan | Done | Settle | Requeue | Fence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +251,22 @@ class Dead:
     attempts: int
     actor: str
     prompt: Prompt
+    root: int = -1
+    """Id of the first task for this prompt; -1 = not known, and then it cannot be requeued."""
+    reissues: int = 0
+    prompt_epoch: int = 0
+    offset: int = 0
+    """The prompt's place, as in the task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What somebody said of a dead task; the first word counts."""
+
+    task: int
+    word: str
+    """requeue | drop."""
+    by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from bus.fenced import FencedWriter, valid
 from bus.jetstream import JetStream
 from bus.messages import Fence, PlanRecord
 
-_TRIMMED = ("plan", "done", "settle")
+_TRIMMED = ("plan", "done", "settle", "requeue")
 
 
 class PlanLog:

@@ -54,7 +54,7 @@ def task(run: str, kind: str) -> str:
 
 
 def plan(run: str, kind: str) -> str:
-    """``kind``: plan, done, settle, or fence."""
+    """``kind``: plan, done, settle, requeue, or fence."""
     return f"tm.{run}.plan.{kind}"
 
 
@@ -74,6 +74,10 @@ def dead_task(run: str, task: int | str) -> str:
 
 def dead_report(run: str, task: int | str) -> str:
     return f"tm.{run}.dead.report.{task}"
+
+
+def dead_word(run: str, task: int | str) -> str:
+    return f"tm.{run}.dead.word.{task}"
 
 
 def command(run: str, role: str, id: str) -> str:

@@ -224,4 +224,14 @@ class TaskQueue:
 
 
 def _dead(task: Task, reason: str, attempts: int, actor: str) -> Dead:
-    return Dead(task=task.id, reason=reason, attempts=attempts, actor=actor, prompt=task.prompt)
+    return Dead(
+        task=task.id,
+        reason=reason,
+        attempts=attempts,
+        actor=actor,
+        prompt=task.prompt,
+        root=task.id if task.reissue_of is None else task.reissue_of,
+        reissues=task.reissues,
+        prompt_epoch=task.prompt_epoch,
+        offset=task.offset,
+    )

@@ -82,6 +82,14 @@ def _parser() -> argparse.ArgumentParser:
         _on_bus(inner)
         inner.add_argument("--feeder-url", required=True)
 
+    dead = commands.add_parser("dead", help="tasks that could not be processed: list them, issue their prompts again, or drop them")
+    _looking(dead)
+    dead.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
+    dead.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="of these; or --all, or --reason")
+    dead.add_argument("--all", action="store_true", help="of all; list: those too of which something was said")
+    dead.add_argument("--reason", default="", metavar="TEXT", help="of those whose reason has this text in it")
+    dead.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
     for name, help_ in (("status", "who is there, what they wait for, where the samples are"), ("tail", "what the model says")):
         viewer = commands.add_parser(name, help=help_)
         _looking(viewer)

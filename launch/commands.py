@@ -169,6 +169,20 @@ def rank(args: argparse.Namespace) -> int:
     return roles.run_rank(wanted, args.bus, args.feeder_url)
 
 
+def dead(args: argparse.Namespace) -> int:
+    from launch.dead_letters import say_of_dead, show_dead
+    from launch.looking import find_run
+    from launch.process import set_up_logging
+
+    if args.word != "list" and not (args.tasks or args.all or args.reason):
+        raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
+    set_up_logging("dead", level=logging.ERROR)
+    url, run = find_run(args.run_dir, args.bus, args.run)
+    if args.word == "list":
+        return asyncio.run(show_dead(url, run, every=args.all, reason=args.reason, as_json=args.json))
+    return asyncio.run(say_of_dead(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))
+
+
 def status(args: argparse.Namespace) -> int:
     from launch.looking import find_run, show_status
     from launch.process import set_up_logging

@@ -86,9 +86,13 @@ class Admission:
         again = Reissue.of(task)
         if again.count > self._rules.max_reissues:
             return False
+        self.owe_again(again, open_tasks)
+        return True
+
+    def owe_again(self, again: Reissue, open_tasks: list[Task]) -> None:
+        """Somebody asked for it, however often it has been tried."""
         if not any(again.answers(other) for other in open_tasks):
             self._owed.append(again)
-        return True
 
     def planned(self, step: int, num_groups: int) -> None:
         """The places of these groups are given back when the weights of ``step`` are published."""

@@ -1,7 +1,7 @@
 """The mill pond: which tasks to hand out, which groups make the next step, and what has become of every sample.
 
 A pure state machine: no input or output, no clock (``now`` is passed in, monotonic seconds). What settles anything is a *record*
-(a Plan or a Settle): ``plan`` only proposes one, the caller writes it to the log, and ``apply`` makes it true. A restart reads
+(a Plan, Settle or Requeue): ``plan`` only proposes one, the caller writes it to the log, and ``apply`` makes it true. A restart reads
 the same records and samples and calls the same ``apply``, so live and replayed histories cannot differ.
 
 Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step of the version that made it.
@@ -14,8 +14,8 @@ from typing import Any
 import msgpack
 
 from bus.errors import WireError
-from bus.messages import Cursor, Kind, Plan, PlanRecord, Sample, Settle, Status, Task
-from learner.admission import Admission, Wanted
+from bus.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
+from learner.admission import Admission, Reissue, Wanted
 from learner.errors import ConfigRefused, ReplayMismatch
 from learner.groups import Group, Held, mismatch
 from learner.ledger import Books, Frontier, Tally
@@ -84,6 +84,10 @@ class DataSource:
         self._evals: dict[int, set[int]] = {}
         self._eval_sizes: dict[int, int] = {}
         self._steps: dict[int, int] = {}
+        self._asked: dict[int, Dead] = {}
+        """Dead tasks whose prompts somebody wants to see again; not recorded yet."""
+        self._buried: set[int] = set()
+        """Tasks settled as dead, and not asked for again since."""
         self._filtered = 0
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None
@@ -188,6 +192,12 @@ class DataSource:
         """Nobody holds this task any more: settled with the next records, and its prompt issued again."""
         self._condemn(id, "lost")
 
+    def requeue(self, dead: Dead) -> None:
+        """Somebody wants the prompt of a dead task to be issued again: with the next records, and once, however often it is said."""
+        if dead.root >= 0:
+            self._asked[dead.task] = dead
+            self.changes += 1
+
     def _condemn(self, id: int, reason: str) -> None:
         self._settle_eval(id, dead=True)
         group = self._groups.get(id)
@@ -229,19 +239,34 @@ class DataSource:
 
     # ---- decide
 
-    def settlement(self) -> Settle | None:
-        """Tasks to be given up before anything is planned, one reason at a time."""
+    def settlement(self) -> Settle | Requeue | None:
+        """What is to be recorded before anything is planned: tasks given up, one reason at a time, then prompts asked for again."""
         by_reason: dict[str, list[Group]] = {}
         for group in self._groups.values():
             reason = group.condemned or (verdict(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
             if reason:
                 by_reason.setdefault(reason, []).append(group)
         if not by_reason:
-            return None
+            return self._next_requeue()
         reason, groups = min(by_reason.items())
         return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
 
-    def plan(self, now: float) -> Plan | Settle | Waits:
+    def _next_requeue(self) -> Requeue | None:
+        asked = self._asked.keys() & self._buried
+        if not asked:
+            return None
+        dead = self._asked[min(asked)]
+        return Requeue(
+            epoch=self.epoch,
+            task=dead.task,
+            root=dead.root,
+            count=dead.reissues + 1,
+            prompt_epoch=dead.prompt_epoch,
+            offset=dead.offset,
+            step=self.step + 1,
+        )
+
+    def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
         """The next record to write (a Settle first, if there is one), or what the next step waits for."""
         if settle := self.settlement():
             return settle
@@ -306,6 +331,8 @@ class DataSource:
             self._apply_plan(record)
         elif isinstance(record, Settle):
             self._apply_settle(record)
+        elif isinstance(record, Requeue):
+            self._apply_requeue(record)
         self.plan_seq = seq
         self.changes += 1
 
@@ -332,10 +359,19 @@ class DataSource:
         groups = self._open(settle)
         self._close(groups, settle.seqs.tolist(), settle.reason)
         self._filtered += len(groups) * (settle.reason == "filtered")
+        if settle.reason == "dead":
+            self._buried.update(group.task.id for group in groups)
         if settle.reason in REISSUED:
             still_open = [group.task for group in self._groups.values()]
             for group in groups:
                 self._tally.given_up += not self._admission.owe(group.task, still_open)
+
+    def _apply_requeue(self, record: Requeue) -> None:
+        if record.task not in self._buried:
+            raise ReplayMismatch(f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none")
+        self._buried.remove(record.task)
+        again = Reissue(root=record.root, count=record.count, prompt_epoch=record.prompt_epoch, offset=record.offset)
+        self._admission.owe_again(again, [group.task for group in self._groups.values()])
 
     def _open(self, record: Plan | Settle) -> list[Group]:
         closed = [int(task) for task in record.tasks if int(task) not in self._groups]
@@ -395,6 +431,7 @@ class DataSource:
                 "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
                 "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
                 "admission": self._admission.dump(),
+                "buried": sorted(self._buried),
                 "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
                 "tally": self._tally.dump(buffered=len(self.held()), open_tasks=len(self._groups)),
             }
@@ -417,6 +454,7 @@ class DataSource:
         source._samples = Frontier(state["samples"]["floor"], state["samples"]["settled"])
         source._tasks = Frontier(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
+        source._buried = set(state.get("buried", ()))
         source._evals = {id: set(seen) for id, seen in state["evals"]}
         source._tally = Tally.load(state["tally"])
         return source

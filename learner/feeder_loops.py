@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from bus.connection import Bus
+from bus.dead import REQUEUE
 from bus.epoch import raise_epoch
 from bus.link import Waiter
 from bus.live import Heartbeat
-from bus.messages import LiveRow, Plan, Sample, Sampling, Settle, Task
+from bus.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.patience import cancellable, patiently
 from learner.admission import Wanted
 from learner.batch import build_batches, encode
@@ -223,8 +224,13 @@ class Feeder:
                 self._decide.wake()
 
     async def _follow_dead(self) -> None:
-        async for _, dead in self._bus.dead.follow():
-            self._source.dead(dead.task)
+        letters: dict[int, Dead] = {}
+        async for _, told in self._bus.dead.follow():
+            if isinstance(told, Dead):
+                letters[told.task] = told
+                self._source.dead(told.task)
+            elif told.word == REQUEUE and told.task in letters:
+                self._source.requeue(letters[told.task])
             self._decide.wake()
 
     async def _follow_head(self) -> None:
@@ -278,7 +284,7 @@ class Feeder:
             await self._take(record, seq, recorded=recorded)
         self._text = f"rank 0 to finish step {self._data_rules.steps}"
 
-    def _next_record(self) -> tuple[Plan | Settle | None, int | None]:
+    def _next_record(self) -> tuple[Plan | Settle | Requeue | None, int | None]:
         """What comes next, and its sequence if it stands in the log already."""
         may_plan = self._source.step < self._server.asked + self._rules.ahead
         if self._recorded:
@@ -304,7 +310,13 @@ class Feeder:
         """Something was read, told or asked for; or a deadline may have passed (looked at every second)."""
         await self._decide.wait(BEAT_S)
 
-    async def _take(self, record: Plan | Settle, seq: int, *, recorded: bool) -> None:
+    async def _take(self, record: Plan | Settle | Requeue, seq: int, *, recorded: bool) -> None:
+        if isinstance(record, Requeue):
+            self._source.apply(record, seq)
+            self._admit.wake()
+            self._note_replayed()
+            log.info("requeued task=%d before_step=%d", record.task, record.step)
+            return
         samples = [self._samples[int(one)] for one in record.seqs]
         self._source.apply(record, seq)
         held = self._source.held()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.connection import Bus
-from bus.messages import Done, Plan, Settle
+from bus.messages import Done, Plan, Requeue, Settle
 from learner import checkpoints
 from learner.datasource import DataSource
 from learner.errors import ConfigRefused, NoCheckpoint, ReplayMismatch
@@ -27,7 +27,7 @@ class Resumed:
 
     source: DataSource
     checkpoint: Path | None
-    recorded: deque[tuple[int, Plan | Settle]]
+    recorded: deque[tuple[int, Plan | Settle | Requeue]]
     """(sequence in PLAN, record) behind the checkpoint, in order: to be applied again exactly."""
     recorded_until: int
     """Last recorded step; the checkpoint's when there is none."""
@@ -74,22 +74,22 @@ async def _tell_tasks(bus: Bus, source: DataSource) -> None:
         source.dead(dead.task)
 
 
-async def _records(bus: Bus, source: DataSource) -> tuple[deque[tuple[int, Plan | Settle]], dict[int, Done]]:
+async def _records(bus: Bus, source: DataSource) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done]]:
     """Records behind the state. The last one in it must stand in the log as it is in the state."""
-    recorded: deque[tuple[int, Plan | Settle]] = deque()
+    recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
     done: dict[int, Done] = {}
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if seq == source.plan_seq:
             if not isinstance(record, Plan) or record.chain != source.chain:
                 raise ReplayMismatch(f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record)
-        elif isinstance(record, Plan | Settle):
+        elif isinstance(record, Plan | Settle | Requeue):
             recorded.append((seq, record))
         elif isinstance(record, Done):
             done[record.step] = record
     return recorded, done
 
 
-def _refuse_other_layout(rules: DataRules, record: Plan | Settle) -> None:
+def _refuse_other_layout(rules: DataRules, record: Plan | Settle | Requeue) -> None:
     if isinstance(record, Plan) and record.data_parallel != rules.data_parallel:
         want = f"{record.data_parallel} until the recorded step {record.step} is in a checkpoint"
         raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)

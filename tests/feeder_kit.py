@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.config import BusConfig
 from bus.connection import Bus, connect
-from bus.messages import Done, Plan, Sample, Sampling, Settle, Task
+from bus.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner import checkpoints
 from learner.batch import StepBatch, encode
 from learner.config import LearnerConfig, StalenessConfig
@@ -141,8 +141,8 @@ class World:
                     return start
         raise LearnerError("no end was served")
 
-    async def records(self) -> list[Plan | Done | Settle]:
-        return [record async for _, record in self.bus.plans.scan() if isinstance(record, Plan | Done | Settle)]
+    async def records(self) -> list[Plan | Done | Settle | Requeue]:
+        return [record async for _, record in self.bus.plans.scan() if isinstance(record, Plan | Done | Settle | Requeue)]
 
     async def plans(self) -> list[Plan]:
         return [record for record in await self.records() if isinstance(record, Plan)]

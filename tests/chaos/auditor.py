@@ -99,6 +99,7 @@ class _Audit:
         self._places: dict[Place, int] = {}
         self._planned: dict[int, Place] = {}
         self._digests: dict[int, set[str]] = {}
+        self._requeued: set[int] = set()
         self._late: list[tuple[int, Place]] = []
         self._floor, self._settled, self._checkpoint_step = 0, frozenset[int](), 0
 
@@ -142,6 +143,12 @@ class _Audit:
         self.verdict.steps_done = len(self._digests)
         if len(known) > 1:
             self.verdict.wrong.append(f"step {message.body['step']} was taken again and gave other weights: {sorted(known)}")
+
+    def requeue(self, message: Message) -> None:
+        task = message.body["task"]
+        if self._dropped_tasks.get(task) != "dead" or task in self._requeued:
+            self.verdict.wrong.append(f"task {task} is asked for again, and is not dead or has been before")
+        self._requeued.add(task)
 
     def fence(self, message: Message) -> None:
         pass

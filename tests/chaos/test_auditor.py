@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bus.connection import Bus
-from bus.messages import Done, Plan, Settle, Status
+from bus.messages import Done, Plan, Requeue, Settle, Status
 from bus.server import EmbeddedServer
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
@@ -31,6 +31,8 @@ class Scene:
         """Step, floor, settled above it."""
         self.witnessed: dict[int, str] = {}
         self.deleted: list[int] = []
+        self.requeued: list[int] = []
+        """Tasks, by their place here."""
         self.trim = 0
 
     async def judged(self) -> Verdict:
@@ -52,6 +54,9 @@ class Scene:
         await self.bus.samples.publish(data_kit.sample(tasks[0], 0, attempt="f", status=Status.FAILED))
         for task, seqs, reason in self.settled:
             await self.bus.plans.append(Settle(epoch=1, reason=reason, tasks=_i8([tasks[task].id]), seqs=_i8(seqs), step=1))
+        for task in self.requeued:
+            id = tasks[task].id
+            await self.bus.plans.append(Requeue(epoch=1, task=id, root=id, count=1, prompt_epoch=0, offset=task, step=1))
         for step, members, seqs in self.plans:
             ids = [tasks[one].id for one in members]
             await self.bus.plans.append(_plan(step, ids, seqs))
@@ -154,6 +159,14 @@ def _skipped(scene: Scene) -> None:
     scene.cursor = (0, 4, [])
 
 
+def _asked_for_twice(scene: Scene) -> None:
+    scene.settled, scene.requeued = [(1, [3, 4], "dead")], [1, 1]
+
+
+def _asked_for_alive(scene: Scene) -> None:
+    scene.requeued = [1]
+
+
 def _other_bits(scene: Scene) -> None:
     scene.done = [(1, "a"), (1, "b")]
 
@@ -181,6 +194,8 @@ def _gap_in_steps(scene: Scene) -> None:
         (_dropped_and_trained, "twice", "sample 1 is in step 1 and was settled before"),
         (_to_be_trained_again, "twice", "sample 2 is in step 1, in the model of the checkpoint, and not behind its cursor"),
         (_skipped, "lost", "sample 1 is in step 1, not in the model of the checkpoint, and behind its cursor"),
+        (_asked_for_twice, "wrong", "is asked for again, and is not dead or has been before"),
+        (_asked_for_alive, "wrong", "is asked for again, and is not dead or has been before"),
         (_other_bits, "wrong", "step 1 was taken again and gave other weights"),
         (_no_reason, "wrong", "reason 'whim' is none"),
         (_gap_in_steps, "wrong", "step 2 is planned behind step 0"),

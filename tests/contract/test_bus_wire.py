@@ -21,7 +21,7 @@ from nats.aio.msg import Msg
 from bus.codec import check_sample, decode_sample
 from bus.errors import WireError
 from bus.live import LiveView
-from bus.messages import Dead, Done, Kind, LiveRow, Plan, Sample, Sampling, Settle, Span, Status, Task, Timings
+from bus.messages import Dead, Done, Kind, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings, Word
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample, make_task, take
 
@@ -235,7 +235,7 @@ def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str
     assert caught.value.field.startswith(field)
 
 
-@pytest.mark.parametrize("message", [Sample, Task, Plan, Done, Settle, Dead, Sampling, Timings, LiveRow])
+@pytest.mark.parametrize("message", [Sample, Task, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow])
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))
     fields = {field.name for field in dataclasses.fields(message)} - {"extra"} - ({"id"} if message is Task else set())

@@ -12,7 +12,7 @@ import pytest
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
-from bus.messages import Done, Plan, Settle
+from bus.messages import Done, Plan, Requeue, Settle, Word
 from bus.server import EmbeddedServer
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
@@ -186,6 +186,32 @@ async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
         await check_history(world)
         (settle,) = [record for record in await world.records() if isinstance(record, Settle)]
         assert (settle.reason, settle.tasks.tolist()) == ("dead", [lease.task.id])
+
+
+async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_it(open_world: OpenWorld) -> None:
+    """The word is said while no feeder is there, and heard by every later one; the answer is a record, so it is given once."""
+    async with open_world(max_lag=0, max_attempts=1, steps=6) as world:
+        async with world.feeder() as (url, _):
+            training = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("done", 1)))
+            async with connect(world.url, world.run, world.config, name="clumsy") as bus:
+                lease = await bus.tasks.lease(10)
+                assert lease is not None
+                assert await lease.fail("it fails today", actor="clumsy")
+            async with world.actors():
+                await training
+        assert await world.bus.dead.say(Word(task=lease.task.id, word="requeue", by="me"))
+        assert not await world.bus.dead.say(Word(task=lease.task.id, word="drop")), "the first word counts"
+        for stop in (2, 3, 4):
+            async with world.feeder() as (url, _), world.actors():
+                await world.train(url, stop=lambda did, at, stop=stop: (did, at) == ("done", stop))  # type: ignore[misc]
+        async with world.feeder() as (url, feeding), world.actors():
+            await world.train(url)
+            await feeding
+        await check_history(world)
+        (requeue,) = [record for record in await world.records() if isinstance(record, Requeue)]
+        (again,) = [task async for task in world.bus.tasks.scan() if task.reissues]
+        assert (again.reissue_of, again.reissues, again.offset) == (requeue.task, 1, lease.task.offset)
+        assert again.id in {int(id) for plan in await world.plans() for id in plan.tasks}, "and it is trained"
 
 
 async def test_a_task_nobody_has_is_issued_again(open_world: OpenWorld) -> None:

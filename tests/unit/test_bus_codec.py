@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from bus import codec
 from bus.errors import UnknownSchema, WireError
-from bus.messages import Dead, Done, Fence, Kind, Plan, PlanRecord, Sample, Sampling, Settle, Span, Status, Task, Timings
+from bus.messages import Dead, Done, Fence, Kind, Plan, PlanRecord, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings
 from tests.bus_kit import make_sample, make_task
 
 INTS = st.integers(-(2**63), 2**63 - 1)
@@ -103,6 +103,7 @@ RECORDS: st.SearchStrategy[PlanRecord] = st.one_of(
         chain=TEXT,
     ),
     st.builds(Done, epoch=INTS, step=INTS, metrics=st.dictionaries(TEXT, FLOATS, max_size=3), weights_digest=st.none() | TEXT),
+    st.builds(Requeue, **dict.fromkeys(("epoch", "task", "root", "count", "prompt_epoch", "offset", "step"), INTS)),
     st.builds(Settle, epoch=INTS, reason=TEXT, tasks=arrays("int64"), seqs=arrays("int64"), step=INTS),
     st.builds(Fence, epoch=INTS),
 )

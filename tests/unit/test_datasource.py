@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bus.errors import WireError
-from bus.messages import Plan, Settle, Status, Task
+from bus.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.config import StalenessConfig
 from learner.datasource import DataSource, Fate, FateName, Waits
 from learner.errors import ConfigRefused, ReplayMismatch
@@ -40,7 +40,7 @@ class Pond:
         for index, reward in enumerate(rewards):
             assert self.add(sample(of, index, spans or ((of.min_version, 3),), reward=reward)).name is FateName.BUFFERED
 
-    def take(self) -> Plan | Settle:
+    def take(self) -> Plan | Settle | Requeue:
         record = self.source.plan(self.now)
         assert not isinstance(record, Waits), record.text
         self.records += 1
@@ -504,3 +504,34 @@ def test_cursor_lists_what_is_settled_above_the_floor() -> None:
     assert (pond.source.cursor().floor, pond.source.cursor().settled) == (0, (2, 3, 4))
     again = DataSource.restore(rules(groups_per_step=1), pond.source.snapshot())
     assert again.cursor() == pond.source.cursor()
+
+
+def letter(of: Task, **changes: Any) -> Dead:
+    return Dead(task=of.id, reason="", attempts=3, actor="a", prompt="", **({"root": of.id, "offset": of.offset} | changes))
+
+
+def test_a_dead_task_that_is_asked_for_again_is_owed_one_task_more() -> None:
+    pond = Pond()
+    (first, *_) = pond.issue(*range(1, 5))
+    pond.source.requeue(letter(first))
+    assert isinstance(pond.source.plan(pond.now), Waits), "not dead: nothing to ask for"
+    pond.source.dead(1)
+    assert pond.take_settle().reason == "dead"
+    again = pond.take()
+    assert isinstance(again, Requeue)
+    wanted = pond.source.wanted()
+    assert wanted is not None
+    assert (wanted.reissue_of, wanted.reissues, wanted.offset) == (1, 1, first.offset)
+    pond.source.requeue(letter(first))
+    assert isinstance(pond.source.plan(pond.now), Waits), "once, however often it is said"
+    pond.issue(5, reissue_of=1, reissues=1, offset=first.offset)
+    assert pond.source.wanted() is None or pond.source.wanted().reissue_of is None  # type: ignore[union-attr]
+
+
+def test_a_dead_task_without_a_place_cannot_be_asked_for() -> None:
+    pond = Pond()
+    (first, *_) = pond.issue(*range(1, 5))
+    pond.source.dead(1)
+    pond.take_settle()
+    pond.source.requeue(letter(first, root=-1))
+    assert isinstance(pond.source.plan(pond.now), Waits)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bus.errors import WireError
-from bus.messages import Kind, Plan, Sample, Settle, Status, Task
+from bus.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
 from learner.batch import trainable_lags
 from learner.datasource import DataSource, FateName, Waits
 from learner.rules import DataRules
@@ -28,9 +28,10 @@ class History(RuleBasedStateMachine):
         super().__init__()
         self.tasks: list[Task] = []
         self.stream: list[Sample | WireError] = []
-        self.log: list[Plan | Settle] = []
+        self.log: list[Plan | Settle | Requeue] = []
         self.steps: dict[int, int] = {}
         self.dead: list[int] = []
+        self.words: list[Dead] = []
         self.snapshots: dict[int, bytes] = {}
         self.read_to = 0
         self.now = 0.0
@@ -151,9 +152,19 @@ class History(RuleBasedStateMachine):
             if chance.random() < 0.5:
                 self.dead.append(id)
                 self.source.dead(id)
+                if chance.random() < 0.5:
+                    self.ask_again(id)
             elif id in self.source.overdue(self.now + 1, 0.5):
                 self.source.lost(id)
                 self.propose()  # nobody will say it again after a restart: it counts once it is recorded
+
+    def ask_again(self, id: int) -> None:
+        """Said once or twice, of a task that may have been trained before it was declared dead."""
+        (of,) = [one for one in self.tasks if one.id == id] or [task(id)]
+        root = of.id if of.reissue_of is None else of.reissue_of
+        place = {"root": root, "reissues": of.reissues, "prompt_epoch": of.prompt_epoch, "offset": of.offset}
+        self.words.append(Dead(task=id, reason="", attempts=1, actor="", prompt="", **place))
+        self.source.requeue(self.words[-1])
 
     @rule(chance=st.randoms(use_true_random=False))
     def publish(self, chance: random.Random) -> None:
@@ -178,7 +189,7 @@ class History(RuleBasedStateMachine):
         while self.source.step < self.rules.steps and not isinstance(record := self.source.plan(self.now), Waits):
             self.record(record)
 
-    def record(self, record: Plan | Settle) -> None:
+    def record(self, record: Plan | Settle | Requeue) -> None:
         self.log.append(record)
         self.source.apply(record, len(self.log))
         if isinstance(record, Plan):
@@ -198,6 +209,8 @@ class History(RuleBasedStateMachine):
         self.confirm()
         for id in self.dead:
             new.dead(id)
+        for word in self.words:
+            new.requeue(word)
         self.replay()
         if old.head is not None:
             new.published(*old.head)
@@ -260,7 +273,7 @@ class History(RuleBasedStateMachine):
     @invariant()
     def nothing_is_used_twice(self) -> None:
         for name in ("seqs", "tasks"):
-            used = [int(value) for record in self.log for value in getattr(record, name)]
+            used = [int(value) for record in self.log if not isinstance(record, Requeue) for value in getattr(record, name)]
             assert len(used) == len(set(used))
         places = [(one.prompt_epoch, one.offset) for one in self.tasks if not one.reissues and one.kind is Kind.TRAIN]
         assert len(places) == len(set(places))
@@ -304,6 +317,8 @@ def _same(one: Any, other: Any) -> bool:
         return bool(one.chain == other.chain)
     if isinstance(one, Settle):
         return (one.reason, one.tasks.tolist(), one.seqs.tolist()) == (other.reason, other.tasks.tolist(), other.seqs.tolist())
+    if isinstance(one, Requeue):
+        return one == other
     return bool(one.missing == other.missing)
 
 
@@ -330,12 +345,13 @@ def test_long_histories(seed: int) -> None:
             check()
     REACHED.update(record.reason for record in history.log if isinstance(record, Settle))
     REACHED.update(name for name, count in history.source.books().tokens.items() if count)
+    REACHED["requeued"] += sum(isinstance(record, Requeue) for record in history.log)
     REACHED["steps"] += history.source.step
     REACHED["given up"] += history.source.books().given_up
 
 
 def test_long_histories_reach_every_outcome() -> None:
-    for outcome in ("stale", "filtered", "dead", "lost", "masked", "too_old", "trained", "given up"):
+    for outcome in ("stale", "filtered", "dead", "lost", "masked", "too_old", "trained", "given up", "requeued"):
         assert REACHED[outcome], (outcome, REACHED)
 
 

@@ -1,0 +1,63 @@
+"""Poisoned prompts: given up with the reason, never a stall, and issued again when somebody says so."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bus.connection import Bus
+from bus.messages import Dead, Plan, Requeue
+from tests.whole.running import ROOT, assert_books_balance, records, up
+
+
+async def dead_tasks(bus: Bus, count: int) -> list[Dead]:
+    """Wait for so many."""
+    found: list[Dead] = []
+    async for _, told in bus.dead.follow():
+        if isinstance(told, Dead):
+            found.append(told)
+        if len(found) == count:
+            return found
+    raise AssertionError("unreachable")
+
+
+async def dead(run_dir: Path, *words: str) -> str:
+    command = [sys.executable, "-m", "launch", "dead", "--run-dir", str(run_dir), *words]
+    done = await asyncio.to_thread(subprocess.run, command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+async def test_poisoned_prompts(tmp_path: Path) -> None:
+    mended = tmp_path / "mended"
+    poison = ("actor.reward=tests.poison:ones", f"actor.reward_options.mended={mended}", "bus.max_attempts=2")
+    with up(tmp_path, *poison, "learner.steps=200", "learner.keep_checkpoints=2") as run:
+        async with run.bus() as bus:
+            first, second, *_ = await dead_tasks(bus, 3)
+            listed = [json.loads(line) for line in (await dead(run.directory, "--json")).splitlines()]
+            by_id: dict[int, Any] = {one["task"]: one for one in listed}
+            assert by_id[first.task]["attempts"] == 2
+            assert "no judge for a one" in by_id[first.task]["reason"]
+            assert "task 1000000 is not dead" in await dead(run.directory, "requeue", "1000000")
+            assert "requeue: want ids of tasks, --all or --reason TEXT" in await dead(run.directory, "requeue")
+            assert f"task {second.task}: drop\n" in await dead(run.directory, "drop", str(second.task))
+            mended.touch()
+            said = await dead(run.directory, "requeue", str(first.task))
+            assert f"task {first.task}: requeue\nthe learner has recorded it" in said
+            assert "requeue was said before" in await dead(run.directory, "drop", str(first.task))
+            left = await dead(run.directory, "--json")
+            assert not {first.task, second.task} & {json.loads(line)["task"] for line in left.splitlines()}
+            assert f"task {second.task} [drop]: 2 attempts" in await dead(run.directory, "--all")
+            again: list[int] = []
+            while not again:
+                again = [task.id async for task in bus.tasks.scan() if task.reissue_of == first.root and task.reissues]
+            async for _, record in bus.plans.follow():
+                if isinstance(record, Plan) and again[0] in record.tasks.tolist():
+                    break
+            assert [one.task async for _, one in bus.plans.scan() if isinstance(one, Requeue)] == [first.task]
+            _, done = await records(bus)
+            assert max(one.step for one in done) < 200, "while the run went on"
+        assert await asyncio.to_thread(run.wait) == 0, run.log
+        assert_books_balance(run.summary, max_lag=2)
+        assert run.summary["samples_dropped"]["failed"] >= 6, "two attempts of three dead tasks"
