@@ -42,8 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 
-    bus = commands.add_parser("bus", help="an embedded nats-server")
+    bus = commands.add_parser("bus", help="an embedded nats-server, or a cluster of three (bus.cluster)")
     _configured(bus)
+    bus.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
+    bus.add_argument("--auth-dir", default="", metavar="DIR", help="where their passwords are kept: bus.auth_dir")
 
     for name, help_ in (("engine", "an inference engine"), ("learner", "the learner: a feeder and its ranks")):
         process = commands.add_parser(name, help=help_)

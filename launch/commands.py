@@ -4,12 +4,27 @@ import argparse
 import logging
 import os
 
+from launch.access import LEARNER
 from launch.config import RunConfig
 from launch.settings import Loaded, load, render
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
     return load(args.config, args.set, os.environ)
+
+
+def _address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
+    """The address of the bus with the password in it: for this process, not to be shown."""
+    from launch.access import address_line
+
+    return address_line(args.bus, config, user, os.environ)
+
+
+def _id(args: argparse.Namespace) -> str:
+    """Its name on the bus: the one asked for, else the one its user has; a user may write under no other."""
+    from launch.access import user_of_environment
+
+    return args.id or user_of_environment(os.environ)[0]
 
 
 def _config(args: argparse.Namespace) -> RunConfig | None:
@@ -48,6 +63,8 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def bus(args: argparse.Namespace) -> int:
+    args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
+    args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
     wanted = _config(args)
     if wanted is None:
         return 0
@@ -63,8 +80,10 @@ def engine(args: argparse.Namespace) -> int:
         return 0
     from launch import process, roles
 
-    process.set_up_logging("engine", args.id)
-    return process.run(lambda draining: roles.run_engine(wanted, args.bus, args.id, draining), drain_s=wanted.up.drain_s)
+    id = _id(args)
+    process.set_up_logging("engine", id)
+    address = _address(args, wanted, id)
+    return process.run(lambda draining: roles.run_engine(wanted, address, id, draining), drain_s=wanted.up.drain_s)
 
 
 def actor(args: argparse.Namespace) -> int:
@@ -75,10 +94,12 @@ def actor(args: argparse.Namespace) -> int:
             return 0
     from launch import process, roles
 
-    process.set_up_logging("actor", args.id)
+    id = _id(args)
+    process.set_up_logging("actor", id)
+    address = _address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    return process.run(lambda draining: roles.run_actor(wanted, run, args.bus, args.id, draining), drain_s=drain_s)
+    return process.run(lambda draining: roles.run_actor(wanted, run, address, id, draining), drain_s=drain_s)
 
 
 def learner(args: argparse.Namespace) -> int:
@@ -88,8 +109,9 @@ def learner(args: argparse.Namespace) -> int:
     from launch import process, roles
 
     process.set_up_logging("learner", args.id)
+    address = _address(args, wanted, LEARNER)
     return process.run(
-        lambda draining: roles.run_learner(wanted, args.bus, args.id, _children_arguments(args), draining),
+        lambda draining: roles.run_learner(wanted, address, args.id, _children_arguments(args), draining),
         drain_s=wanted.up.drain_s + 5,
         uvloop=False,
     )
@@ -107,7 +129,8 @@ def feeder(args: argparse.Namespace) -> int:
     from launch import process, roles
 
     process.set_up_logging("feeder")
-    return process.run(lambda draining: roles.run_feeder(wanted, args.bus, args.feeder_url, draining), drain_s=wanted.up.drain_s)
+    address = _address(args, wanted, LEARNER)
+    return process.run(lambda draining: roles.run_feeder(wanted, address, args.feeder_url, draining), drain_s=wanted.up.drain_s)
 
 
 def rank(args: argparse.Namespace) -> int:
@@ -117,7 +140,7 @@ def rank(args: argparse.Namespace) -> int:
     from launch import process, roles
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return roles.run_rank(wanted, args.bus, args.feeder_url)
+    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url)
 
 
 def status(args: argparse.Namespace) -> int:

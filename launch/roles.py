@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
 from launch.process import first_of
 
@@ -32,34 +33,39 @@ def run_prepare(config: RunConfig) -> int:
 
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
-    """The embedded nats-server: started again at once, on the same port, whenever it ends; stopped when drained."""
+    """The embedded nats-server, or three: started again at once, on the same port, whenever one ends; stopped when drained."""
+    from bus.cluster import EmbeddedBus
     from bus.connection import connect
     from bus.live import Heartbeat
     from bus.messages import LiveRow
-    from bus.server import EmbeddedServer
 
-    server = EmbeddedServer(config.root / "bus", config.bus)
-    url = await asyncio.to_thread(server.start)
+    servers = EmbeddedBus(config.root / "bus", config.run, config.bus, auth_dir(config))
+    url = await asyncio.to_thread(servers.start)
     try:
-        async with connect(url, config.run, config.bus, name="bus") as bus:
-            await bus.create_layout()
+        async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
+            await bus.jet.insist(bus.create_layout)
             write_aside(config.root / BUS_URL_FILE, url)
-            log.info("listening url=%s pid=%d", url, server.pid)
-            row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=server.pid, phase="serving", address=url)
+            log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
+            row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
             async with Heartbeat(bus, row) as heartbeat:
 
                 async def keep_up() -> None:
                     while True:
                         await asyncio.sleep(CHECK_SERVER_S)
-                        if not server.running:
+                        for server in servers.ended():
                             log.warning("nats-server ended and is started again; its last words:\n%s", server.log_tail(5))
                             await asyncio.to_thread(server.start)
-                            heartbeat.update(pid=server.pid)
+                            heartbeat.update(pid=servers.pid)
 
                 await first_of(keep_up(), draining.wait())
     finally:
         (config.root / BUS_URL_FILE).unlink(missing_ok=True)
-        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(servers.stop)
+
+
+def own_address(config: RunConfig, url: str) -> str:
+    """For processes that belong to the run's own machine and may do everything: the address with the learner's password."""
+    return address_line(url, config, LEARNER, os.environ)
 
 
 async def run_engine(config: RunConfig, bus_url: str, id: str, draining: asyncio.Event) -> None:
