@@ -12,6 +12,7 @@ NAMES = {
     "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
+    "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
     "loop": "the whole loop, against its slower half",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }
