@@ -25,9 +25,12 @@ _RECONNECT_S = 0.2
 _PING_S = 5.0
 """A silently cut network is noticed after three of these."""
 _SAY_EVERY_S = 5.0
+_CLOSE_S = 1.0
 _FORBIDDEN_S = 10.0
 """For so long what was forbidden is not tried again: permissions may have changed then."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_TIDYING = "$js.api.consumer.delete."
+"""Readers say what they no longer need; the server finds out by itself, too."""
 _NO_ENTRY = ("authorization violation", "authentication", "user credentials")
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
@@ -44,7 +47,7 @@ class Link:
         self._turn = asyncio.Event()
         """Set when it is up, or closed: what waiting for it can end with."""
         self._listeners: set[Callable[[], None]] = set()
-        self._refusals: set[Callable[[Forbidden], None]] = set()
+        self._refusals: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
         """What the server refused of late and when, by subject in lower case: so the client library spells it."""
         self.user = ""
@@ -82,8 +85,11 @@ class Link:
         self._listeners.add(listener)
         return lambda: self._listeners.discard(listener)
 
-    def on_forbidden(self, listener: Callable[[Forbidden], None]) -> Callable[[], None]:
-        """Call ``listener`` whenever the server refuses a publish; returns what ends that. ``subject`` is in lower case."""
+    def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
+        """Call ``listener`` whenever the server refuses a publish; returns what ends that. ``subject`` is in lower case.
+
+        It says whether that was its own; what is nobody's is logged.
+        """
         self._refusals.add(listener)
         return lambda: self._refusals.discard(listener)
 
@@ -100,11 +106,17 @@ class Link:
         """One answer. Raises BusUnavailable, at once when the connection breaks that should bring it; Forbidden."""
         loop = asyncio.get_running_loop()
         self.check_allowed(subject)
+
+        def refused(error: Forbidden) -> bool:
+            if error.subject == subject.lower() and not scope.expired():
+                scope.reschedule(loop.time())
+            return error.subject == subject.lower()
+
         try:
             async with asyncio.timeout(timeout_s) as scope:
                 ends = [
                     self.on_lost(lambda: scope.reschedule(loop.time())),
-                    self.on_forbidden(lambda error: scope.reschedule(loop.time()) if error.subject == subject.lower() else None),
+                    self.on_forbidden(refused),
                 ]
                 try:
                     answer = await self.nc.request(subject, payload, timeout=2 * timeout_s)
@@ -178,7 +190,7 @@ class Link:
         self._rise()
 
     async def close(self) -> None:
-        """Send what is pending (for at most a second) and close."""
+        """Send what is pending (for at most a second) and close (for as long: a TLS handshake that failed leaves the library waiting)."""
         self._closing = True
         if self.connected and not self.nc.is_closed:
             try:
@@ -186,7 +198,8 @@ class Link:
             except FOREIGN as error:
                 _log.warning("bus: closing with messages unsent error=%r", error)
         try:
-            await self.nc.close()
+            async with asyncio.timeout(_CLOSE_S):
+                await self.nc.close()
         except FOREIGN as error:  # the library tries to send what is pending over a connection that is gone
             _log.info("bus: closed while it was away error=%r", error)
 
@@ -205,14 +218,15 @@ class Link:
 
     def _on_violation(self, verb: str, subject: str) -> None:
         error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
-        if subject.lower().startswith("$js.api.consumer.delete."):
-            _log.debug("bus: a reader's consumer is left to the server subject=%s", subject)
+        if subject.lower().startswith(_TIDYING):
+            _log.debug("bus: left to the server: %s", error)
             return
-        _log.error("bus: %s", error)
+        heard = False
         if error.verb == "publish":
             self._forbidden[subject.lower()] = (error, time.monotonic())
-            for listener in list(self._refusals):
-                listener(error)
+            heard = any([listener(error) for listener in list(self._refusals)])
+        if not heard:
+            _log.error("bus: %s", error)
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self._up.is_set():

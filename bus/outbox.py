@@ -134,10 +134,12 @@ class Outbox:
                 return
             self._settle(token, None)
 
-    def _forbidden(self, error: Forbidden) -> None:
-        for future, _, subject in self._waiting.values():
-            if subject.lower() == error.subject and not future.done():
+    def _forbidden(self, error: Forbidden) -> bool:
+        waiting = [(future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject]
+        for future, subject in waiting:
+            if not future.done():
                 future.set_exception(Forbidden(subject, error.verb, error.user))
+        return bool(waiting)
 
     def _lost(self) -> None:
         for token in list(self._waiting):
