@@ -13,6 +13,7 @@ NAMES = {
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
+    "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
     "loop": "the whole loop, against its slower half",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }

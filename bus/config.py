@@ -1,5 +1,6 @@
 """Settings of the bus."""
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
@@ -12,9 +13,9 @@ class BusConfig:
     """Where the bus is and how its streams are kept."""
 
     url: str = ""
-    """NATS URL of a running server (``nats://host:4222``); empty = an embedded nats-server child."""
+    """NATS URL of a running server (``nats://host:4222``, or several, with commas); empty = an embedded nats-server child."""
     host: str = "127.0.0.1"
-    """Address the embedded server listens on."""
+    """Address the embedded server listens on; others than this machine's own want ``auth``."""
     port: int = -1
     """Port of the embedded server; -1 = any free one."""
     max_payload_bytes: int = 8_000_000
@@ -26,13 +27,37 @@ class BusConfig:
     duplicate_window_s: float = 600.0
     """A message id seen within this time is stored once."""
     replicas: int = 1
-    """Copies of every stream (3 on a cluster of three)."""
+    """Copies of every stream; at least as many as ``cluster``."""
     lease_s: float = 30.0
     """A task not renewed for so long goes to another actor."""
     max_attempts: int = 3
     """Failures reported by actors after which a task is dead."""
     sync_always: bool = False
     """fsync every message: survives power loss, 4 to 13 times slower."""
+    auth: bool = False
+    """The embedded server lets in only the users it made, each of them only to what its role needs (docs/security.md)."""
+    auth_dir: str = ""
+    """Where the users' passwords are; derived: <directory>/auth."""
+    auth_users: int = 16
+    """Users made for each of the roles actor, engine and host: ``actor-0``, ``actor-1``, ..."""
+    insecure: bool = False
+    """Listen on other addresses than this machine's own although everybody may do everything there."""
+    tls_cert: str = ""
+    """PEM file: certificate of the embedded server; with it, it speaks TLS only."""
+    tls_key: str = ""
+    """PEM file: its key."""
+    tls_ca: str = ""
+    """PEM file: who signed the server's certificate, for clients; empty = whom the system trusts."""
+    tls_verify: bool = False
+    """The server wants a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show ``tls_cert``."""
+    cluster: int = 1
+    """Servers of the embedded bus on this machine: 1 or 3."""
+    server_name: str = ""
+    """Name of the one server of a cluster that this machine has; empty = not part of one."""
+    cluster_listen: str = ""
+    """host:port at which it expects the others."""
+    cluster_routes: tuple[str, ...] = ()
+    """host:port of every server of the cluster."""
 
     def __post_init__(self) -> None:
         for name in ("max_payload_bytes", "samples_max_bytes", "duplicate_window_s", "replicas", "lease_s", "max_attempts"):
@@ -42,3 +67,42 @@ class BusConfig:
             raise ValueError(f"max_payload_bytes: want >= 4096, got {self.max_payload_bytes}")
         if self.history_samples < 0:
             raise ValueError(f"history_samples: want >= 0, got {self.history_samples}")
+        self._check_secrets()
+        self._check_cluster()
+
+    @property
+    def copies(self) -> int:
+        """Of every stream."""
+        return max(self.replicas, self.cluster)
+
+    def _check_secrets(self) -> None:
+        if "@" in self.url:
+            raise ValueError("url: want no user and password in it (this file is shown to others), give them by TIDEMILL_BUS_CREDENTIALS")
+        if self.auth_users < 0:
+            raise ValueError(f"auth_users: want >= 0, got {self.auth_users}")
+        if not self.url and not (is_loopback(self.host) or self.auth or self.insecure):
+            raise ValueError(
+                f"host: {self.host} can be reached by others, who could do everything there; want auth: true, or insecure: true"
+            )
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError(f"tls_cert, tls_key: want both or none, got {self.tls_cert!r} and {self.tls_key!r}")
+        if self.tls_verify and not (self.tls_ca and self.tls_cert):
+            raise ValueError("tls_verify: want tls_ca and tls_cert, too")
+
+    def _check_cluster(self) -> None:
+        if self.cluster not in (1, 3):
+            raise ValueError(f"cluster: want 1 or 3 (two survive the loss of none), got {self.cluster}")
+        if bool(self.server_name) != bool(self.cluster_listen) or bool(self.server_name) != bool(self.cluster_routes):
+            raise ValueError("server_name, cluster_listen, cluster_routes: want all or none")
+        if self.server_name and self.cluster != 1:
+            raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
+        if self.server_name and not (is_loopback(self.cluster_listen.rpartition(":")[0]) or self.auth or self.insecure):
+            raise ValueError(f"cluster_listen: {self.cluster_listen} can be reached by others; want auth: true, or insecure: true")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -6,6 +6,7 @@ import re
 import time
 
 from bus import subjects
+from bus.address import parse
 from bus.config import RUN_NAME
 from bus.errors import BusError, BusUnavailable
 from bus.link import Link, linked
@@ -47,7 +48,7 @@ async def find_run(url: str, *, name: str, wait_s: float) -> str:
             if len(found) == 1:
                 return found[0]
             if found:
-                raise SeveralRuns(f"--run: {url} carries {len(found)} runs ({', '.join(found)}); want the name of one")
+                raise SeveralRuns(f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one")
             if time.monotonic() > deadline:
-                raise BusUnavailable(f"run on {url}", f"none there within {wait_s:.0f} s")
+                raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")
             await asyncio.sleep(LOOK_EVERY_S)

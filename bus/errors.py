@@ -16,6 +16,28 @@ class BusUnavailable(BusError):
         return f"{self.where}: bus unavailable: {self.reason}"
 
 
+class Denied(BusError):
+    """The bus does not let this process in: name or password are wrong or missing, or a certificate is not to be trusted."""
+
+    def __init__(self, where: str, reason: str, cure: str) -> None:
+        super().__init__(where, reason, cure)
+        self.where, self.reason, self.cure = where, reason, cure
+
+    def __str__(self) -> str:
+        return f"{self.where}: denied: {self.reason}; cure: {self.cure}"
+
+
+class Forbidden(BusError):
+    """The bus let this process in, but its user may not do this: it would not help to try again."""
+
+    def __init__(self, subject: str, verb: str, user: str) -> None:
+        super().__init__(subject, verb, user)
+        self.subject, self.verb, self.user = subject, verb, user
+
+    def __str__(self) -> str:
+        return f"{self.subject}: user {self.user or '(none)'} may not {self.verb} here (docs/security.md: who may do what)"
+
+
 class ServerFailed(BusError):
     """The embedded nats-server ended or did not come up; carries its last lines."""
 

@@ -46,7 +46,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "max_bytes": config.samples_max_bytes if name == subjects.SAMPLES else -1,
             "max_age": 0,
             "max_msgs": -1,
-            "num_replicas": config.replicas,
+            "num_replicas": config.copies,
             "duplicate_window": int(config.duplicate_window_s * _NS),
             "allow_direct": True,
         }
@@ -58,7 +58,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "storage": "file",
             "discard": "new",
             "max_msgs_per_subject": 1,
-            "num_replicas": config.replicas,
+            "num_replicas": config.copies,
             "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
             "allow_direct": True,
             "allow_rollup_hdrs": True,

@@ -1,7 +1,9 @@
-"""The connection itself: up, down, gone; who wants to know is told. Knows nothing of streams."""
+"""The connection itself: up, down, gone, not allowed; who wants to know is told. Knows nothing of streams."""
 
 import asyncio
 import logging
+import re
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,7 +14,8 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.errors import BusError, BusUnavailable
+from bus.address import Address, parse
+from bus.errors import BusError, BusUnavailable, Denied, Forbidden
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +25,14 @@ _RECONNECT_S = 0.2
 _PING_S = 5.0
 """A silently cut network is noticed after three of these."""
 _SAY_EVERY_S = 5.0
+_CLOSE_S = 1.0
+_FORBIDDEN_S = 10.0
+"""For so long what was forbidden is not tried again: permissions may have changed then."""
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_TIDYING = "$js.api.consumer.delete."
+"""Readers say what they no longer need; the server finds out by itself, too."""
+_NO_ENTRY = ("authorization violation", "authentication", "user credentials")
+_NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 """What the client library raises when something is wrong outside of this process."""
@@ -36,6 +47,11 @@ class Link:
         self._turn = asyncio.Event()
         """Set when it is up, or closed: what waiting for it can end with."""
         self._listeners: set[Callable[[], None]] = set()
+        self._refusals: set[Callable[[Forbidden], bool]] = set()
+        self._forbidden: dict[str, tuple[Forbidden, float]] = {}
+        """What the server refused of late and when, by subject in lower case: so the client library spells it."""
+        self.user = ""
+        self._opening: Address | None = None
         self.last_error = ""
         self._said_s = 0.0
         self._closing = False
@@ -69,25 +85,58 @@ class Link:
         self._listeners.add(listener)
         return lambda: self._listeners.discard(listener)
 
+    def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
+        """Call ``listener`` whenever the server refuses a publish; returns what ends that. ``subject`` is in lower case.
+
+        It says whether that was its own; what is nobody's is logged.
+        """
+        self._refusals.add(listener)
+        return lambda: self._refusals.discard(listener)
+
+    def check_allowed(self, subject: str) -> None:
+        """Raises Forbidden for what the server refused a moment ago."""
+        error, since = self._forbidden.get(subject.lower(), (None, 0.0))
+        if error is None:
+            return
+        if time.monotonic() - since < _FORBIDDEN_S:
+            raise Forbidden(subject, error.verb, error.user)
+        del self._forbidden[subject.lower()]
+
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
-        """One answer. Raises BusUnavailable, at once when the connection breaks that should bring it."""
+        """One answer. Raises BusUnavailable, at once when the connection breaks that should bring it; Forbidden."""
         loop = asyncio.get_running_loop()
+        self.check_allowed(subject)
+
+        def refused(error: Forbidden) -> bool:
+            if error.subject == subject.lower() and not scope.expired():
+                scope.reschedule(loop.time())
+            return error.subject == subject.lower()
+
         try:
             async with asyncio.timeout(timeout_s) as scope:
-                forget = self.on_lost(lambda: scope.reschedule(loop.time()))
+                ends = [
+                    self.on_lost(lambda: scope.reschedule(loop.time())),
+                    self.on_forbidden(refused),
+                ]
                 try:
                     answer = await self.nc.request(subject, payload, timeout=2 * timeout_s)
                 finally:
-                    forget()
+                    for forget in ends:
+                        forget()
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():  # wait_for of Python 3.11 forgets one that comes together with the answer
                     raise asyncio.CancelledError
                 return answer
         except FOREIGN as error:
+            self.check_allowed(subject)
             raise self.unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
-        """Fire and forget. Raises BusUnavailable, also when not connected: the client library would send it some day, too late."""
+        """Fire and forget. Raises BusUnavailable, also when not connected: the client library would send it some day, too late.
+
+        Raises Forbidden when the server refused this subject a moment ago.
+        """
+        self.check_allowed(subject)
         if not self.connected:
             raise BusUnavailable(subject, "not connected")
         try:
@@ -108,14 +157,16 @@ class Link:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``. Raises BusUnavailable."""
+        """Connect within ``wait_s``. ``url`` is a line as ``bus.address`` reads it. Raises BusUnavailable, Denied at once, ValueError."""
         since = time.monotonic()
-        self._what = f"{name} at {url}"
+        address = parse(url)
+        self._what, self._opening, self.user = f"{name} at {address}", address, address.user
         try:
             async with asyncio.timeout(wait_s):
                 await self.nc.connect(
-                    url,
+                    list(address.servers),
                     name=name,
+                    **_login(address),
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnected,
                     reconnected_cb=self._on_reconnected,
@@ -127,15 +178,19 @@ class Link:
                 )
         except FOREIGN as error:
             reason = self.last_error or str(error) or type(error).__name__
-            raise BusUnavailable(f"connecting {name} to {url}", f"waited {time.monotonic() - since:.1f} s: {reason}") from None
+            raise BusUnavailable(f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}") from None
+        finally:
+            self._opening = None
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
             want = ".".join(map(str, OLDEST_SERVER))
-            raise BusError(f"connecting {name} to {url}: want nats-server >= {want}, got {version.major}.{version.minor}.{version.patch}")
+            raise BusError(
+                f"connecting {name} to {address}: want nats-server >= {want}, got {version.major}.{version.minor}.{version.patch}"
+            )
         self._rise()
 
     async def close(self) -> None:
-        """Send what is pending (for at most a second) and close."""
+        """Send what is pending (for at most a second) and close (for as long: a TLS handshake that failed leaves the library waiting)."""
         self._closing = True
         if self.connected and not self.nc.is_closed:
             try:
@@ -143,16 +198,35 @@ class Link:
             except FOREIGN as error:
                 _log.warning("bus: closing with messages unsent error=%r", error)
         try:
-            await self.nc.close()
+            async with asyncio.timeout(_CLOSE_S):
+                await self.nc.close()
         except FOREIGN as error:  # the library tries to send what is pending over a connection that is gone
             _log.info("bus: closed while it was away error=%r", error)
 
     async def _on_error(self, error: Exception) -> None:
+        """Also where the client library tells of a refused publish: to whoever waits for its answer, it says nothing."""
         self.last_error = str(error) or type(error).__name__
+        if self._opening is not None:
+            _refuse_to_wait(self._what, self._opening, error)
+        if (violation := _VIOLATION.search(self.last_error)) is not None:
+            self._on_violation(violation[1].lower(), violation[2])
+            return
         now = time.monotonic()
         if now - self._said_s > _SAY_EVERY_S:
             self._said_s = now
             _log.warning("bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error)
+
+    def _on_violation(self, verb: str, subject: str) -> None:
+        error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
+        if subject.lower().startswith(_TIDYING):
+            _log.debug("bus: left to the server: %s", error)
+            return
+        heard = False
+        if error.verb == "publish":
+            self._forbidden[subject.lower()] = (error, time.monotonic())
+            heard = any([listener(error) for listener in list(self._refusals)])
+        if not heard:
+            _log.error("bus: %s", error)
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self._up.is_set():
@@ -169,6 +243,7 @@ class Link:
         self._turn.set()
 
     def _rise(self) -> None:
+        self._forbidden.clear()
         self._up.set()
         self._turn.set()
 
@@ -177,6 +252,39 @@ class Link:
         self._turn.clear()
         for listener in list(self._listeners):
             listener()
+
+
+def inbox_prefix(user: str) -> str:
+    """Where answers to a user arrive: nobody else may listen there."""
+    return f"_INBOX_{_NOT_TOKEN.sub('_', user)}" if user else "_INBOX"
+
+
+def _login(address: Address) -> dict[str, Any]:
+    """What the client library wants to know about user and certificates."""
+    options: dict[str, Any] = {}
+    if address.user and address.password:
+        options |= {"user": address.user, "password": address.password, "inbox_prefix": inbox_prefix(address.user).encode()}
+    elif address.user:
+        options["token"] = address.user
+    if address.tls or address.ca:
+        try:
+            context = ssl.create_default_context(cafile=address.ca or None)
+            if address.cert:
+                context.load_cert_chain(address.cert, address.key or None)
+        except OSError as error:
+            raise ValueError(f"address of the bus: ca, cert, key: want PEM files, {address.ca} {address.cert}: {error}") from None
+        options["tls"] = context
+    return options
+
+
+def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
+    """Raise Denied for what no waiting cures."""
+    reason = str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        raise Denied(what, f"the certificate of the bus: {error.verify_message}", "give the file that signed it (bus.tls_ca, or ?ca=FILE)")
+    if any(text in reason.lower() for text in _NO_ENTRY):
+        missing = "no user given" if not address.user else "wrong name or password"
+        raise Denied(what, missing, "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)")
 
 
 @asynccontextmanager

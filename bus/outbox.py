@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from nats.aio.msg import Msg
 
-from bus.errors import BusUnavailable, Refused
+from bus.errors import BusUnavailable, Forbidden, Refused
 from bus.link import FOREIGN, Link
 
 _log = logging.getLogger(__name__)
@@ -38,16 +38,18 @@ class Outbox:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float]] = {}
-        """Answer and its deadline, by reply subject, oldest first."""
+        self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
+        """Answer, its deadline and the subject, by reply subject, oldest first."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._inbox = ""
         self._count = 0
         self._opening = asyncio.Lock()
         link.on_lost(self._lost)
+        link.on_forbidden(self._forbidden)
 
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
-        """Send once. Raises Refused; BusUnavailable, which does not mean that it was not stored."""
+        """Send once. Raises Refused; Forbidden; BusUnavailable, which does not mean that it was not stored."""
+        self._link.check_allowed(subject)
         if not self._inbox:
             await self._open()
         if not self._link.connected:  # the client library would keep it and send it some day
@@ -56,7 +58,7 @@ class Outbox:
         token = f"{self._inbox}{self._count}"
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Msg | None] = loop.create_future()
-        self._waiting[token] = (future, loop.time() + _ANSWER_S)
+        self._waiting[token] = (future, loop.time() + _ANSWER_S, subject)
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
@@ -73,7 +75,7 @@ class Outbox:
     ) -> Stored:
         """Send until it is stored, for ever, under the same message id. Cancellable.
 
-        ``on_retry(reason, full)`` is told before each wait. Raises Refused for what no retry can cure, BusUnavailable when closed.
+        ``on_retry(reason, full)`` is told before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
         """
         assert "Nats-Msg-Id" in headers, "a message that is sent again needs an id"
         tries = 0
@@ -126,11 +128,18 @@ class Outbox:
         """Give up on answers past their deadline: one timer for all messages."""
         self._sweeping = None
         now = loop.time()
-        for token, (_, deadline) in list(self._waiting.items()):
+        for token, (_, deadline, _) in list(self._waiting.items()):
             if deadline > now:
                 self._sweeping = loop.call_later(deadline - now, self._sweep, loop)
                 return
             self._settle(token, None)
+
+    def _forbidden(self, error: Forbidden) -> bool:
+        waiting = [(future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject]
+        for future, subject in waiting:
+            if not future.done():
+                future.set_exception(Forbidden(subject, error.verb, error.user))
+        return bool(waiting)
 
     def _lost(self) -> None:
         for token in list(self._waiting):
@@ -141,6 +150,11 @@ _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
 """Message larger than the stream allows; another message stands where this one was to stand."""
 
 
+_NOT_NOW = frozenset({10008, 10158})
+"""A cluster between two leaders, or still working on the same message: unlike a full stream, nothing to do with what was sent."""
+_UNAVAILABLE = 503
+
+
 def _read(subject: str, answer: Msg | None) -> Stored:
     if answer is None:
         raise BusUnavailable(subject, "no answer: stored or not is unknown")
@@ -149,5 +163,8 @@ def _read(subject: str, answer: Msg | None) -> Stored:
     fields = json.loads(answer.data)
     if "error" in fields:
         error = fields["error"]
-        raise Refused(subject, int(error.get("err_code", 0)), str(error.get("description", "")))
+        code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))
+        if code in _NOT_NOW or (error.get("code") == _UNAVAILABLE and code != STREAM_FULL):
+            raise BusUnavailable(subject, f"{reason} ({code})")
+        raise Refused(subject, code, reason)
     return Stored(int(fields["seq"]), bool(fields.get("duplicate", False)))

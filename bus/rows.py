@@ -12,13 +12,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from bus import subjects
-from bus.errors import BusUnavailable, NotFound, Refused, RowConflict, WireError
+from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, WireError
 from bus.jetstream import PATIENCE_S, JetStream, Message
 from bus.link import FOREIGN, Waiter
 from bus.nonce import new_id
 from bus.outbox import WRONG_LAST_SEQUENCE, Stored
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
+_OPERATION = "KV-Operation"
+"""Header of a message that stands where a row was."""
 _RETRY_S = 0.1
 _AT_ONCE = 16
 
@@ -69,8 +71,15 @@ class Rows:
         return await self._write(key, value, revision)
 
     async def delete(self, key: str) -> None:
-        """Remove a row; nothing when there is none."""
-        await self._jet.purge_subject(self._stream, self._subject(key))
+        """Remove a row; nothing when there is none.
+
+        A user who may only write this row, and not remove from the bucket, leaves a mark in its place, which reads as no row.
+        """
+        try:
+            await self._jet.purge_subject(self._stream, self._subject(key))
+        except Forbidden:
+            headers = {subjects.MESSAGE_ID: new_id("row"), _OPERATION: "DEL"}
+            await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
         """The row now and after each change (None = there is none), for ever; changes in quick succession may show as one.
@@ -149,7 +158,7 @@ class Rows:
             if error.what == "stream":
                 raise
             return None
-        return None if "KV-Operation" in message.headers else message  # deleted by a foreign tool
+        return None if _OPERATION in message.headers else message
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):

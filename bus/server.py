@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
@@ -34,9 +35,10 @@ def find_binary() -> str:
 class EmbeddedServer:
     """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context manager."""
 
-    def __init__(self, directory: Path, config: BusConfig) -> None:
+    def __init__(self, directory: Path, config: BusConfig, *, extra: Sequence[str] = ()) -> None:
+        """``extra``: more lines of its configuration (users, the cluster it is part of)."""
         self.directory = Path(directory).absolute()
-        self.config = config
+        self.config, self._extra = config, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
 
@@ -166,10 +168,19 @@ class EmbeddedServer:
             f"  store_dir: {quoted(str(self.directory / 'store'))}",
             *(["  sync_interval: always"] if self.config.sync_always else []),
             "}",
+            *self._tls_lines(),
+            *self._extra,
         ]
         path = self.directory / "nats-server.conf"
-        path.write_text("\n".join(lines) + "\n")
+        write_private(path, "\n".join(lines) + "\n")
         return path
+
+    def _tls_lines(self) -> list[str]:
+        config, quoted = self.config, json.dumps
+        if not config.tls_cert:
+            return []
+        verify = [f"  ca_file: {quoted(config.tls_ca)}", "  verify: true"] if config.tls_verify else []
+        return ["tls {", f"  cert_file: {quoted(config.tls_cert)}", f"  key_file: {quoted(config.tls_key)}", *verify, "}"]
 
     def _await_ports(self, binary_name: str) -> str:
         assert self._process is not None
@@ -179,11 +190,25 @@ class EmbeddedServer:
             if self._process.poll() is not None:
                 raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail(5))
             try:
-                return str(json.loads(ports.read_text())["nats"][0])
+                return _reachable(str(json.loads(ports.read_text())["nats"][0]), self.config)
             except (FileNotFoundError, ValueError):  # not written yet, or half written
                 time.sleep(0.005)
         self.kill()
         raise ServerFailed(f"not up after {_START_S:.0f} s", self.log_tail())
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file whole, for its owner alone, from its first byte on."""
+    aside = path.with_name(f".{path.name}.new")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    os.replace(aside, path)
+
+
+def _reachable(url: str, config: BusConfig) -> str:
+    """With the scheme clients must use."""
+    return f"{'tls' if config.tls_cert else 'nats'}://{url.partition('://')[2]}"
 
 
 class _die_with_parent:

@@ -42,8 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 
-    bus = commands.add_parser("bus", help="an embedded nats-server")
+    bus = commands.add_parser("bus", help="an embedded nats-server, or a cluster of three (bus.cluster)")
     _configured(bus)
+    bus.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
+    bus.add_argument("--auth-dir", default="", metavar="DIR", help="where their passwords are kept: bus.auth_dir")
 
     learner = commands.add_parser("learner", help="the learner: a feeder and its ranks")
     _configured(learner)
@@ -62,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
     host.add_argument("--pool", default="", help="group of hosts that it belongs to")
+    host.add_argument("--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users")
     host.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
     host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds that a process has to finish what it holds")
     host.add_argument("--restarts", type=int, default=5, metavar="N", help="bad ends of a process in five minutes before it is given up")

@@ -5,12 +5,31 @@ import asyncio
 import logging
 import os
 
+from launch.access import LEARNER, OPERATOR, VIEWER
 from launch.config import RunConfig
 from launch.settings import Loaded, load, render
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
     return load(args.config, args.set, os.environ)
+
+
+def _address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
+    """The address of the bus with the password in it: for this process, not to be shown."""
+    from launch.access import address_line
+
+    return address_line(args.bus, config, user, os.environ)
+
+
+def _id(args: argparse.Namespace) -> str:
+    """Its name on the bus: the one asked for, else the one its user has; a user may write under no other."""
+    return args.id or _user()
+
+
+def _user() -> str:
+    from launch.access import user_of_environment
+
+    return user_of_environment(os.environ)[0]
 
 
 def _config(args: argparse.Namespace) -> RunConfig | None:
@@ -49,6 +68,8 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def bus(args: argparse.Namespace) -> int:
+    args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
+    args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
     wanted = _config(args)
     if wanted is None:
         return 0
@@ -74,11 +95,13 @@ def _worker(args: argparse.Namespace, role: str) -> int:
             return 0
     from launch import process, roles
 
-    process.set_up_logging(role, args.id)
+    id = _id(args)
+    process.set_up_logging(role, id)
+    address = _address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
     body = roles.run_engine if role == "engine" else roles.run_actor
-    return process.run(lambda draining: body(wanted, run, args.bus, args.id, draining), drain_s=drain_s)
+    return process.run(lambda draining: body(wanted, run, address, id, draining), drain_s=drain_s)
 
 
 def host(args: argparse.Namespace) -> int:
@@ -86,10 +109,10 @@ def host(args: argparse.Namespace) -> int:
 
     from actors.membership import host_name
     from launch import process, roles
-    from launch.host import HostThere, only_one
+    from launch.host import HostThere, only_one, users_in
     from launch.wanted import parse
 
-    own, name = parse(args.wanted), args.name or host_name()
+    own, name = parse(args.wanted), args.name or _user() or host_name()
     directory = args.dir or Path("runs/hosts") / name
     process.set_up_logging("host", name)
 
@@ -107,6 +130,7 @@ def host(args: argparse.Namespace) -> int:
                 directory=directory,
                 drain_s=args.drain,
                 restarts=args.restarts,
+                users=None if args.users is None else users_in(args.users),
             )
         except HostThere as error:
             refused.append(error)
@@ -126,7 +150,7 @@ def scale(args: argparse.Namespace) -> int:
 
     set_up_logging("scale", level=logging.ERROR)
     counts = parse(args.wanted)
-    url, run = find_run(args.run_dir, args.bus, args.run)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
     return asyncio.run(show_scale(url, run, counts, host=args.host, pool=args.pool))
 
 
@@ -137,8 +161,9 @@ def learner(args: argparse.Namespace) -> int:
     from launch import process, roles
 
     process.set_up_logging("learner", args.id)
+    address = _address(args, wanted, LEARNER)
     return process.run(
-        lambda draining: roles.run_learner(wanted, args.bus, args.id, _children_arguments(args), draining),
+        lambda draining: roles.run_learner(wanted, address, args.id, _children_arguments(args), draining),
         drain_s=wanted.up.drain_s + 5,
         uvloop=False,
     )
@@ -156,7 +181,8 @@ def feeder(args: argparse.Namespace) -> int:
     from launch import process, roles
 
     process.set_up_logging("feeder")
-    return process.run(lambda draining: roles.run_feeder(wanted, args.bus, args.feeder_url, draining), drain_s=wanted.up.drain_s)
+    address = _address(args, wanted, LEARNER)
+    return process.run(lambda draining: roles.run_feeder(wanted, address, args.feeder_url, draining), drain_s=wanted.up.drain_s)
 
 
 def rank(args: argparse.Namespace) -> int:
@@ -166,7 +192,7 @@ def rank(args: argparse.Namespace) -> int:
     from launch import process, roles
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return roles.run_rank(wanted, args.bus, args.feeder_url)
+    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url)
 
 
 def dead(args: argparse.Namespace) -> int:
@@ -177,7 +203,7 @@ def dead(args: argparse.Namespace) -> int:
     if args.word != "list" and not (args.tasks or args.all or args.reason):
         raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
     set_up_logging("dead", level=logging.ERROR)
-    url, run = find_run(args.run_dir, args.bus, args.run)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=VIEWER if args.word == "list" else OPERATOR)
     if args.word == "list":
         return asyncio.run(show_dead(url, run, every=args.all, reason=args.reason, as_json=args.json))
     return asyncio.run(say_of_dead(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))

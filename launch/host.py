@@ -13,9 +13,10 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from bus.auth import CREDENTIALS_VARIABLE
 from bus.connection import Bus
 from bus.errors import BusError
 from bus.link import Waiter
@@ -51,10 +52,16 @@ class Host:
         prefix: str = "",
         arguments: Callable[[str, str], Sequence[str]],
         drain_s: float,
+        users: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
-        """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``."""
+        """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``.
+
+        ``users``: on a bus that wants to know who comes, files with the credentials of this host's processes, by role: each process
+        is named after its user then, and there are no more of them than users.
+        """
         self._bus, self._supervisor, self._place = bus, supervisor, Place(name, pool)
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
+        self._users = users
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
         self._said: set[str] = set()
@@ -104,24 +111,33 @@ class Host:
         if counts != self.counts:
             log.info("wanted %s", ", ".join(f"{role}s={counts[role]}" for role in ROLES))
         self.counts = counts
-        slots = [self._slot(role, number) for role in ROLES for number in range(counts[role])]
+        slots = {role: self._slots(role) for role in ROLES}
         kept = [name for role in ROLES for name in self._supervisor.names(role)]
         given_up = self._supervisor.given_up
         for name in kept:
-            if name not in slots or (name in given_up and revision != self._revision):
+            if name not in slots["engine"] + slots["actor"] or (name in given_up and revision != self._revision):
                 self._drain(name)
         for role in ROLES:
-            for number in range(counts[role]):
-                name = self._slot(role, number)
+            for name in slots[role]:
                 if name not in kept and name not in self._draining:
-                    self._supervisor.keep(name, self._arguments(role, name), always=True)
+                    self._supervisor.keep(name, self._arguments(role, name), always=True, environment=self._environment(role, name))
         for name in given_up.keys() - self._said:
             log.error("%s", given_up[name])
         self._said = set(given_up)
         self._revision = revision
 
-    def _slot(self, role: str, number: int) -> str:
-        return f"{role}-{self._prefix}{number}"
+    def _slots(self, role: str) -> list[str]:
+        """Names of the processes that there shall be."""
+        wanted = self.counts[role]
+        if self._users is None:
+            return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
+        return [file.stem for file in self._users[role][:wanted]]
+
+    def _environment(self, role: str, name: str) -> dict[str, str]:
+        if self._users is None:
+            return {}
+        (file,) = [file for file in self._users[role] if file.stem == name]
+        return {CREDENTIALS_VARIABLE: str(file)}
 
     def _drain(self, name: str) -> None:
         """A name that is wanted again meanwhile is started again when it has ended: never two of one name."""
@@ -139,8 +155,21 @@ class Host:
         load = {f"{role}s_wanted": float(self.counts.get(role, 0)) for role in ROLES}
         load |= {f"{role}s": float(sum(name in running for name in self._supervisor.names(role))) for role in ROLES}
         load |= {"draining": float(len(self._draining)), "restarted": float(sum(self._supervisor.restarted.values()))}
-        lost = "; ".join(f"{name} given up: {_last_line(error.last_lines)}" for name, error in sorted(given_up.items()))
-        heartbeat.update(load=load, waits_for=lost)
+        lost = [f"{name} given up: {_last_line(error.last_lines)}" for name, error in sorted(given_up.items())]
+        lost += [
+            f"{self.counts[role]} {role}s wanted, credentials for {len(files)} of them here"
+            for role, files in (self._users or {}).items()
+            if self.counts.get(role, 0) > len(files)
+        ]
+        heartbeat.update(load=load, waits_for="; ".join(lost))
+
+
+def users_in(directory: Path) -> dict[str, list[Path]]:
+    """Files with credentials of engines and actors, by role, as ``tidemill bus --auth`` made them. Raises ValueError for none."""
+    found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
+    if not any(found.values()):
+        raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, there are none")
+    return found
 
 
 def _last_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from bus.connection import Bus, connect
 from bus.errors import BusError, NotFound, WireError
 from bus.live import processes
 from bus.messages import Done, Kind, Plan, Sample, Settle
+from launch.access import VIEWER, viewer_line
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
 
@@ -24,8 +26,8 @@ CONNECT_S = 3.0
 _RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
-def find_run(run_dir: str, bus: str, run: str) -> tuple[str, str]:
-    """URL and name of the run to look at. Raises ValueError saying what is missing."""
+def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
+    """Address (not to be shown) and name of the run to look at, for one of its users. Raises ValueError saying what is missing."""
     if run_dir:
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
@@ -38,10 +40,11 @@ def find_run(run_dir: str, bus: str, run: str) -> tuple[str, str]:
             raise ValueError(
                 f"{run_dir}: no bus is running here; " + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
             )
-        return url, run or config["run"]
+        return viewer_line(url, os.environ, root, config["bus"], user=user), run or config["run"]
     if not bus:
         raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
-    return bus, run or _only_run(bus)
+    line = viewer_line(bus, os.environ)
+    return line, run or _only_run(line)
 
 
 def _only_run(bus: str) -> str:

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,9 @@ def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> Non
 class Child:
     """A process started by this one: own process group, output in a file, ended by the kernel when this process ends."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log_file: Path) -> None:
-        """``arguments`` follow ``python -m launch``."""
-        self.name, self.arguments, self.log_file = name, tuple(arguments), log_file
+    def __init__(self, name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> None:
+        """``arguments`` follow ``python -m launch``; ``environment`` is what is set besides that of this process."""
+        self.name, self.arguments, self.log_file, self.environment = name, tuple(arguments), log_file, dict(environment or {})
         self.process: asyncio.subprocess.Process | None = None
         self.started_s = 0.0
 
@@ -105,7 +105,7 @@ class Child:
         with self.log_file.open("ab") as output:
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "launch", *self.arguments),
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
 from launch.process import first_of
 
@@ -33,34 +34,39 @@ def run_prepare(config: RunConfig) -> int:
 
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
-    """The embedded nats-server: started again at once, on the same port, whenever it ends; stopped when drained."""
+    """The embedded nats-server, or three: started again at once, on the same port, whenever one ends; stopped when drained."""
+    from bus.cluster import EmbeddedBus
     from bus.connection import connect
     from bus.live import Heartbeat
     from bus.messages import LiveRow
-    from bus.server import EmbeddedServer
 
-    server = EmbeddedServer(config.root / "bus", config.bus)
-    url = await asyncio.to_thread(server.start)
+    servers = EmbeddedBus(config.root / "bus", config.run, config.bus, auth_dir(config))
+    url = await asyncio.to_thread(servers.start)
     try:
-        async with connect(url, config.run, config.bus, name="bus") as bus:
-            await bus.create_layout()
+        async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
+            await bus.jet.insist(bus.create_layout)
             write_aside(config.root / BUS_URL_FILE, url)
-            log.info("listening url=%s pid=%d", url, server.pid)
-            row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=server.pid, phase="serving", address=url)
+            log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
+            row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
             async with Heartbeat(bus, row) as heartbeat:
 
                 async def keep_up() -> None:
                     while True:
                         await asyncio.sleep(CHECK_SERVER_S)
-                        if not server.running:
+                        for server in servers.ended():
                             log.warning("nats-server ended and is started again; its last words:\n%s", server.log_tail(5))
                             await asyncio.to_thread(server.start)
-                            heartbeat.update(pid=server.pid)
+                            heartbeat.update(pid=servers.pid)
 
                 await first_of(keep_up(), draining.wait())
     finally:
         (config.root / BUS_URL_FILE).unlink(missing_ok=True)
-        await asyncio.to_thread(server.stop)
+        await asyncio.to_thread(servers.stop)
+
+
+def own_address(config: RunConfig, url: str) -> str:
+    """For processes that belong to the run's own machine and may do everything: the address with the learner's password."""
+    return address_line(url, config, LEARNER, os.environ)
 
 
 async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
@@ -163,6 +169,7 @@ async def run_host(
     directory: Path,
     drain_s: float,
     restarts: int,
+    users: dict[str, list[Path]] | None,
 ) -> None:
     """Engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
     from contextlib import AsyncExitStack
@@ -173,11 +180,12 @@ async def run_host(
     from launch.host import Host, refuse_another
     from launch.supervisor import Supervisor
 
-    run = run or await found_run(bus_url, "host", draining)
+    address = address_line(bus_url, None, name, os.environ)
+    run = run or await found_run(address, "host", draining)
     if not run:
         return
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, bus_url, run, BusConfig(), name=f"host {name}", draining=draining)
+        bus = await connected(stack, address, run, BusConfig(), name=f"host {name}", draining=draining)
         if bus is None:
             return
         await refuse_another(bus, name)
@@ -188,7 +196,7 @@ async def run_host(
         def arguments(role: str, id: str) -> list[str]:
             return [role, "--bus", bus_url, "--run", run, "--id", id]
 
-        host = Host(bus, supervisor, name=name, pool=pool, prefix=f"{name}-", arguments=arguments, drain_s=drain_s)
+        host = Host(bus, supervisor, name=name, pool=pool, prefix=f"{name}-", arguments=arguments, drain_s=drain_s, users=users)
         log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, pool or "-", directory / "logs")
         await host.run(draining)
 

@@ -22,6 +22,8 @@ from launch.config import RunConfig
 from learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
+NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS")
+"""Secrets: read by ``launch/access.py``, never part of a configuration."""
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """What cannot be part of a run's name."""
 _NONE = type(None)
@@ -117,7 +119,7 @@ def _override(text: str) -> tuple[str, Setting]:
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
     for name, value in sorted(environment.items()):
-        if name.startswith(ENVIRONMENT_PREFIX):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
             yield path, Setting(_yaml_value(value, name), f"environment {name}")
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launch.process import Child
@@ -45,13 +45,15 @@ class Supervisor:
         self.restarted: dict[str, int] = {}
         """Times each process was started again."""
 
-    def keep(self, name: str, arguments: Sequence[str], *, always: bool = False) -> asyncio.Task[None]:
+    def keep(
+        self, name: str, arguments: Sequence[str], *, always: bool = False, environment: Mapping[str, str] | None = None
+    ) -> asyncio.Task[None]:
         """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: whatever its code, until ``end``).
 
         The task raises GaveUp.
         """
         assert name not in self._keepers, f"{name} is kept already"
-        self._children[name] = Child(name, arguments, self._logs / f"{name}.log")
+        self._children[name] = Child(name, arguments, self._logs / f"{name}.log", environment)
         self._keepers[name] = asyncio.create_task(self._keep(self._children[name], always), name=f"keep {name}")
         return self._keepers[name]
 

@@ -163,7 +163,8 @@ class Up:
             await self._prepare()
             self._check_inputs()
             url = await self._start_bus()
-            async with connect(url, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
+            address = roles.own_address(self._config, url)
+            async with connect(address, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
                 await bus.create_layout()
                 await self._refuse_another_run(bus, url)
                 await self._train(bus, url, draining)

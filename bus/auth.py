@@ -1,0 +1,218 @@
+"""Users of the embedded server: a password each, and nothing allowed but what their role does. Knows files, no connection.
+
+A process is a user of its own, named as the process is, so that the server can tell one actor's samples and rows from another's.
+"""
+
+import ctypes
+import ctypes.util
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus import subjects
+from bus.config import BusConfig
+from bus.layout import stream_configs
+from bus.link import inbox_prefix
+from bus.server import write_private
+
+POOLS = ("actor", "engine", "host")
+"""Roles with numbered users."""
+LEARNER, VIEWER, OPERATOR = "learner", "viewer", "operator"
+USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
+CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
+"""Path of a file that says the other two."""
+USERS_FILE = "users.json"
+SERVER_FILE = "users.conf"
+_ROUTES = "routes"
+"""Not a user: the servers of a cluster show it to each other."""
+_PASSWORD_BYTES = 24
+_BCRYPT = "$2a$04$"
+"""The lowest cost: 192 random bits cannot be guessed at any speed."""
+_SALT = "./ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permissions:
+    """Subjects a user may publish and subscribe to; all others are refused."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    never: tuple[str, ...] = ()
+    """Not to be published to although ``publish`` covers it."""
+
+
+def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
+    """What a process of this role and name needs, and no more. Raises ValueError for an unknown role."""
+    rights = _Rights(run, config, subjects.token(name))
+    if role not in (LEARNER, VIEWER, OPERATOR, *POOLS):
+        raise ValueError(f"role: want one of {', '.join((LEARNER, VIEWER, OPERATOR, *POOLS))}, got {role!r}")
+    inbox = f"{inbox_prefix(name)}.>"
+    publish, subscribe, never = getattr(rights, role)()
+    return Permissions(publish=tuple(dict.fromkeys(publish)), subscribe=(inbox, *subscribe), never=tuple(never))
+
+
+_Lists = tuple[list[str], list[str], list[str]]
+
+
+class _Rights:
+    """(publish, subscribe, never) of every role, named as the roles are."""
+
+    def __init__(self, run: str, config: BusConfig, name: str) -> None:
+        self._run, self._name = run, name
+        self._streams = [str(stream["name"]) for stream in stream_configs(run, config)]
+        self._tasks = subjects.stream(run, subjects.TASKS)
+        self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
+
+    def learner(self) -> _Lists:
+        """Everything of its run."""
+        own = [f"tm.{self._run}.>", *self._rows_of.values()]
+        api = [_api("INFO"), _api("STREAM.NAMES")]
+        for stream in self._streams:
+            api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
+            api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
+            api.append(f"$JS.ACK.{stream}.>")
+        return [*own, *api], [f"tm.{self._run}.>", *self._rows_of.values()], []
+
+    def actor(self) -> _Lists:
+        """Leases and settles tasks; stores samples under its own name, parts, reports of failures."""
+        publish = [
+            f"tm.{self._run}.sample.*.*.{self._name}",
+            f"tm.{self._run}.sample.*.*.{self._name}.parts",
+            f"tm.{self._run}.part.*.*",
+            subjects.dead_report(self._run, "*"),
+            subjects.dead_task(self._run, "*"),
+            _api(f"STREAM.INFO.{subjects.stream(self._run, subjects.DEAD)}"),
+            _api(f"STREAM.MSG.GET.{self._tasks}"),
+        ]
+        for consumer in subjects.CONSUMERS.values():
+            publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
+        return [*publish, *self._member("actor")], self._hears("actor"), []
+
+    def engine(self) -> _Lists:
+        """Reads which weights there are, and asks for a snapshot of them."""
+        return [subjects.row(self._run, "weights", "want"), *self._member("engine")], self._hears("engine"), []
+
+    def host(self) -> _Lists:
+        """Keeps actors and engines: reads what is wanted, says what is wanted of itself, tells them what to do."""
+        says = [f"tm.{self._run}.do.{role}.*" for role in ("actor", "engine")]
+        says.append(subjects.row(self._run, "wanted", f"host.{self._name}"))
+        return [*says, *self._member("host")], self._hears("host"), []
+
+    def viewer(self) -> _Lists:
+        """Reads everything. A consumer of its own to read with is all it makes; those that hand out tasks it may not touch."""
+        publish = [_api("INFO"), _api("STREAM.NAMES")]
+        for stream in self._streams:
+            publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
+            publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
+        queues = list(subjects.CONSUMERS.values())
+        publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
+        never = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
+        return publish, [*self._rows_of.values(), f"tm.{self._run}.metric.>"], never
+
+    def operator(self) -> _Lists:
+        """Reads everything, says what is wanted and what shall become of dead tasks, and commands."""
+        publish, subscribe, never = self.viewer()
+        says = [self._rows_of["wanted"], subjects.dead_word(self._run, "*"), f"tm.{self._run}.do.>"]
+        return [*says, *publish], subscribe, never
+
+    def _member(self, role: str) -> Iterator[str]:
+        """Its own live row, metrics, and reading the rows of every bucket."""
+        yield subjects.row(self._run, "live", f"{role}.{self._name}")
+        yield f"tm.{self._run}.metric.>"
+        yield _api("STREAM.NAMES")
+        for bucket in subjects.BUCKETS:
+            stream = subjects.bucket_stream(self._run, bucket)
+            yield _api(f"STREAM.INFO.{stream}")
+            yield _api(f"STREAM.MSG.GET.{stream}")
+
+    def _hears(self, role: str) -> list[str]:
+        return [*self._rows_of.values(), *(subjects.command(self._run, role, name) for name in (self._name, "all"))]
+
+
+def _api(verb: str) -> str:
+    return f"$JS.API.{verb}"
+
+
+# ---- passwords and files
+
+
+def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
+    """Lines of the server's configuration; makes the users that are missing, a file ``<user>.env`` for each, readable by its owner alone.
+
+    Users that exist keep their passwords, so that running processes stay welcome.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    wanted = {
+        LEARNER: LEARNER,
+        VIEWER: VIEWER,
+        OPERATOR: OPERATOR,
+        **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
+    }
+    file = directory / USERS_FILE
+    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    for user in wanted:
+        if user not in known or not credentials_file(directory, user).exists():
+            known[user] = _new_user(directory, user)
+    known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
+    write_private(file, json.dumps(known, indent=1) + "\n")
+    lines = ["authorization {", "  users: ["]
+    for user, role in wanted.items():
+        lines += _user_lines(user, known[user], permissions(role, user, run, config))
+    lines += ["  ]", "}"]
+    write_private(directory / SERVER_FILE, "\n".join(lines) + "\n")
+    return lines
+
+
+def route_password(directory: Path) -> str:
+    """What the servers of a cluster show to each other; ``make_users`` made it."""
+    return str(json.loads((directory / USERS_FILE).read_text())[_ROUTES])
+
+
+def credentials_file(directory: Path, user: str) -> Path:
+    return directory / f"{user}.env"
+
+
+def read_credentials(file: Path) -> tuple[str, str]:
+    """(user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never what is in it."""
+    try:
+        pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
+    except OSError as error:
+        raise ValueError(f"{file}: want the credentials of a bus user: {error.strerror}") from None
+    if not pairs.get(USER_VARIABLE) or not pairs.get(PASSWORD_VARIABLE):
+        raise ValueError(f"{file}: want lines {USER_VARIABLE}=... and {PASSWORD_VARIABLE}=...")
+    return pairs[USER_VARIABLE], pairs[PASSWORD_VARIABLE]
+
+
+def _new_user(directory: Path, user: str) -> str:
+    """Its password is in its file only; what the server keeps cannot be turned back into it (where this system has bcrypt)."""
+    password = secrets.token_urlsafe(_PASSWORD_BYTES)
+    write_private(credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n")
+    return _hashed(password)
+
+
+def _hashed(password: str) -> str:
+    """By the C library's bcrypt; as it is where there is none: then the server's files are as secret as the users'."""
+    found = ctypes.util.find_library("crypt")
+    if found is None:
+        return password
+    crypt = ctypes.CDLL(found).crypt
+    crypt.restype = ctypes.c_char_p
+    salt = "".join(secrets.choice(_SALT) for _ in range(21)) + "."
+    hashed: bytes | None = crypt(password.encode(), f"{_BCRYPT}{salt}".encode())
+    return hashed.decode() if hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60 else password
+
+
+def _user_lines(user: str, password: str, allowed: Permissions) -> Iterator[str]:
+    quoted = json.dumps
+    deny = f", deny: {quoted(list(allowed.never))}" if allowed.never else ""
+    yield "    {"
+    yield f"      user: {quoted(user)}"
+    yield f"      password: {quoted(password)}"
+    yield "      permissions {"
+    yield f"        publish {{ allow: {quoted(list(allowed.publish))}{deny} }}"
+    yield f"        subscribe {{ allow: {quoted(list(allowed.subscribe))} }}"
+    yield "      }"
+    yield "    }"

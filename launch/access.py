@@ -1,0 +1,88 @@
+"""As whom a process goes to the bus: user, password and certificates, put into the address it was given.
+
+A password comes from the environment, or from a file of the run; never from a command line, which everybody on the machine can read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bus.address import Address, parse
+from launch.config import RunConfig
+
+VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
+AUTH_DIR = "auth"
+
+
+def auth_dir(config: RunConfig) -> Path:
+    """Where the run keeps its users' passwords."""
+    return Path(config.bus.auth_dir) if config.bus.auth_dir else config.root / AUTH_DIR
+
+
+def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
+    """The address with what is needed to be let in, as ``bus.address`` reads it; not to be shown.
+
+    The user: by the environment; else, where the run's bus has users, ``user`` with the password in the run's files; else none.
+    Raises ValueError for a ``url`` with a password in it.
+    """
+    given = parse(url)
+    if given.password:
+        raise ValueError(
+            "--bus: want no password on the command line, where others on this machine can read it; "
+            "set TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD"
+        )
+    name, password = user_of_environment(environment)
+    if not name and config is not None and config.bus.auth and user:
+        name, password = _user_of_run(auth_dir(config), user)
+    tls = config.bus if config is not None else None
+    return Address(
+        servers=given.servers,
+        user=name or given.user,
+        password=password,
+        ca=given.ca or (tls.tls_ca if tls else ""),
+        cert=given.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
+        key=given.key or (tls.tls_key if tls and tls.tls_verify else ""),
+    ).line()
+
+
+def viewer_line(
+    url: str, environment: Mapping[str, str], root: Path | None = None, bus: Mapping[str, Any] | None = None, *, user: str = VIEWER
+) -> str:
+    """The address for whoever only looks, or operates: as ``address_line``, with ``user``'s password where the run in ``root`` has it.
+
+    ``bus`` is the section of that name of the run's configuration. Raises ValueError as ``address_line`` does.
+    """
+    settings = bus or {}
+    if root is not None and settings.get("auth") and not user_of_environment(environment)[0]:
+        name, password = _user_of_run(Path(settings.get("auth_dir") or root / AUTH_DIR), user)
+        environment = {"TIDEMILL_BUS_USER": name, "TIDEMILL_BUS_PASSWORD": password}
+    line = parse(address_line(url, None, user, environment))
+    shown = settings if settings.get("tls_verify") else {}
+    return replace(
+        line,
+        ca=line.ca or settings.get("tls_ca", ""),
+        cert=line.cert or shown.get("tls_cert", ""),
+        key=line.key or shown.get("tls_key", ""),
+    ).line()
+
+
+def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
+    """(user, password), empty when it names none. Raises ValueError for half of it, and for a file that cannot be used."""
+    from bus.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
+
+    if file := environment.get(CREDENTIALS_VARIABLE):
+        return read_credentials(Path(file))
+    name, password = environment.get(USER_VARIABLE, ""), environment.get(PASSWORD_VARIABLE, "")
+    if bool(name) != bool(password):
+        raise ValueError(f"{USER_VARIABLE}, {PASSWORD_VARIABLE}: want both or none")
+    return name, password
+
+
+def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
+    from bus.auth import credentials_file, read_credentials
+
+    file = credentials_file(directory, user)
+    if not file.exists():
+        raise ValueError(f"{file}: no such user of the bus; raise bus.auth_users, or give TIDEMILL_BUS_CREDENTIALS=FILE")
+    return read_credentials(file)

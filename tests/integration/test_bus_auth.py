@@ -1,0 +1,297 @@
+"""Users of a real server: each role can do its work and nothing else, and whoever is refused is told."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import shutil
+import stat
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from bus import subjects
+from bus.address import parse
+from bus.auth import credentials_file, make_users, read_credentials
+from bus.cluster import EmbeddedBus
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.discovery import find_run
+from bus.errors import BusError, Denied, Forbidden
+from bus.live import Heartbeat, LiveView
+from bus.messages import Done, LiveRow
+from tests.bus_kit import make_sample, make_task, take
+
+RUN = "r"
+CONFIG = BusConfig(auth=True, auth_users=2, lease_s=2.0, max_attempts=1, max_payload_bytes=8192)
+AT_ONCE_S = 10.0
+"""Far below the waits of a bus that does not answer (15 s and for ever)."""
+
+As = Callable[..., AbstractAsyncContextManager[Bus]]
+
+
+@pytest.fixture
+def auth_dir(tmp_path: Path) -> Path:
+    return tmp_path / "auth"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, auth_dir: Path) -> Iterator[EmbeddedBus]:
+    servers = EmbeddedBus(tmp_path / "bus", RUN, CONFIG, auth_dir)
+    servers.start()
+    yield servers
+    servers.stop()
+
+
+def line_of(url: str, directory: Path, user: str) -> str:
+    name, password = read_credentials(credentials_file(directory, user))
+    return dataclasses.replace(parse(url), user=name, password=password).line()
+
+
+@pytest.fixture
+def as_user(guarded: EmbeddedBus, auth_dir: Path) -> As:
+    """``async with as_user("actor-0") as bus``; the learner's has made the layout."""
+
+    @asynccontextmanager
+    async def opened(user: str) -> AsyncIterator[Bus]:
+        async with connect(line_of(guarded.url, auth_dir, user), RUN, CONFIG, name=user, wait_s=10) as bus:
+            if user == "learner":
+                await bus.create_layout()
+            yield bus
+
+    return opened
+
+
+def row(role: str, id: str) -> LiveRow:
+    return LiveRow(role=role, id=id, host="h", pid=1, phase="working")
+
+
+async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
+    """A whole small run, and nobody is refused anything."""
+    async with (
+        as_user("learner") as learner,
+        as_user("actor-0") as actor,
+        as_user("engine-1") as engine,
+        as_user("host-0") as host,
+        as_user("viewer") as viewer,
+        asyncio.timeout(60),
+    ):
+        await learner.tasks.fence(1)
+        await learner.plans.fence(1)
+        await learner.rows("weights").put("head", {"version": 0})
+        await learner.rows("wanted").put("pool", {"actors": 1})
+        ids = [await learner.tasks.issue(make_task(RUN, offset=offset)) for offset in range(2)]
+        await learner.plans.append(Done(epoch=1, step=1, metrics={}))
+        async with (
+            Heartbeat(actor, row("actor", "actor-0")),
+            Heartbeat(engine, row("engine", "engine-1")),
+            Heartbeat(host, row("host", "host-0")),
+        ):
+            async with LiveView(actor).noticing("engine", lambda: None):
+                while len(await LiveView(actor).alive()) < 3:  # noqa: ASYNC110 - others wake nobody
+                    await asyncio.sleep(0.02)
+            told = actor.commands.receive("actor", "actor-0")
+            hearing = asyncio.ensure_future(anext(told))
+            while not hearing.done():
+                await host.commands.send("actor", "actor-0", "drain")
+                await asyncio.sleep(0.02)
+            await told.aclose()  # type: ignore[attr-defined]
+            watching = engine.rows("weights").watch("head")
+            assert await take(watching, 1) == [({"version": 0}, 1)]
+            await watching.aclose()  # type: ignore[attr-defined]
+            await engine.rows("weights").put("want", {"version": 0})
+            assert (await host.rows("wanted").get("pool")) is not None
+
+            good, bad = await actor.tasks.lease(10), await actor.tasks.lease(10)
+            assert good is not None and bad is not None
+            await actor.samples.publish(make_sample(RUN, task=good.task.id, actor="actor-0"))
+            await actor.samples.publish(make_sample(RUN, task=good.task.id, index=1, length=3000, actor="actor-0"))
+            assert await good.settle()
+            assert await bad.fail("no engine", actor="actor-0")
+        assert await LiveView(viewer).refresh() == [], "their rows are gone"
+
+        read = learner.samples.read(None)
+        assert [type(received.sample).__name__ for received in await take(read, 2)] == ["Sample", "Sample"]
+        await read.aclose()  # type: ignore[attr-defined]
+        assert len([sample async for sample in viewer.samples.tail(last=10, follow=False)]) == 2
+        assert [task.id async for task in viewer.tasks.scan()] == ids
+        assert len([record async for record in viewer.plans.scan()]) == 2
+        assert [dead.task async for _, dead in viewer.dead.scan()] == [bad.task.id]
+        assert await viewer.tasks.backlog() == (0, 0)
+        await learner.samples.trim(2)
+        await learner.tasks.raise_floor(ids[-1])
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def _publish(bus: Bus, subject: str) -> object:
+    return await bus.jet.outbox.store(subject, b"{}", {"Nats-Msg-Id": "x"})
+
+
+def _api(verb: str) -> Callable[[Bus], Awaitable[object]]:
+    return lambda bus: bus.jet.call(verb, {"seq": 2})
+
+
+FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
+    "a sample under another's name": ("actor-0", lambda bus: bus.samples.publish(make_sample(RUN, actor="actor-1"))),
+    "another's row": ("actor-0", lambda bus: bus.rows("live").put("actor.actor-1", {})),
+    "an engine's row": ("actor-0", lambda bus: bus.rows("live").put("engine.actor-0", {})),
+    "a task": ("actor-0", lambda bus: _publish(bus, "tm.r.task.train")),
+    "a plan": ("actor-0", lambda bus: _publish(bus, "tm.r.plan.plan")),
+    "the epoch": ("actor-0", lambda bus: bus.rows("run").put("epoch", {"epoch": 9})),
+    "the weights": ("engine-0", lambda bus: bus.rows("weights").put("head", {"version": 9})),
+    "a purge": ("actor-0", lambda bus: bus.samples._jet.purge("TM_r_SAMPLES", 2)),
+    "a read of all samples": ("actor-0", _api("STREAM.MSG.GET.TM_r_SAMPLES")),
+    "a lease": ("engine-0", lambda bus: bus.tasks.lease(60)),
+    "a command": ("actor-0", lambda bus: _publish(bus, "tm.r.do.actor.actor-1")),
+    "a look at everybody's tasks": ("viewer", lambda bus: bus.tasks.lease(60)),
+    "a sample": ("viewer", lambda bus: bus.samples.publish(make_sample(RUN))),
+    "a row": ("viewer", lambda bus: bus.rows("wanted").put("pool", {})),
+    "a row's end": ("viewer", lambda bus: bus.rows("run").delete("epoch")),
+    "the end of a stream": ("viewer", _api("STREAM.DELETE.TM_r_SAMPLES")),
+    "another queue": ("viewer", _api("CONSUMER.CREATE.TM_r_TASKS.rollout")),
+    "the end of a queue": ("viewer", _api("CONSUMER.INFO.TM_r_SAMPLES.x")),
+    "another run's stream": ("learner", _api("STREAM.CREATE.TM_other_TASKS")),
+}
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what: str) -> None:
+    user, act = FORBIDDEN[what]
+    async with as_user("learner") as learner, as_user(user) as bus:
+        before = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "SAMPLES", "PLAN")}
+        for _ in range(2):  # also the second time, which the client itself refuses
+            with pytest.raises(Forbidden, match=rf"(tm\.r|\$KV|\$JS\.API)\.\S+: user {user} may not publish here"):
+                async with asyncio.timeout(AT_ONCE_S):
+                    await act(bus)
+        assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in before} == before
+        assert bus.connected
+
+
+async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
+    async with as_user("learner") as learner, as_user("actor-0") as spy:
+        heard: list[object] = []
+
+        async def hear(message: object) -> None:
+            heard.append(message)
+
+        for subject in ("_INBOX_learner.>", "_INBOX.>", ">", "tm.r.>", "$JS.ACK.>"):
+            await spy.nc.subscribe(subject, cb=hear)
+        await spy.nc.flush()
+        await learner.tasks.fence(1)
+        await learner.tasks.issue(make_task(RUN))
+        await learner.jet.state("TM_r_TASKS")
+        await spy.nc.flush()
+        assert not heard
+        assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
+
+
+@pytest.mark.parametrize(("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")])
+async def test_who_is_not_let_in_is_told_at_once(guarded: EmbeddedBus, user: str, password: str, reason: str) -> None:
+    line = dataclasses.replace(parse(guarded.url), user=user, password=password).line()
+    with pytest.raises(Denied, match=rf"{reason}; cure: TIDEMILL_BUS_CREDENTIALS") as denied:
+        async with asyncio.timeout(AT_ONCE_S), connect(line, RUN, name="actor-0", wait_s=60):
+            pass
+    assert "wrong@" not in str(denied.value) and ":wrong" not in str(denied.value)
+
+
+async def test_passwords_are_in_their_files_alone(tmp_path: Path, auth_dir: Path, as_user: As, guarded: EmbeddedBus) -> None:
+    passwords = {user: read_credentials(credentials_file(auth_dir, user))[1] for user in ("learner", "viewer", "actor-0", "host-1")}
+    assert len(set(passwords.values())) == 4
+    async with as_user("learner") as learner, as_user("actor-0") as actor, Heartbeat(actor, row("actor", "actor-0")):
+        await learner.rows("run").put("config", dataclasses.asdict(CONFIG))
+    check_files(tmp_path, auth_dir, passwords)
+
+
+def check_files(root: Path, auth_dir: Path, passwords: dict[str, str]) -> None:
+    for path in [path for path in root.rglob("*") if path.is_file()]:
+        found = [user for user, password in passwords.items() if password.encode() in path.read_bytes()]
+        assert found == ([path.stem] if path.suffix == ".env" and path.stem in passwords else []), path
+    for path in [*auth_dir.iterdir(), root / "bus" / "nats-server.conf"]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+async def test_users_keep_their_passwords_over_restarts_and_may_become_more(
+    tmp_path: Path, auth_dir: Path, as_user: As, guarded: EmbeddedBus
+) -> None:
+    async with as_user("learner") as learner, as_user("actor-0") as actor:
+        await actor.samples.publish(make_sample(RUN, actor="actor-0"))
+        guarded.stop()
+        again = EmbeddedBus(tmp_path / "bus", RUN, dataclasses.replace(CONFIG, auth_users=3), auth_dir)
+        assert again.start() == guarded.url
+        try:
+            async with asyncio.timeout(60), as_user("actor-2") as new:
+                assert await actor.samples.publish(make_sample(RUN, index=1, actor="actor-0")) == 2
+                assert await new.samples.publish(make_sample(RUN, index=2, actor="actor-2")) == 3
+                assert (await learner.samples.info()).messages == 3
+        finally:
+            again.stop()
+
+
+async def test_an_actor_finds_its_run(guarded: EmbeddedBus, auth_dir: Path, as_user: As) -> None:
+    async with as_user("learner"):
+        assert await find_run(line_of(guarded.url, auth_dir, "actor-1"), name="actor-1", wait_s=10) == RUN
+
+
+def test_permissions_name_streams_that_there_are(tmp_path: Path) -> None:
+    """A stream that is renamed would leave everybody outside."""
+    lines = "\n".join(make_users(tmp_path / "auth", RUN, CONFIG))
+    for name in (subjects.TASKS, subjects.SAMPLES, subjects.PLAN, subjects.DEAD):
+        assert f"$JS.API.STREAM.INFO.{subjects.stream(RUN, name)}" in lines
+    assert json.loads((tmp_path / "auth" / "users.json").read_text())["viewer"] in lines
+
+
+# ---- TLS
+
+
+def openssl(directory: Path, *words: str) -> None:
+    subprocess.run(["openssl", *words], cwd=directory, check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and server.pem with server.key that it signed for 127.0.0.1; stranger.pem signed nothing."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl")
+    directory = tmp_path_factory.mktemp("certificates")
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    for name in ("ca", "stranger"):
+        openssl(directory, "req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+    openssl(directory, "req", *key[:-2], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=bus")
+    (directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    openssl(directory, "x509", "-req", "-in", "server.csr", "-out", "server.pem", *signed)
+    return directory
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["server", "both"])
+async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
+    """Who trusts the signer gets in, who does not is told so at once; without TLS nobody gets in."""
+    files = {
+        "tls_cert": str(certificates / "server.pem"),
+        "tls_key": str(certificates / "server.key"),
+        "tls_ca": str(certificates / "ca.pem"),
+    }
+    servers = EmbeddedBus(tmp_path / "bus", RUN, BusConfig(tls_verify=verify, **files))  # type: ignore[arg-type]
+    url = servers.start()
+    try:
+        assert url.startswith("tls://")
+        shown = f"&cert={files['tls_cert']}&key={files['tls_key']}" if verify else ""
+        async with connect(f"{url}?ca={files['tls_ca']}{shown}", RUN, name="a", wait_s=10) as bus:
+            await bus.create_layout()
+            assert await bus.samples.publish(make_sample(RUN)) == 1
+        for line in (url, f"{url}?ca={certificates / 'stranger.pem'}"):
+            with pytest.raises(Denied, match="the certificate of the bus: "):
+                async with asyncio.timeout(AT_ONCE_S), connect(line, RUN, name="a", wait_s=60):
+                    pass
+        with pytest.raises(BusError):
+            async with connect(url.replace("tls://", "nats://"), RUN, name="a", wait_s=1):
+                pass
+        if verify:
+            with pytest.raises(BusError):
+                async with connect(f"{url}?ca={files['tls_ca']}", RUN, name="a", wait_s=1):
+                    pass
+    finally:
+        servers.stop()

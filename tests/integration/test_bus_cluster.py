@@ -1,0 +1,86 @@
+"""A bus of three servers: leaders killed under load, and what a replicated stream says when an answer was lost."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from bench.failover import cluster_under_load, fail_over, report
+from bus.address import parse
+from bus.auth import credentials_file, read_credentials
+from bus.cluster import EmbeddedBus
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import Denied, Fenced
+from bus.messages import Done
+from tests.bus_kit import Proxy, make_sample, take
+
+RUN = "r"
+
+
+@pytest.mark.parametrize("stream", ["SAMPLES", pytest.param("TASKS", marks=pytest.mark.slow), pytest.param("PLAN", marks=pytest.mark.slow)])
+async def test_nothing_is_lost_or_doubled_when_a_leader_is_killed(tmp_path: Path, stream: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The killed server comes back and holds all of it; the block of the load ends with its books (``check_books``)."""
+    async with cluster_under_load(tmp_path) as (servers, load, activities):
+        before = len(load.published)
+        pauses = await fail_over(servers, load, activities.buses["feeder"], stream)
+        with capsys.disabled():
+            print(f"\n{report(stream, pauses)}")
+        assert len(load.published) > before
+        assert not servers.ended()
+    assert set(load.published) <= set(load.read)
+
+
+def done(step: int, epoch: int = 1) -> Done:
+    return Done(epoch=epoch, step=step, metrics={})
+
+
+async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_stream(tmp_path: Path) -> None:
+    """A single server says "wrong last sequence" to the second try, a replicated stream "duplicate" (or, the id forgotten, as the single
+    one): either way it stands once, and a newer learner is still seen."""
+    servers, config = EmbeddedBus(tmp_path / "bus", RUN, BusConfig(cluster=3)), BusConfig(cluster=3, duplicate_window_s=0.1)
+    url = await asyncio.to_thread(servers.start)
+    try:
+        async with connect(url, RUN, config, name="looker") as looker, Proxy(url.split(",")[0]) as proxy:
+            await looker.jet.insist(looker.create_layout)
+            info = await looker.jet.call(f"STREAM.INFO.TM_{RUN}_PLAN")
+            assert info["config"]["num_replicas"] == 3
+            async with connect(proxy.url, RUN, config, name="learner") as bus:
+                await bus.plans.fence(1)
+                await bus.plans.append(done(1))
+                proxy.deaf = True
+                appending = asyncio.create_task(bus.plans.append(done(2)))
+                following = looker.plans.follow(3)
+                assert (await take(following, 1, timeout_s=60))[0][0] == 3
+                await following.aclose()  # type: ignore[attr-defined]
+                await proxy.cut()
+                proxy.deaf = False
+                assert await appending == 3
+                assert await bus.plans.append(done(3)) == 4
+                await looker.plans.fence(2)
+                with pytest.raises(Fenced):
+                    await bus.plans.append(done(4))
+            assert [record.step async for _, record in looker.plans.scan() if isinstance(record, Done)] == [1, 2, 3]
+    finally:
+        servers.stop()
+
+
+async def test_a_cluster_has_users_too_and_outlives_the_first_server_of_its_address(tmp_path: Path) -> None:
+    config = BusConfig(cluster=3, auth=True, auth_users=1)
+    servers = EmbeddedBus(tmp_path / "bus", RUN, config, tmp_path / "auth")
+    url = await asyncio.to_thread(servers.start)
+    user, password = read_credentials(credentials_file(tmp_path / "auth", "learner"))
+    line = dataclasses.replace(parse(url), user=user, password=password)
+    try:
+        async with connect(line.line(), RUN, config, name="early") as bus:
+            await bus.jet.insist(bus.create_layout)
+        await asyncio.to_thread(servers.servers[0].kill)
+        assert len(servers.ended()) == 1
+        async with connect(line.line(), RUN, config, name="late") as bus:
+            assert await bus.samples.publish(make_sample(RUN)) == 1
+        with pytest.raises(Denied):
+            async with connect(dataclasses.replace(line, password="wrong").line(), RUN, config, name="stranger"):
+                pass
+    finally:
+        servers.stop()
