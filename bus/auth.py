@@ -85,6 +85,7 @@ class _Rights:
             subjects.dead_task(self._run, "*"),
             _api(f"STREAM.INFO.{subjects.stream(self._run, subjects.DEAD)}"),
             _api(f"STREAM.MSG.GET.{self._tasks}"),
+            _api(f"DIRECT.GET.{self._tasks}"),
         ]
         for consumer in subjects.CONSUMERS.values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
@@ -126,6 +127,7 @@ class _Rights:
             stream = subjects.bucket_stream(self._run, bucket)
             yield _api(f"STREAM.INFO.{stream}")
             yield _api(f"STREAM.MSG.GET.{stream}")
+            yield _api(f"DIRECT.GET.{stream}")
 
     def _hears(self, role: str) -> list[str]:
         return [*self._rows_of.values(), *(subjects.command(self._run, role, name) for name in (self._name, "all"))]
