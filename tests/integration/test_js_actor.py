@@ -1,12 +1,22 @@
 """The JavaScript actor on a bus with a real engine: what it cannot process is dead, in a form that can be issued again."""
 
+import asyncio
 from pathlib import Path
+
+import pytest
 
 from bus.messages import Dead, Sampling
 from bus.server import EmbeddedServer
-from tests.actor_kit import complete, engine, issue, samples_until, settled, take_over
+from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    """Made here, where it blocks no loop."""
+    model_dir()
+    prompt_tokens()
 
 
 async def test_a_request_no_engine_can_serve_is_dead_with_the_place_of_its_prompt(
@@ -14,7 +24,7 @@ async def test_a_request_no_engine_can_serve_is_dead_with_the_place_of_its_promp
 ) -> None:
     directory = tmp_path / "js"
     directory.mkdir()
-    installed(directory)
+    await asyncio.to_thread(installed, directory)
     async with open_bus(max_attempts=2) as bus, engine(bus):
         config = {
             "bus": {"lease_s": bus.config.lease_s, "max_attempts": 2},
