@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bus.connection import Bus
+from bus.cursors import Cursors
 from bus.epoch import current_epoch
 from bus.errors import BusUnavailable, Fenced, RowConflict
 from bus.messages import Done, Plan
@@ -137,9 +138,21 @@ class Outcomes:
             history = 0
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
-            await self._bus.samples.trim(below)
+            await self._bus.samples.trim(await self._waited_for(below, oldest["samples"]["created"]))
         if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:
             await self._bus.tasks.trim(below)
+
+    async def _waited_for(self, below: int, created: str) -> int:
+        """``below``, or less where a registered reader needs it; a stream that is too full waits for nobody."""
+        cursors = Cursors(self._bus)
+        needed = await cursors.first_needed(created)
+        if needed is None or needed >= below:
+            return below
+        if self.fullness < GIVE_UP_HISTORY_FULL:
+            return needed
+        late = await cursors.give_up(below, created)
+        log.error("SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, ", ".join(late), needed)
+        return below
 
 
 def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:

@@ -11,6 +11,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.connection import connect
+from bus.cursors import Cursors, Reader
 from bus.errors import Fenced
 from bus.messages import Done, Plan, Requeue, Settle, Word
 from bus.server import EmbeddedServer
@@ -19,7 +20,10 @@ from learner.config import LearnerConfig, StalenessConfig
 from learner.datasource import read_state
 from learner.errors import ConfigRefused, FeederFailed, NoProgress, RankFailed
 from learner.feed_client import FeedClient
+from learner.feed_server import FeedServer
+from learner.outcomes import Outcomes
 from learner.restart import CHECKPOINT_KEY
+from tests.bus_fixtures import BusOpener
 from tests.feeder_kit import World
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
@@ -306,3 +310,35 @@ async def test_draining_ends_when_the_ranks_have_left(open_world: OpenWorld) -> 
         row = await world.bus.rows("run").get(CHECKPOINT_KEY)
         assert row is not None
         assert row[0]["step"] == 2
+
+
+async def test_trimming_waits_for_a_registered_reader(open_world: OpenWorld) -> None:
+    async with open_world(history_samples=0, steps=6) as world, world.actors():
+        reader = await Reader.open(world.bus, "archive")
+        await reader.advance(3)
+        await finish(world)
+        assert (await world.bus.samples.info()).first_seq == 4
+        async for received in reader.read(check=False):
+            assert received.seq == 4
+            break
+
+
+async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
+    open_bus: BusOpener, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_bus() as bus:
+        await (await Reader.open(bus, "slow")).advance(2)
+        await (await Reader.open(bus, "quick")).advance(8)
+        created = (await bus.samples.info()).created
+        server = FeedServer("tcp://127.0.0.1:*", world_size=1, data_parallel=1)
+        outcomes = Outcomes(
+            bus, server, epoch=1, step=0, steps=1, root=tmp_path, keep_checkpoints=1, earlier={}, on_published=lambda version, step: None
+        )
+        assert await outcomes._waited_for(7, created) == 3
+        outcomes.fullness = 0.86
+        with caplog.at_level(logging.ERROR):
+            assert await outcomes._waited_for(7, created) == 7
+        assert "SAMPLES is 86 % full: readers slow are left behind at 3" in caplog.text
+        places = await Cursors(bus).all()
+        assert {name: place.given_up for name, place in places.items()} == {"slow": True, "quick": False}
+        await server.close()

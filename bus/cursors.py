@@ -1,0 +1,167 @@
+"""Further readers of SAMPLES, registered by name: trimming waits for them, or leaves them behind, as each has asked.
+
+A row ``cursor.<name>`` of the bucket ``run`` holds a reader's place: all samples up to its floor are taken care of. The learner's own
+place is in its checkpoint, and in no row.
+"""
+
+import dataclasses
+import logging
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from bus.connection import Bus
+from bus.errors import BusError, NotFound, RowConflict, StreamReplaced
+from bus.messages import Cursor
+from bus.nonce import nonce
+from bus.rows import Rows
+from bus.samples import Received
+from bus.subjects import token
+
+log = logging.getLogger(__name__)
+
+WAIT, LEAVE = "wait", "leave"
+"""Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""
+_PREFIX = "cursor"
+_FIELDS = ("created", "floor", "policy", "owner", "given_up")
+
+
+class CursorTaken(BusError):
+    """Another process reads under this name now."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"cursor {name}: taken over by another reader of this name; this one ends")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A registered reader, as its row tells."""
+
+    created: str
+    """Creation time of the stream."""
+    floor: int
+    """All sequences up to this are taken care of."""
+    policy: str = WAIT
+    owner: str = ""
+    """Of the process that reads; one that starts takes over."""
+    given_up: bool = False
+    """The stream was so full that trimming did not wait for it any longer."""
+
+
+class Cursors:
+    """The registered readers of a run, as whoever trims and whoever looks sees them."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rows = bus.rows("run")
+
+    async def all(self) -> dict[str, Place]:
+        """By name. Raises BusUnavailable."""
+        rows = await self._rows.all(_PREFIX)
+        return {key.removeprefix(f"{_PREFIX}."): place for key, (value, _) in rows.items() if (place := _place(key, value)) is not None}
+
+    async def first_needed(self, created: str) -> int | None:
+        """The smallest sequence that a reader still waits for in the stream made at ``created``; None when trimming waits for nobody."""
+        waiting = [place.floor + 1 for place in (await self.all()).values() if _waits(place, created)]
+        return min(waiting, default=None)
+
+    async def give_up(self, below: int, created: str) -> list[str]:
+        """Wait no longer for readers that need something before ``below``; their names."""
+        late = [name for name, place in (await self.all()).items() if _waits(place, created) and place.floor + 1 < below]
+        for name in late:
+            await _change(self._rows, name, given_up=True)
+        return late
+
+    async def drop(self, name: str) -> None:
+        """Forget a reader that will not come back. Raises NotFound."""
+        if await self._rows.get(_key(name)) is None:
+            raise NotFound("cursor", name)
+        await self._rows.delete(_key(name))
+
+
+class Reader:
+    """A registered reader of SAMPLES: reads from its place on, and moves it."""
+
+    def __init__(self, bus: Bus, name: str, place: Place, *, is_new: bool) -> None:
+        self._bus, self._rows, self.name, self.place = bus, bus.rows("run"), name, place
+        self._is_new = is_new
+
+    @classmethod
+    async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, owner: str = "") -> "Reader":
+        """Register under ``name``, or go on where the last reader of this name was, which is refused from now on.
+
+        A new one begins at the first sample there is. Raises StreamReplaced when the place is in another stream, ValueError for an
+        unknown policy, BusUnavailable.
+        """
+        if policy not in (WAIT, LEAVE):
+            raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
+        rows, mine = bus.rows("run"), f"{owner or bus.name} {nonce()}"
+        while True:
+            row, start = await rows.get(_key(name)), await bus.samples.cursor()
+            before = None if row is None else _place(_key(name), row[0])
+            if before is not None and before.created != start.created:
+                raise StreamReplaced(f"cursor {name}", before.created, start.created)
+            floor = start.floor if before is None else before.floor
+            place = Place(created=start.created, floor=floor, policy=policy, owner=mine)
+            try:
+                await rows.update(_key(name), dataclasses.asdict(place), 0 if row is None else row[1])
+                return cls(bus, name, place, is_new=before is None)
+            except RowConflict:
+                continue
+
+    async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
+        """Every sample behind its place, in stream order, for ever. Raises StreamTrimmed when it was left behind, StreamReplaced."""
+        cursor = None if self._is_new else Cursor(created=self.place.created, floor=self.place.floor)
+        async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
+            yield received
+
+    async def advance(self, floor: int) -> None:
+        """All samples up to ``floor`` are taken care of. Never goes back. Raises CursorTaken, BusUnavailable."""
+        if floor > self.place.floor:
+            self._is_new = False
+            self.place = await _change(self._rows, self.name, owner=self.place.owner, floor=floor)
+
+    async def leave(self) -> None:
+        """Be registered no longer. Raises CursorTaken."""
+        row = await self._rows.get(_key(self.name))
+        if row is not None and row[0].get("owner") != self.place.owner:
+            raise CursorTaken(self.name)
+        await self._rows.delete(_key(self.name))
+
+
+def _waits(place: Place, created: str) -> bool:
+    return place.policy == WAIT and not place.given_up and place.created == created
+
+
+async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> Place:
+    """Change a row by compare-and-set; with ``owner``, only while it is still its."""
+    while True:
+        row = await rows.get(_key(name))
+        place = None if row is None else _place(_key(name), row[0])
+        if row is None or place is None:
+            raise NotFound("cursor", name)
+        if owner is not None and place.owner != owner:
+            raise CursorTaken(name)
+        if "floor" in changes:
+            changes["floor"] = max(place.floor, changes["floor"])
+        new = dataclasses.replace(place, **changes)
+        try:
+            await rows.update(_key(name), dataclasses.asdict(new), row[1])
+            return new
+        except RowConflict:
+            continue
+
+
+def _key(name: str) -> str:
+    return f"{_PREFIX}.{token(name)}"
+
+
+def _place(key: str, value: dict[str, Any]) -> Place | None:
+    """None for a row that is not understood: it must not hold up trimming for ever."""
+    try:
+        place = Place(**{name: value[name] for name in _FIELDS if name in value})
+    except TypeError:
+        place = None
+    if place is None or not isinstance(place.floor, int):
+        log.warning("cursor not understood key=%s value=%s", key, value)
+        return None
+    return place
