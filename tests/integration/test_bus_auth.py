@@ -20,7 +20,7 @@ from bus.cluster import EmbeddedBus
 from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.discovery import find_run
-from bus.errors import BusError, Denied, Forbidden
+from bus.errors import BusError, Denied, Forbidden, ServerFailed
 from bus.live import Heartbeat, LiveView
 from bus.messages import Done, LiveRow
 from tests.bus_kit import make_sample, make_task, take
@@ -96,7 +96,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             told = actor.commands.receive("actor", "actor-0")
             hearing = asyncio.ensure_future(anext(told))
             while not hearing.done():
-                await host.commands.send("actor", "actor-0", "drain")
+                await learner.commands.send("actor", "actor-0", "drain")
                 await asyncio.sleep(0.02)
             await told.aclose()  # type: ignore[attr-defined]
             watching = engine.rows("weights").watch("head")
@@ -186,6 +186,29 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
         await spy.nc.flush()
         assert not heard
         assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
+
+
+@pytest.mark.parametrize("user", ["viewer", "actor-0"])
+async def test_an_answer_goes_nowhere_but_to_who_asked(as_user: As, user: str) -> None:
+    """The server itself writes the answer to a request: named as the place for it, a row of the run would be overwritten."""
+    async with as_user("learner") as learner, as_user(user) as bus:
+        revision = await learner.rows("run").put("epoch", {"epoch": 1})
+        streams = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "PLAN")}
+        for place in ("$KV.TM_r_run.epoch", "tm.r.task.train", "tm.r.plan.plan"):
+            await bus.nc.publish("$JS.API.STREAM.MSG.GET.KV_TM_r_run", b'{"seq":1}', reply=place)
+            await bus.nc.publish("tm.r.sample.train.1.actor-0", b"", reply=place)
+        assert await bus.rows("run").get("epoch")  # asked and answered behind them
+        assert await learner.rows("run").get("epoch") == ({"epoch": 1}, revision)
+        assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in streams} == streams
+
+
+async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Path, auth_dir: Path) -> None:
+    plain = EmbeddedBus(tmp_path / "bus", RUN, BusConfig())
+    async with connect(await asyncio.to_thread(plain.start), RUN, name="a", wait_s=10) as bus:
+        await bus.create_layout()
+    plain.stop()
+    with pytest.raises(ServerFailed, match=r"were made without users: want bus\.auth: false, or another directory"):
+        EmbeddedBus(tmp_path / "bus", RUN, CONFIG, auth_dir).start()
 
 
 @pytest.mark.parametrize(("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")])
