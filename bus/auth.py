@@ -9,6 +9,7 @@ would write the answer there.
 import ctypes
 import ctypes.util
 import json
+import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,9 @@ USERS_FILE = "users.json"
 SERVER_FILE = "users.conf"
 _ROUTES = "routes"
 """Not a user: the servers of a cluster show it to each other."""
-_MANY_ANSWERS = "MSG.NEXT"
-"""In the subjects of requests that are answered by more than one message."""
+_MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
+"""Requests that are answered by more than one message: a reader's. Whoever takes tasks asks for one at a time; the server forgets the way
+back of such an answer at once, that of the others only when nobody listens there any more."""
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"
 """The lowest cost: 192 random bits cannot be guessed at any speed."""
@@ -214,7 +216,7 @@ def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, s
     yield "    jetstream: enabled"
     yield "    exports: ["
     for subject in services:
-        yield f"      {{ service: {json.dumps(subject)}, response_type: {'stream' if _MANY_ANSWERS in subject else 'singleton'} }}"
+        yield f"      {{ service: {json.dumps(subject)}, response_type: {'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
     for subject in streams:
         yield f"      {{ stream: {json.dumps(subject)} }}"
     yield "    ]"
