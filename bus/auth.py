@@ -1,13 +1,17 @@
 """Users of the embedded server: a password each, and nothing allowed but what their role does. Knows files, no connection.
 
 A process is a user of its own, named as the process is, so that the server can tell one actor's samples and rows from another's.
+The streams are in the account of the learner. Everybody else is in an account of its own, into which the server takes the subjects
+its role needs: in one account with the learner it could name any subject of the run as the place for an answer, and the server
+would write the answer there.
 """
 
 import ctypes
 import ctypes.util
 import json
+import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,9 @@ from bus.layout import stream_configs
 from bus.link import inbox_prefix
 from bus.server import write_private
 
+ACCOUNT = "TIDEMILL"
+"""Of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
+NO_ACCOUNT = "$G"
 POOLS = ("actor", "engine", "host")
 """Roles with numbered users."""
 LEARNER, VIEWER, OPERATOR = "learner", "viewer", "operator"
@@ -27,6 +34,9 @@ USERS_FILE = "users.json"
 SERVER_FILE = "users.conf"
 _ROUTES = "routes"
 """Not a user: the servers of a cluster show it to each other."""
+_MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
+"""Requests that are answered by more than one message: a reader's. Whoever takes tasks asks for one at a time; the server forgets the way
+back of such an answer at once, that of the others only when nobody listens there any more."""
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"
 """The lowest cost: 192 random bits cannot be guessed at any speed."""
@@ -38,7 +48,9 @@ class Permissions:
     """Subjects a user may publish and subscribe to; all others are refused."""
 
     publish: tuple[str, ...]
-    subscribe: tuple[str, ...]
+    heard: tuple[str, ...]
+    inbox: str
+    """Where answers to it arrive."""
     never: tuple[str, ...] = ()
     """Not to be published to although ``publish`` covers it."""
 
@@ -48,16 +60,16 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
     rights = _Rights(run, config, subjects.token(name))
     if role not in (LEARNER, VIEWER, OPERATOR, *POOLS):
         raise ValueError(f"role: want one of {', '.join((LEARNER, VIEWER, OPERATOR, *POOLS))}, got {role!r}")
-    inbox = f"{inbox_prefix(name)}.>"
-    publish, subscribe, never = getattr(rights, role)()
-    return Permissions(publish=tuple(dict.fromkeys(publish)), subscribe=(inbox, *subscribe), never=tuple(never))
+    publish, heard, never = getattr(rights, role)()
+    unique = tuple(dict.fromkeys(publish))
+    return Permissions(publish=unique, heard=tuple(heard), inbox=f"{inbox_prefix(name)}.>", never=tuple(never))
 
 
 _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, subscribe, never) of every role, named as the roles are."""
+    """(publish, heard, never) of every role, named as the roles are. What one hears it does not write: that would go in a circle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name = run, name
@@ -89,17 +101,16 @@ class _Rights:
         ]
         for consumer in subjects.CONSUMERS.values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
-        return [*publish, *self._member("actor")], self._hears("actor"), []
+        return [*publish, *self._member("actor")], self._hears("actor", live=("engine",), weights=(">",)), []
 
     def engine(self) -> _Lists:
         """Reads which weights there are, and asks for a snapshot of them."""
-        return [subjects.row(self._run, "weights", "want"), *self._member("engine")], self._hears("engine"), []
+        publish = [subjects.row(self._run, "weights", "want"), *self._member("engine")]
+        return publish, self._hears("engine", live=(), weights=("head", "snapshot")), []
 
     def host(self) -> _Lists:
-        """Keeps actors and engines: reads what is wanted, says what is wanted of itself, tells them what to do."""
-        says = [f"tm.{self._run}.do.{role}.*" for role in ("actor", "engine")]
-        says.append(subjects.row(self._run, "wanted", f"host.{self._name}"))
-        return [*says, *self._member("host")], self._hears("host"), []
+        """Keeps the actors and engines of its machine, its own children: reads what is wanted."""
+        return list(self._member("host")), self._hears("host", live=(), weights=()), []
 
     def viewer(self) -> _Lists:
         """Reads everything. A consumer of its own to read with is all it makes; those that hand out tasks it may not touch."""
@@ -114,14 +125,15 @@ class _Rights:
 
     def operator(self) -> _Lists:
         """Reads everything, says what is wanted and what shall become of dead tasks, and commands."""
-        publish, subscribe, never = self.viewer()
+        publish, heard, never = self.viewer()
         says = [self._rows_of["wanted"], subjects.dead_word(self._run, "*"), f"tm.{self._run}.do.>"]
-        return [*says, *publish], subscribe, never
+        return [*says, *publish], [subject for subject in heard if subject != self._rows_of["wanted"]], never
 
     def _member(self, role: str) -> Iterator[str]:
         """Its own live row, metrics, and reading the rows of every bucket."""
         yield subjects.row(self._run, "live", f"{role}.{self._name}")
         yield f"tm.{self._run}.metric.>"
+        yield _api("INFO")  # an account that has not this from another gets an API of its own, of no streams
         yield _api("STREAM.NAMES")
         for bucket in subjects.BUCKETS:
             stream = subjects.bucket_stream(self._run, bucket)
@@ -129,8 +141,12 @@ class _Rights:
             yield _api(f"STREAM.MSG.GET.{stream}")
             yield _api(f"DIRECT.GET.{stream}")
 
-    def _hears(self, role: str) -> list[str]:
-        return [*self._rows_of.values(), *(subjects.command(self._run, role, name) for name in (self._name, "all"))]
+    def _hears(self, role: str, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
+        """Commands to it, and changes of rows: of the processes of some roles, of some keys of the weights, and of what is wanted."""
+        rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
+        rows += [subjects.row(self._run, "weights", key) for key in weights]
+        commands = [subjects.command(self._run, role, name) for name in (self._name, "all")]
+        return [*rows, self._rows_of["run"], self._rows_of["wanted"], *commands]
 
 
 def _api(verb: str) -> str:
@@ -160,10 +176,8 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
             known[user] = _new_user(directory, user)
     known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
     write_private(file, json.dumps(known, indent=1) + "\n")
-    lines = ["authorization {", "  users: ["]
-    for user, role in wanted.items():
-        lines += _user_lines(user, known[user], permissions(role, user, run, config))
-    lines += ["  ]", "}"]
+    allowed = {user: permissions(role, user, run, config) for user, role in wanted.items()}
+    lines = ["accounts {", *_account_lines(allowed, known), "}"]
     write_private(directory / SERVER_FILE, "\n".join(lines) + "\n")
     return lines
 
@@ -207,14 +221,40 @@ def _hashed(password: str) -> str:
     return hashed.decode() if hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60 else password
 
 
+def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, str]) -> Iterator[str]:
+    members = {user: rights for user, rights in allowed.items() if user != LEARNER}
+    services = sorted({subject for rights in members.values() for subject in rights.publish})
+    streams = sorted({subject for rights in members.values() for subject in rights.heard})
+    yield f"  {ACCOUNT} {{"
+    yield "    jetstream: enabled"
+    yield "    exports: ["
+    for subject in services:
+        yield f"      {{ service: {json.dumps(subject)}, response_type: {'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
+    for subject in streams:
+        yield f"      {{ stream: {json.dumps(subject)} }}"
+    yield "    ]"
+    yield from _user_lines(LEARNER, passwords[LEARNER], allowed[LEARNER])
+    yield "  }"
+    for user, rights in members.items():
+        yield f"  {json.dumps(user)} {{"
+        yield "    imports: ["
+        for kind, subjects_ in (("service", rights.publish), ("stream", rights.heard)):
+            for subject in subjects_:
+                yield f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}"
+        yield "    ]"
+        yield from _user_lines(user, passwords[user], rights)
+        yield "  }"
+
+
 def _user_lines(user: str, password: str, allowed: Permissions) -> Iterator[str]:
     quoted = json.dumps
+    subscribe = [allowed.inbox, *allowed.heard]
     deny = f", deny: {quoted(list(allowed.never))}" if allowed.never else ""
-    yield "    {"
+    yield "    users: [{"
     yield f"      user: {quoted(user)}"
     yield f"      password: {quoted(password)}"
     yield "      permissions {"
     yield f"        publish {{ allow: {quoted(list(allowed.publish))}{deny} }}"
-    yield f"        subscribe {{ allow: {quoted(list(allowed.subscribe))} }}"
+    yield f"        subscribe {{ allow: {quoted(subscribe)} }}"
     yield "      }"
-    yield "    }"
+    yield "    }]"

@@ -6,8 +6,9 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.auth import make_users, route_password
+from bus.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password
 from bus.config import BusConfig
+from bus.errors import ServerFailed
 from bus.server import EmbeddedServer, write_private
 
 _ROUTES_FILE = "routes.json"
@@ -35,6 +36,7 @@ class EmbeddedBus:
     def start(self) -> str:
         """Start all that do not run; the URL. Raises ServerFailed."""
         for server in self.servers:
+            _check_account(server.store, with_users=self._config.auth)
             server.start()
         return self.url
 
@@ -81,6 +83,15 @@ class EmbeddedBus:
         places = free_places(self._config.cluster)
         write_private(file, json.dumps(places))
         return places
+
+
+def _check_account(store: Path, *, with_users: bool) -> None:
+    """The streams of a run made without users are not seen with them, and the other way round: no reason to begin anew in silence."""
+    other = NO_ACCOUNT if with_users else ACCOUNT
+    there = store / "jetstream" / other / "streams"
+    if there.is_dir() and any(there.iterdir()):
+        made, want = ("without", "false") if with_users else ("with", "true")
+        raise ServerFailed(f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory")
 
 
 def free_places(count: int) -> list[str]:

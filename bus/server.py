@@ -59,6 +59,11 @@ class EmbeddedServer:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def store(self) -> Path:
+        """Where its streams are."""
+        return self.directory / "store"
+
     def start(self) -> str:
         """Start and wait until it listens; its URL. Raises ServerFailed with the last lines of its log.
 
@@ -165,7 +170,7 @@ class EmbeddedServer:
             f"ports_file_dir: {quoted(str(self.directory))}",
             f"max_payload: {self.config.max_payload_bytes}",
             "jetstream {",
-            f"  store_dir: {quoted(str(self.directory / 'store'))}",
+            f"  store_dir: {quoted(str(self.store))}",
             *(["  sync_interval: always"] if self.config.sync_always else []),
             "}",
             *self._tls_lines(),

@@ -176,6 +176,7 @@ async def run_host(
 
     from actors.membership import connected
     from bus.config import BusConfig
+    from bus.errors import Forbidden
     from launch import wanted
     from launch.host import Host, refuse_another
     from launch.supervisor import Supervisor
@@ -190,7 +191,11 @@ async def run_host(
             return
         await refuse_another(bus, name)
         if own:
-            await wanted.change(bus, wanted.host_key(name), own)
+            try:
+                await wanted.change(bus, wanted.host_key(name), own)
+            except Forbidden as error:
+                words = " ".join(f"{role}s={count}" for role, count in own.items())
+                raise ValueError(f"{error}; let the operator say it: tidemill scale {words} --host {name}") from None
         supervisor = Supervisor(directory / "logs", restarts=restarts, window_s=HOST_RESTART_WINDOW_S)
 
         def arguments(role: str, id: str) -> list[str]:

@@ -4,9 +4,11 @@ import asyncio
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -20,11 +22,13 @@ from bus.cluster import EmbeddedBus
 from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.discovery import find_run
-from bus.errors import BusError, Denied, Forbidden
+from bus.errors import BusError, Denied, Forbidden, ServerFailed
 from bus.live import Heartbeat, LiveView
-from bus.messages import Done, LiveRow
+from bus.messages import Done, LiveRow, Word
+from launch import wanted
 from tests.bus_kit import make_sample, make_task, take
 
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "r"
 CONFIG = BusConfig(auth=True, auth_users=2, lease_s=2.0, max_attempts=1, max_payload_bytes=8192)
 AT_ONCE_S = 10.0
@@ -96,7 +100,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             told = actor.commands.receive("actor", "actor-0")
             hearing = asyncio.ensure_future(anext(told))
             while not hearing.done():
-                await host.commands.send("actor", "actor-0", "drain")
+                await learner.commands.send("actor", "actor-0", "drain")
                 await asyncio.sleep(0.02)
             await told.aclose()  # type: ignore[attr-defined]
             watching = engine.rows("weights").watch("head")
@@ -186,6 +190,29 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
         await spy.nc.flush()
         assert not heard
         assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
+
+
+@pytest.mark.parametrize("user", ["viewer", "actor-0"])
+async def test_an_answer_goes_nowhere_but_to_who_asked(as_user: As, user: str) -> None:
+    """The server itself writes the answer to a request: named as the place for it, a row of the run would be overwritten."""
+    async with as_user("learner") as learner, as_user(user) as bus:
+        revision = await learner.rows("run").put("epoch", {"epoch": 1})
+        streams = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "PLAN")}
+        for place in ("$KV.TM_r_run.epoch", "tm.r.task.train", "tm.r.plan.plan"):
+            await bus.nc.publish("$JS.API.STREAM.MSG.GET.KV_TM_r_run", b'{"seq":1}', reply=place)
+            await bus.nc.publish("tm.r.sample.train.1.actor-0", b"", reply=place)
+        assert await bus.rows("run").get("epoch")  # asked and answered behind them
+        assert await learner.rows("run").get("epoch") == ({"epoch": 1}, revision)
+        assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in streams} == streams
+
+
+async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Path, auth_dir: Path) -> None:
+    plain = EmbeddedBus(tmp_path / "bus", RUN, BusConfig())
+    async with connect(await asyncio.to_thread(plain.start), RUN, name="a", wait_s=10) as bus:
+        await bus.create_layout()
+    plain.stop()
+    with pytest.raises(ServerFailed, match=r"were made without users: want bus\.auth: false, or another directory"):
+        EmbeddedBus(tmp_path / "bus", RUN, CONFIG, auth_dir).start()
 
 
 @pytest.mark.parametrize(("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")])
@@ -295,3 +322,38 @@ async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
                     pass
     finally:
         servers.stop()
+
+
+async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_a_viewer_does_not(as_user: As) -> None:
+    async with as_user("learner") as learner, as_user("operator") as operator, as_user("viewer") as viewer:
+        assert await wanted.change(operator, wanted.ALL, {"actor": 3}) == ({}, {"actor": 3})
+        assert (await wanted.read(viewer)).rows[wanted.ALL][0] == {"actor": 3}
+        assert await operator.dead.say(Word(task=7, word="drop"))
+        assert not await learner.dead.say(Word(task=7, word="requeue"))
+        with pytest.raises(Forbidden, match="user viewer may not publish"):
+            await wanted.change(viewer, wanted.ALL, {"actor": 4})
+        with pytest.raises(Forbidden, match="user viewer may not publish"):
+            await viewer.dead.say(Word(task=8, word="drop"))
+        with pytest.raises(Forbidden, match="user operator may not publish"):
+            await operator.rows("run").put("config", {})
+
+
+async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_them_than_users(
+    as_user: As, guarded: EmbeddedBus, auth_dir: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "launch", "host", "--bus", guarded.url, "--run", RUN, "--dir", str(tmp_path / "host")]
+    environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
+    async with as_user("learner") as learner:
+        await learner.rows("run").put("config", {"actor": {"reward": "digits"}})
+        await wanted.change(learner, wanted.host_key("host-1"), {"actor": 5})
+        host = await asyncio.create_subprocess_exec(*command, "--users", str(auth_dir), cwd=ROOT, env=environment)
+        try:
+            view = LiveView(learner)
+            while [one.id for one in await view.alive("actor")] != ["actor-0", "actor-1"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            while not (rows := await view.alive("host")) or not rows[0].waits_for:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            assert (rows[0].id, rows[0].waits_for) == ("host-1", "5 actors wanted, credentials for 2 of them here")
+        finally:
+            host.terminate()
+            assert await host.wait() == 0

@@ -311,6 +311,15 @@ async def manifest_of(bus: Bus, data: bytes, *seqs: int) -> None:
     await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(data, seqs), headers=headers)
 
 
+async def test_parts_without_a_manifest_do_not_keep_a_tail_from_its_end(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await publish(bus, 1)
+        await bus.js.publish(subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"})
+        async with asyncio.timeout(30):
+            assert [received.seq async for received in bus.samples.tail(last=2, follow=False)] == [1]
+            assert [received.seq async for received in bus.samples.tail(last=1, follow=False)] == []
+
+
 async def test_parts_that_are_gone_or_wrong_are_named(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.js.publish(subjects.part(bus.run, "train", 1), b"abc")

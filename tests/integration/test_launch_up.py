@@ -36,7 +36,7 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
         (["model.path=no/model"], 2, "model.path: want a directory with a Hugging Face model"),
         (["data.path=no/prompts.jsonl"], 2, "data.path: want a file with prompts, got 'no/prompts.jsonl'"),
         (["prepare.task=copy"], 1, "prepare ended with code"),
-        (["bus.host=203.0.113.1"], 1, "bus ended with code"),
+        (["bus.host=203.0.113.1", "bus.insecure=true"], 1, "bus ended with code"),
     ],
     ids=["no-model", "no-prompts", "prepare", "bus"],
 )
