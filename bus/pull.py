@@ -219,11 +219,11 @@ async def present(
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         while pull.position <= last:
-            if pull.reopened == 0 and not await _any(jet, stream, pull.position, last):
+            if pull.reopened == 0 and not await _any(jet, stream, pull.position, last, filters):
                 return
             delivered = await pull.next(2 * _MISSED_S)
             if delivered is None:  # slow, or the rest was removed meanwhile
-                if not await _any(jet, stream, pull.position, last):
+                if not await _any(jet, stream, pull.position, last, filters):
                     return
                 continue
             if delivered.seq > last:
@@ -233,10 +233,12 @@ async def present(
                 return
 
 
-async def _any(jet: JetStream, stream: str, first: int, last: int) -> bool:
-    try:
-        return (await jet.next(stream, first)).seq <= last
-    except NotFound as error:
-        if error.what == "stream":
-            raise
-        return False
+async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:
+    for subject in filters or (">",):
+        try:
+            if (await jet.next(stream, first, subject)).seq <= last:
+                return True
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+    return False

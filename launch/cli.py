@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.samples import arguments as samples
+
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
 
 
@@ -63,15 +65,16 @@ def _parser() -> argparse.ArgumentParser:
         _on_bus(inner)
         inner.add_argument("--feeder-url", required=True)
 
-    for name, help_ in (("status", "who is there, what they wait for, where the samples are"), ("tail", "what the model says")):
-        viewer = commands.add_parser(name, help=help_)
-        viewer.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
-        viewer.add_argument("--bus", default="", help="NATS URL")
-        viewer.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
-        viewer.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
-        if name == "tail":
-            viewer.add_argument("--last", type=int, default=10, metavar="N", help="begin with about the N newest samples (default 10)")
-            viewer.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    status = commands.add_parser("status", help="who is there, what they wait for, where the samples are")
+    status.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
+    status.add_argument("--bus", default="", help="NATS URL")
+    status.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+    status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
+    samples.add_tail(commands.add_parser("tail", help="what the model says"))
+    samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and what became of it"))
+    samples.add_stats(commands.add_parser("stats", help="rates, lengths, rewards, lags and pass@k of the newest samples"))
+    samples.add_replay(commands.add_parser("replay", help="samples into a file, and from a file or a run into another bus or run"))
     return parser
 
 
