@@ -85,9 +85,14 @@ class Recording:
     @classmethod
     def open(cls, path: Path) -> Self:
         try:
-            return cls(path.open("rb"), str(path))
+            file = path.open("rb")
         except OSError as error:
             raise ValueError(f"--from: want a recording, got {path}: {error.strerror}") from None
+        try:
+            return cls(file, str(path))
+        except ValueError:
+            file.close()
+            raise
 
     def index(self) -> list[tuple[int, int, str, dict[str, str]]]:
         """(sequence, offset of its frame, subject, headers) of every sample. Raises ValueError when it was cut off."""

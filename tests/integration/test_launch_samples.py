@@ -13,22 +13,24 @@ import msgpack
 import numpy as np
 import pytest
 
+from actors.builtin.text import Text
 from bus import subjects
 from bus.codec import encode_sample
 from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.errors import ConfigMismatch
 from bus.history import History
-from bus.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from bus.messages import Done, Plan, Sample, Settle, Status, Task
+from bus.server import EmbeddedServer
 from launch import cli
 from launch.samples.fate import DIFFERENCE, fate_of
-from launch.samples.filters import Filter, Range
 from launch.samples.recording import Recording
 from launch.samples.replay import replay_file, replay_run
 from launch.samples.search import Search
-from launch.samples.show import show_sample
+from launch.samples.show import shade, shaded, show_sample, tokens_of
 from launch.samples.stats import show_stats
 from launch.samples.tail import show_tail, tail
+from launch.samples.tokens import Vocabulary
 from launch.samples.wanted import filter_of
 from tests import data_kit
 from tests.actor_kit import model_dir
@@ -106,12 +108,12 @@ class Scene:
 
 
 FILTERS = {
-    "--reward <0.5": [1, 3, 5],
+    "--reward <0.5": [1, 3, 5, 7],
     "--lag >=1": [5, 6],
     "--lag 0": [1, 2, 3, 4],
     "--tokens 4..5": [3, 4, 5, 6],
     "--status truncated": [3, 4],
-    "--status truncated --status completed": [1, 2, 3, 4, 5, 6],
+    "--status truncated --status completed": [1, 2, 3, 4, 5, 6, 7],
     "--kind eval": [7],
     "--task 3": [3, 4],
     "--task 3.1": [4],
@@ -120,7 +122,7 @@ FILTERS = {
     "--text and.mill": [5, 6],
     "--text prompt --reward 1": [2, 4, 6],
     "--text prompt.2": [3, 4],
-    "--last 2 --reward 0": [3, 5],
+    "--last 2 --reward 0": [5, 7],
     "--last 0": [],
     "--since #3 --last 1 --reward 0..": [7],
     "--since #3 --reward 0": [3, 5, 7],
@@ -195,7 +197,7 @@ async def test_samples_in_parts_and_broken_ones(open_bus: BusOpener, capsysbinar
         size = int.from_bytes(data[:4], "little")
         payloads.append(data[4 : 4 + size])
         data = data[4 + size :]
-    assert payloads == [encode_sample(sample) for sample in (*scene.samples[4:6], big)]
+    assert payloads == [encode_sample(sample) for sample in (*scene.samples[4:6], big)] + [b"\xc1"]
     assert msgpack.unpackb(payloads[2])["attempt"] == "big"
 
 
@@ -241,10 +243,7 @@ async def test_show_tells_tokens_versions_and_fate(open_bus: BusOpener, capsys: 
                 await show_sample(bus, arguments("show", name))
 
 
-async def test_show_shades_each_token_and_underlines_every_second_span(open_bus: BusOpener) -> None:
-    from launch.samples.show import shade, shaded, tokens_of
-    from launch.samples.tokens import Vocabulary
-
+def test_show_shades_each_token_and_underlines_every_second_span() -> None:
     sample = replace(
         data_kit.sample(data_kit.task(1), 0, ((3, 2), (5, 2))),
         rollout_log_probs=np.log(np.array([0.95, 0.001, 0.3, 1.0], np.float32)),
@@ -258,9 +257,6 @@ async def test_show_shades_each_token_and_underlines_every_second_span(open_bus:
 
 
 def test_tokens_read_as_the_model_reads_them() -> None:
-    from actors.builtin.text import Text
-    from launch.samples.tokens import Vocabulary
-
     text = Text.read(model_dir())
     assert text is not None
     ids = text.encode("4817.=")
@@ -345,8 +341,6 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
 
 
 async def replayed_elsewhere(file: Path, directory: Path, run: str, there: list[Any]) -> None:
-    from bus.server import EmbeddedServer
-
     with EmbeddedServer(directory / "elsewhere", BusConfig(port=-1)) as server:
         await replay_file(arguments("replay", "--from", str(file), "--to-bus", server.url))
         async with connect(server.url, run, name="there") as bus:
@@ -391,7 +385,3 @@ async def test_looking_leaves_nothing_behind(open_bus: BusOpener, tmp_path: Path
         assert [await bus.jet.state(subjects.stream(bus.run, name)) for name in ("TASKS", "SAMPLES", "PLAN", "DEAD")] == before
         consumers = await bus.jet.call(f"CONSUMER.NAMES.{subjects.stream(bus.run, subjects.SAMPLES)}")
         assert not consumers["consumers"]
-
-
-def test_the_filter_knows_what_headers_decide() -> None:
-    assert Filter(reward=Range(0, 1), kind=Kind.TRAIN.value).of_headers
