@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus import subjects
-from bus.codec import check_sample
+from bus.codec import check_sample, decode_record
 from bus.connection import Bus
-from bus.errors import WireError
+from bus.errors import NotFound, WireError
 from bus.history import History
-from bus.messages import Done, Kind, Plan, Sample, Settle
+from bus.messages import Done, Fence, Kind, Plan, Sample, Settle
 
 DIFFERENCE = "offpolicy/logprob_diff_abs"
 """Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""
@@ -19,7 +19,7 @@ class Fate:
     """Fields are of the step that trained it; unless ``state`` is ``trained`` they tell nothing."""
 
     state: str
-    """trained | dropped | duplicate | invalid | unplanned | evaluation."""
+    """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""
     reason: str = ""
     step: int = 0
     rank: int = 0
@@ -63,13 +63,14 @@ async def fate_of(bus: Bus, seq: int, sample: Sample) -> Fate:
     if sample.kind is not Kind.TRAIN:
         return Fate(state="evaluation", reason="not for training")
     fate: Fate | None = None
-    async for _, record in bus.plans.scan(await History(bus.jet).at_task(sample.task, name=subjects.PLAN)):
+    start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
+    async for _, record in bus.plans.scan(start):
         if isinstance(record, Plan | Settle) and (fate is None or fate.state != "trained"):
             fate = (_planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)) or fate
         elif isinstance(record, Done) and fate is not None and record.step == fate.step and fate.state == "trained":
             fate.done = record
             break
-    return fate or _unplanned(sample)
+    return fate or await _unplanned(bus, sample, start)
 
 
 def _planned(plan: Plan, seq: int, sample: Sample) -> Fate | None:
@@ -94,9 +95,15 @@ def _settled(record: Settle, seq: int, task: int) -> Fate | None:
     return Fate(state="dropped", reason=f"{record.reason}: its task was given up") if task in record.tasks else None
 
 
-def _unplanned(sample: Sample) -> Fate:
+async def _unplanned(bus: Bus, sample: Sample, start: int) -> Fate:
     try:
         check_sample(sample)
     except WireError as error:
         return Fate(state="invalid", reason=str(error))
+    try:
+        first = await bus.jet.next(subjects.stream(bus.run, subjects.PLAN), 1, subjects.plan(bus.run, "plan"))
+    except NotFound:
+        first = None
+    if first is not None and start <= first.seq and not isinstance(record := decode_record(first.data), Fence) and record.step > 1:
+        return Fate(state="unknown", reason=f"no plan before step {record.step} is kept")
     return Fate(state="unplanned", reason="in no plan yet: it waits in the stream or in the learner's buffer")

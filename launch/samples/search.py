@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -92,7 +92,10 @@ class Search:
         return found[::-1], state.last_seq, state.last_seq - high
 
     async def _look(self, glimpse: Glimpse, payloads: bool) -> Found | None:
-        line = await self.lags.of(headline(glimpse))
+        line = headline(glimpse)
+        if replace(self._filter, lag=None).of(line) is False:  # before the registry is asked for its lag
+            return None
+        line = await self.lags.of(line)
         fits = self._filter.of(line)
         if fits is False:
             return None

@@ -22,7 +22,7 @@ from launch.samples.search import Found, Search, as_map, opened
 from launch.samples.tokens import Vocabulary
 from launch.samples.wanted import task_of
 
-_SHADES = ((0.9, ""), (0.5, "black on #d9ef8b"), (0.1, "black on #fee08b"), (0.01, "black on #fdae61"), (0.0, "white on #d73027"))
+_SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
 """From which probability on, and how it looks."""
 
 
@@ -169,9 +169,9 @@ def shade(probability: float) -> str:
 
 
 def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
-    text = Text("\nprobability ", style="dim")
+    text = Text("\nprobability ")
     for low, style in _SHADES:
-        text.append(f" ≥ {low:g} " if low else " less ", style=style or "default")
+        text.append(f" ≥ {low:g} " if low else " less ", style=style)
     text.append("  versions " + ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans), style="dim")
     text.append(" (every second one underlined)" if len(sample.spans) > 1 else "", style="dim")
     sampled = [token.logprob for token in tokens if token.sampled]

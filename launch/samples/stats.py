@@ -47,12 +47,13 @@ async def _follow(window: "_Window", now: Callable[[float], dict[str, Any]], *, 
     """Print again every two seconds."""
     async with asyncio.TaskGroup() as group:
         group.create_task(window.grow(), name="window")
-        with nullcontext() if as_json else Live(console=Console(highlight=False), auto_refresh=False) as live:
+        console = Console(highlight=False)
+        with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:
             while True:
                 now_s = await window.search.history.now_s()
                 window.forget(now_s)
                 if live is None:
-                    _say(now(now_s), as_json=True)
+                    _say(now(now_s), as_json=as_json)
                 else:
                     live.update(as_table(now(now_s)), refresh=True)
                 await asyncio.sleep(_REFRESH_S)
