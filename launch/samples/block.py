@@ -11,6 +11,7 @@ from launch.samples.search import Found, clock
 
 _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 """Lines and characters of a text that is shortened."""
+_LABEL_SIZE = 40
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _GOOD = 0.99
 
@@ -21,7 +22,7 @@ def block(found: Found, *, full: bool = False) -> Text:
     if sample is None or isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
     text = facts(line, sample)
-    text.append("\n")
+    text.append("\n" if sample.label is None else f"  label {_one_line(str(sample.label))}\n", style="dim")
     for body, size, style in ((prompt_text(sample), _PROMPT_SIZE, "dim"), (sample.response, _RESPONSE_SIZE, "")):
         for row in (body if full else shortened(body, *size)).splitlines() or [""]:
             text.append("  │ " if style else "  ┃ ", style="dim" if style else "cyan")
@@ -72,6 +73,11 @@ def shortened(text: str, lines: int, characters: int) -> str:
         half = characters // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
     return text
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(plain(text).split())
+    return line if len(line) <= _LABEL_SIZE else f"{line[:_LABEL_SIZE]}…"
 
 
 def _parts(sample: Sample) -> str:
