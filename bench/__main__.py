@@ -6,6 +6,7 @@ import traceback
 
 NAMES = {
     "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
+    "looking": "publishing and reading while onlookers look, against the same without them",
     "engine": "the built-in engine, against transformers' batched generate",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "learner_step": "a step of the learner, against plain transformers and torch",

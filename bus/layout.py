@@ -28,6 +28,18 @@ async def create_layout(jet: JetStream) -> None:
         await _ensure_consumer(jet, stream, config)
 
 
+async def create_archive(jet: JetStream) -> None:
+    """The streams and buckets of a run that only keeps samples, for onlookers.
+
+    Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and for the
+    same reason this raises ConfigMismatch for a run that trains.
+    """
+    for config in stream_configs(jet.run, jet.config):
+        if config["name"] == subjects.stream(jet.run, subjects.SAMPLES):
+            config = {**config, "max_bytes": -1}
+        await _ensure_stream(jet, config)
+
+
 def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
     """Settings of every stream of a run, buckets included, as the server spells them."""
     names = {

@@ -1,5 +1,6 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
+import re
 from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ PARTS_HEADER = "Tm-Parts"
 """Number of parts; only on a manifest."""
 _MANIFEST_TOKEN = "parts"
 """Last token of a manifest's subject."""
+_HEADER_VALUE = re.compile(r"[!-~]{1,200}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +78,15 @@ class SampleStream:
         """
         if sample.run != self._jet.run:
             raise ValueError(f"sample.run: want {self._jet.run!r}, got {sample.run!r}")
-        data, headers = encode_sample(sample), headers_of(sample)
         subject = subjects.sample(self._jet.run, sample.kind, sample.min_version, sample.actor)
+        return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample))
+
+    async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
+        """``publish`` for a sample that is encoded already; ``headers`` as ``headers_of`` makes them."""
         if not parts.fits(data, self._jet.link.max_payload):
-            seqs = await self._store_parts(sample, data)
+            seqs = await self._store_parts(subject.split(".")[3], headers[subjects.MESSAGE_ID], data)
             data, subject = parts.describe(data, seqs), f"{subject}.{_MANIFEST_TOKEN}"
-            headers[PARTS_HEADER] = str(len(seqs))
+            headers = {**headers, PARTS_HEADER: str(len(seqs))}
         seq = await self._store(subject, data, headers)
         self.stats.published += 1
         return seq
@@ -105,7 +110,7 @@ class SampleStream:
     async def fetch(self, seq: int) -> Sample:
         """One sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
         message = await self._jet.message(self._stream, seq)
-        data = await _joined(self._jet, self._stream, message.data) if PARTS_HEADER in message.headers else message.data
+        data = await joined(self._jet, self._stream, message.data) if PARTS_HEADER in message.headers else message.data
         return decode_sample(data)
 
     async def info(self) -> StreamState:
@@ -140,14 +145,7 @@ class SampleStream:
 
     async def _glimpses(self, last: int, follow: bool) -> AsyncIterator[Glimpse]:
         async for delivered in self._newest(last, follow, headers_only=True):
-            yield Glimpse(
-                seq=delivered.seq,
-                subject=delivered.subject,
-                headers=delivered.headers,
-                pending=delivered.pending,
-                stored_s=delivered.stored_s,
-                size_bytes=int(delivered.headers.get("Nats-Msg-Size", 0)),
-            )
+            yield glimpse_of(delivered)
 
     async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
         state = await self.info()
@@ -168,11 +166,11 @@ class SampleStream:
             return []
         return [f"tm.{self._jet.run}.sample.{kind}.>" for kind in sorted(kinds)]
 
-    async def _store_parts(self, sample: Sample, data: bytes) -> list[int]:
-        subject = subjects.part(self._jet.run, sample.kind, sample.task)
+    async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
+        subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
         seqs = []
         for number, piece in enumerate(parts.cut(data, self._jet.link.max_payload)):
-            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: f"{sample.message_id}.chunk/{number}"}))
+            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: f"{message_id}.chunk/{number}"}))
         return seqs
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
@@ -247,7 +245,7 @@ class _Reading:
         data = delivered.data
         try:
             if PARTS_HEADER in delivered.headers:
-                data = await _joined(self._jet, self._stream, data)
+                data = await joined(self._jet, self._stream, data)
             sample = decode_sample(data)
             if self._vocab_size != _NO_CHECK:
                 check_sample(sample, vocab_size=self._vocab_size)
@@ -284,7 +282,7 @@ class _Reading:
                 raise StreamTrimmed(self._stream, missing, state.first_seq)
 
 
-async def _joined(jet: JetStream, stream: str, data: bytes) -> bytes:
+async def joined(jet: JetStream, stream: str, data: bytes) -> bytes:
     """The bytes a manifest stands for. Raises WireError when a part is gone or another one stands there."""
     manifest = parts.read_manifest(data)
     pieces = []
@@ -303,6 +301,18 @@ def _manifest_seqs(data: bytes, default: int) -> tuple[int, ...]:
         return (default,)
 
 
+def glimpse_of(delivered: Delivered) -> Glimpse:
+    """What a message that was read without its payload tells."""
+    return Glimpse(
+        seq=delivered.seq,
+        subject=delivered.subject,
+        headers=delivered.headers,
+        pending=delivered.pending,
+        stored_s=delivered.stored_s,
+        size_bytes=int(delivered.headers.get("Nats-Msg-Size", 0)),
+    )
+
+
 def headers_of(sample: Sample) -> dict[str, str]:
     """What an onlooker wants to know without the payload."""
     versions = [span.version for span in sample.spans]
@@ -315,4 +325,5 @@ def headers_of(sample: Sample) -> dict[str, str]:
         "Tm-Reward": f"{sample.score:.6g}",
         "Tm-Status": sample.status,
         "Tm-Tokens": str(sample.response_length),
+        **({"Tm-Engine": sample.engine} if _HEADER_VALUE.fullmatch(sample.engine) else {}),
     }

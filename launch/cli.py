@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launch.samples import arguments as samples
+
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
 
 
@@ -93,13 +95,14 @@ def _parser() -> argparse.ArgumentParser:
     dead.add_argument("--reason", default="", metavar="TEXT", help="of those whose reason has this text in it")
     dead.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
 
-    for name, help_ in (("status", "who is there, what they wait for, where the samples are"), ("tail", "what the model says")):
-        viewer = commands.add_parser(name, help=help_)
-        _looking(viewer)
-        viewer.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
-        if name == "tail":
-            viewer.add_argument("--last", type=int, default=10, metavar="N", help="begin with about the N newest samples (default 10)")
-            viewer.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
+    status = commands.add_parser("status", help="who is there, what they wait for, where the samples are")
+    _looking(status)
+    status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
+    samples.add_tail(commands.add_parser("tail", help="what the model says"))
+    samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and what became of it"))
+    samples.add_stats(commands.add_parser("stats", help="rates, lengths, rewards, lags and pass@k of the newest samples"))
+    samples.add_replay(commands.add_parser("replay", help="samples into a file, and from a file or a run into another bus or run"))
     return parser
 
 

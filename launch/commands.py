@@ -4,10 +4,15 @@ import argparse
 import asyncio
 import logging
 import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from launch.access import LEARNER, OPERATOR, VIEWER
 from launch.config import RunConfig
 from launch.settings import Loaded, load, render
+
+if TYPE_CHECKING:
+    from bus.connection import Bus
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
@@ -219,9 +224,38 @@ def status(args: argparse.Namespace) -> int:
 
 
 def tail(args: argparse.Namespace) -> int:
-    from launch.looking import find_run, show_tail
+    from launch.samples.tail import show_tail
+
+    return _look(args, show_tail)
+
+
+def show(args: argparse.Namespace) -> int:
+    from launch.samples.show import show_sample
+
+    return _look(args, show_sample)
+
+
+def stats(args: argparse.Namespace) -> int:
+    from launch.samples.stats import show_stats
+
+    return _look(args, show_stats)
+
+
+def replay(args: argparse.Namespace) -> int:
+    from launch.process import set_up_logging
+    from launch.samples.replay import replay_file, replay_run
+
+    set_up_logging("replay", level=logging.ERROR)
+    if args.source:
+        return asyncio.run(replay_file(args))
+    return _look(args, replay_run)
+
+
+def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
+    """Find the run, connect to its bus, and look."""
+    from launch.looking import find_run, looking
     from launch.process import set_up_logging
 
-    set_up_logging("tail", level=logging.ERROR)
+    set_up_logging(args.command, level=logging.ERROR)
     url, run = find_run(args.run_dir, args.bus, args.run)
-    return asyncio.run(show_tail(url, run, last=args.last, follow=args.follow, as_json=args.json))
+    return asyncio.run(looking(url, run, args, look))

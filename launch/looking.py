@@ -1,9 +1,11 @@
-"""``tidemill status`` and ``tidemill tail``: looking into a run, from anywhere that reaches its bus. They read, and disturb nobody."""
+"""Finding a run from anywhere that reaches its bus, and ``tidemill status``: it reads, and disturbs nobody."""
 
+import argparse
 import asyncio
 import json
 import os
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,12 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from bus import discovery, subjects
 from bus.connection import Bus, connect
-from bus.errors import BusError, NotFound, WireError
+from bus.errors import BusError, NotFound
 from bus.live import processes
-from bus.messages import Done, Kind, Plan, Sample, Settle
+from bus.messages import Done, Kind, Plan, Settle
 from launch.access import VIEWER, viewer_line
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
@@ -50,6 +51,15 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
 def _only_run(bus: str) -> str:
     try:
         return asyncio.run(discovery.find_run(bus, name="look", wait_s=CONNECT_S))
+    except BusError as error:
+        raise ValueError(str(error)) from None
+
+
+async def looking(url: str, run: str, args: argparse.Namespace, look: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+    """The exit code of ``look`` at a run. Raises ValueError for whatever is wrong with the bus."""
+    try:
+        async with connect(url, run, name=args.command, wait_s=CONNECT_S) as bus:
+            return await look(bus, args)
     except BusError as error:
         raise ValueError(str(error)) from None
 
@@ -183,65 +193,3 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
         version = str(row["version"]) if row["version"] >= 0 else ""
         table.add_row(f"{row['role']} {row['id']}", row["host"], str(row["pid"]), phase, version, row["waits_for"])
     console.print(table)
-
-
-async def show_tail(url: str, run: str, *, last: int, follow: bool, as_json: bool) -> int:
-    """Print samples as they stand in, and come to, the stream."""
-    if last < 0:
-        raise ValueError(f"--last: want >= 0, got {last}")
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        async with connect(url, run, name="tail", wait_s=CONNECT_S) as bus:
-            async for received in bus.samples.tail(last=last, follow=follow):
-                if as_json:
-                    print(json.dumps(as_map(received.seq, received.sample)), flush=True)
-                else:
-                    console.print(as_text(received.seq, received.sample))
-    except BusError as error:
-        raise ValueError(str(error)) from None
-    return 0
-
-
-def as_map(seq: int, sample: Sample | WireError) -> dict[str, Any]:
-    """A sample as JSON can hold it."""
-    if isinstance(sample, WireError):
-        return {"seq": seq, "error": str(sample)}
-    return {
-        "seq": seq,
-        "task": sample.task,
-        "index": sample.index,
-        "attempt": sample.attempt,
-        "kind": sample.kind.value,
-        "status": sample.status.value,
-        "reward": sample.reward,
-        "score": sample.score,
-        "prompt": sample.prompt,
-        "response": sample.response,
-        "label": sample.label,
-        "tokens": sample.tokens.tolist(),
-        "response_length": sample.response_length,
-        "rollout_log_probs": [round(float(value), 6) for value in sample.rollout_log_probs],
-        "spans": [[span.version, span.num_tokens] for span in sample.spans],
-        "actor": sample.actor,
-        "engine": sample.engine,
-        "finish_reason": sample.finish_reason,
-        "generating_s": sample.timings.generating_s,
-        "created_s": sample.created_s,
-        "metadata": sample.metadata,
-    }
-
-
-def as_text(seq: int, sample: Sample | WireError) -> Text:
-    """A sample as a person reads it: where it comes from, what was asked, what was said, what it is worth."""
-    text = Text()
-    if isinstance(sample, WireError):
-        return text.append(f"#{seq} broken: {sample}", style="red")
-    versions = f"v{sample.min_version}" if sample.min_version == sample.max_version else f"v{sample.min_version}-{sample.max_version}"
-    text.append(f"#{seq} ", style="dim")
-    text.append(f"task {sample.task}.{sample.index} {versions} {sample.actor} ", style="cyan")
-    text.append(f"{sample.status.value} ", style="green" if sample.status == "completed" else "yellow")
-    text.append(f"reward {sample.score:.3f}\n", style="bold green" if sample.score > 0.99 else "bold yellow")
-    prompt = sample.prompt if isinstance(sample.prompt, str) else "\n".join(f"{m.get('role')}: {m.get('content')}" for m in sample.prompt)
-    text.append(prompt, style="dim")
-    text.append(f"{sample.response}", style="bold")
-    return text

@@ -9,7 +9,8 @@ import pytest
 from bus.connection import Bus
 from bus.messages import Plan, Sample, Settle, Status, Task
 from launch.audit import Books, Claims, audit
-from launch.looking import as_map, read_status
+from launch.looking import read_status
+from launch.samples.search import as_map
 from launch.summary import broken_promises, seconds_of_steps, summarize
 from tests import data_kit
 from tests.bus_fixtures import BusOpener

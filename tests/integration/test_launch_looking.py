@@ -88,7 +88,7 @@ async def test_tail_shows_the_newest_and_what_comes(open_bus: BusOpener) -> None
         )
         assert code == 0, errors
         assert [word for word in text.split() if word.startswith("#")] == ["#5", "#6"]
-        assert "prompt 3xxx" in text
+        assert "│ prompt 3\n" in text and "┃ xxx\n" in text
         assert [json.loads(line)["seq"] for line in lines.splitlines()] == [4, 5, 6]
         follower = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "launch", "tail", *where, "--last", "1", "--follow", "--jsonl"), cwd=ROOT, stdout=subprocess.PIPE

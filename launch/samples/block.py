@@ -1,0 +1,86 @@
+"""A sample as a block of text for a terminal. Knows no bus."""
+
+import re
+
+from rich.text import Text
+
+from bus.errors import WireError
+from bus.messages import Sample
+from launch.samples.filters import Headline, prompt_text
+from launch.samples.search import Found, clock
+
+_PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
+"""Lines and characters of a text that is shortened."""
+_LABEL_SIZE = 40
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_GOOD = 0.99
+
+
+def block(found: Found, *, full: bool = False) -> Text:
+    """One line of facts; the prompt, dimmed; the response."""
+    line, sample = found.line, found.sample
+    if sample is None or isinstance(sample, WireError):
+        return Text(f"#{line.seq} broken: {sample}\n", style="red")
+    text = facts(line, sample)
+    text.append("\n" if sample.label is None else f"  label {_one_line(str(sample.label))}\n", style="dim")
+    for body, size, style in ((prompt_text(sample), _PROMPT_SIZE, "dim"), (sample.response, _RESPONSE_SIZE, "")):
+        for row in (body if full else shortened(body, *size)).splitlines() or [""]:
+            text.append("  │ " if style else "  ┃ ", style="dim" if style else "cyan")
+            text.append(f"{plain(row)}\n", style=style)
+    return text
+
+
+def facts(line: Headline, sample: Sample) -> Text:
+    """Where it comes from and what it is worth, in one line."""
+    text = Text()
+    text.append(f"#{line.seq} ", style="bold")
+    text.append(f"{clock(line.stored_s)}  ", style="dim")
+    text.append(f"task {sample.task}.{sample.index}", style="cyan")
+    if sample.kind != "train":
+        text.append(f" {sample.kind}", style="magenta")
+    text.append(f"  {versions(sample)}", style="blue")
+    text.append("" if line.lag is None else f" lag {line.lag}", style="dim" if not line.lag else "yellow")
+    text.append(f"  reward {sample.score:.3f}{_parts(sample)}", style=f"bold {reward_colour(sample.score)}")
+    text.append(f"  {sample.response_length} tokens  ")
+    text.append(sample.status.value, style="green" if sample.status == "completed" else "yellow")
+    text.append(f" ({plain(sample.finish_reason)})" if sample.finish_reason else "", style="dim")
+    text.append(f"  {plain(sample.actor)}", style="dim")
+    return text
+
+
+def versions(sample: Sample) -> str:
+    """``v4``, ``v4-5``, or ``no version`` for an empty response."""
+    if not sample.spans:
+        return "no version"
+    return f"v{sample.min_version}" if sample.min_version == sample.max_version else f"v{sample.min_version}-{sample.max_version}"
+
+
+def reward_colour(score: float) -> str:
+    return "green" if score >= _GOOD else "red" if score <= 0 else "yellow"
+
+
+def plain(text: str) -> str:
+    """Text that cannot command a terminal: control characters are shown as ``\\x1b``."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def shortened(text: str, lines: int, characters: int) -> str:
+    """Beginning and end of a long text, and how much is missing between them."""
+    rows = text.splitlines()
+    if len(rows) > lines:
+        text = "\n".join([*rows[: lines // 2], f"… {len(rows) - lines} lines …", *rows[len(rows) - (lines - lines // 2) :]])
+    if len(text) > characters:
+        half = characters // 2
+        text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
+    return text
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(plain(text).split())
+    return line if len(line) <= _LABEL_SIZE else f"{line[:_LABEL_SIZE]}…"
+
+
+def _parts(sample: Sample) -> str:
+    if not isinstance(sample.reward, dict):
+        return ""
+    return " (" + ", ".join(f"{plain(name)} {value:.3g}" for name, value in sample.reward.items()) + ")"

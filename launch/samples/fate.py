@@ -1,0 +1,109 @@
+"""What became of a sample, as the log of plans tells it: trained, dropped, a duplicate, or nothing yet."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from bus import subjects
+from bus.codec import check_sample, decode_record
+from bus.connection import Bus
+from bus.errors import NotFound, WireError
+from bus.history import History
+from bus.messages import Done, Fence, Kind, Plan, Sample, Settle
+
+DIFFERENCE = "offpolicy/logprob_diff_abs"
+"""Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Fate:
+    """Fields are of the step that trained it; unless ``state`` is ``trained`` they tell nothing."""
+
+    state: str
+    """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""
+    reason: str = ""
+    step: int = 0
+    rank: int = 0
+    micro_batch: int = 0
+    lags: tuple[int, int] | None = None
+    """Smallest and largest of its tokens, masked ones included."""
+    masked_tokens: int = 0
+    """Tokens older than the bound, which were not trained."""
+    done: Done | None = None
+    """Outcome of the step; None while it is not recorded."""
+
+    def as_map(self) -> dict[str, Any]:
+        if self.state != "trained":
+            return {"state": self.state, "reason": self.reason}
+        return {
+            "state": self.state,
+            "step": self.step,
+            "rank": self.rank,
+            "micro_batch": self.micro_batch,
+            "lags": self.lags,
+            "masked_tokens": self.masked_tokens,
+            "step_logprob_diff_abs": None if self.done is None else self.done.metrics.get(DIFFERENCE),
+        }
+
+    def __str__(self) -> str:
+        if self.state != "trained":
+            return f"{self.state}: {self.reason}" if self.reason else self.state
+        lags = "" if self.lags is None else f", lag {self.lags[0]}" + (f" to {self.lags[1]}" if self.lags[1] > self.lags[0] else "")
+        masked = f", {self.masked_tokens} tokens masked as too old" if self.masked_tokens else ""
+        return f"trained in step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}{lags}{masked}; {self._difference()}"
+
+    def _difference(self) -> str:
+        if self.done is None:
+            return "the step is not done yet"
+        mean = self.done.metrics.get(DIFFERENCE)
+        return "no log-prob difference recorded" if mean is None else f"mean |log-prob difference| of the whole step {mean:.4g}"
+
+
+async def fate_of(bus: Bus, seq: int, sample: Sample) -> Fate:
+    """Read PLAN from the time on at which the task was issued."""
+    if sample.kind is not Kind.TRAIN:
+        return Fate(state="evaluation", reason="not for training")
+    fate: Fate | None = None
+    start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
+    async for _, record in bus.plans.scan(start):
+        if isinstance(record, Plan | Settle) and (fate is None or fate.state != "trained"):
+            fate = (_planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)) or fate
+        elif isinstance(record, Done) and fate is not None and record.step == fate.step and fate.state == "trained":
+            fate.done = record
+            break
+    return fate or await _unplanned(bus, sample, start)
+
+
+def _planned(plan: Plan, seq: int, sample: Sample) -> Fate | None:
+    places = (plan.seqs == seq).nonzero()[0]
+    if not len(places):
+        return Fate(state="duplicate", reason=f"step {plan.step} trained another of this place") if sample.task in plan.tasks else None
+    steps = [plan.version_steps[span.version] for span in sample.spans if span.version in plan.version_steps]
+    old = [plan.oldest_step is not None and plan.version_steps.get(span.version, 0) < plan.oldest_step for span in sample.spans]
+    return Fate(
+        state="trained",
+        step=plan.step,
+        rank=int(plan.ranks[places[0]]),
+        micro_batch=int(plan.micro_batches[places[0]]),
+        lags=(plan.step - 1 - max(steps), plan.step - 1 - min(steps)) if steps else None,
+        masked_tokens=sum(span.num_tokens for span, too_old in zip(sample.spans, old, strict=True) if too_old),
+    )
+
+
+def _settled(record: Settle, seq: int, task: int) -> Fate | None:
+    if seq in record.seqs:
+        return Fate(state="dropped", reason=f"{record.reason}, when step {record.step} was planned")
+    return Fate(state="dropped", reason=f"{record.reason}: its task was given up") if task in record.tasks else None
+
+
+async def _unplanned(bus: Bus, sample: Sample, start: int) -> Fate:
+    try:
+        check_sample(sample)
+    except WireError as error:
+        return Fate(state="invalid", reason=str(error))
+    try:
+        first = await bus.jet.next(subjects.stream(bus.run, subjects.PLAN), 1, subjects.plan(bus.run, "plan"))
+    except NotFound:
+        first = None
+    if first is not None and start <= first.seq and not isinstance(record := decode_record(first.data), Fence) and record.step > 1:
+        return Fate(state="unknown", reason=f"no plan before step {record.step} is kept")
+    return Fate(state="unplanned", reason="in no plan yet: it waits in the stream or in the learner's buffer")

@@ -1,0 +1,170 @@
+"""Which samples are meant: conditions on what headers tell, on what only the payload tells, and on the text. Knows no bus."""
+
+import re
+from dataclasses import dataclass, replace
+from typing import Self
+
+from bus import subjects
+from bus.messages import Sample
+from bus.samples import Glimpse, headers_of
+
+_NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
+_COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
+_BETWEEN = re.compile(rf"({_NUMBER})?\.\.({_NUMBER})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from ``low`` to ``high``, each end included or not."""
+
+    low: float = float("-inf")
+    high: float = float("inf")
+    with_low: bool = True
+    with_high: bool = True
+
+    @classmethod
+    def parse(cls, where: str, text: str) -> Self:
+        """``<0.5``, ``>=0.9``, ``1``, ``0.2..0.8`` (both ends in), ``..3``. Raises ValueError naming ``where``."""
+        if (between := _BETWEEN.fullmatch(text.strip())) and any(between.groups()):
+            low, high = between.groups()
+            return cls(float(low or "-inf"), float(high or "inf"))
+        compared = _COMPARED.fullmatch(text.strip())
+        if compared is None:
+            raise ValueError(f"{where}: want a number, <, <=, >, >= and a number, or LOW..HIGH, got {text!r}")
+        sign, number = compared[1] or "=", float(compared[2])
+        if sign == "=":
+            return cls(number, number)
+        return cls(high=number, with_high=sign == "<=") if sign[0] == "<" else cls(low=number, with_low=sign == ">=")
+
+    def __contains__(self, number: float) -> bool:
+        above = number >= self.low if self.with_low else number > self.low
+        return above and (number <= self.high if self.with_high else number < self.high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """What is known of a sample without its payload; None = its headers do not say."""
+
+    seq: int
+    stored_s: float
+    kind: str
+    actor: str
+    """As in the subject: see ``subjects.token``."""
+    task: int | None = None
+    index: int | None = None
+    group_size: int | None = None
+    versions: tuple[int, int] | None = None
+    """Oldest and newest; (-1, -1) for an empty response."""
+    reward: float | None = None
+    status: str | None = None
+    tokens: int | None = None
+    """Of the response."""
+    engine: str | None = None
+    lag: int | None = None
+    """See ``launch.samples.lags``."""
+
+
+def headline(glimpse: Glimpse) -> Headline:
+    """From subject and headers."""
+    return _headline(glimpse.seq, glimpse.stored_s, glimpse.subject, glimpse.headers)
+
+
+def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Headline:
+    """From the payload, which tells everything."""
+    return replace(_headline(seq, stored_s, subject, headers_of(sample)), engine=sample.engine)
+
+
+def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) -> Headline:
+    words = [*subject.split("."), "", "", ""]
+    return Headline(
+        seq=seq,
+        stored_s=stored_s,
+        kind=words[3],
+        actor=words[5],
+        task=_int(headers.get("Tm-Task")),
+        index=_int(headers.get("Tm-Index")),
+        group_size=_int(headers.get("Tm-Group-Size")),
+        versions=_versions(headers.get("Tm-Versions", "")),
+        reward=_float(headers.get("Tm-Reward")),
+        status=headers.get("Tm-Status"),
+        tokens=_int(headers.get("Tm-Tokens")),
+        engine=headers.get("Tm-Engine"),
+    )
+
+
+def _int(word: str | None) -> int | None:
+    return int(word) if word is not None and word.isascii() and word.isdigit() else None
+
+
+def _float(word: str | None) -> float | None:
+    try:
+        return None if word is None else float(word)
+    except ValueError:
+        return None
+
+
+def _versions(word: str) -> tuple[int, int] | None:
+    if word == "none":
+        return -1, -1
+    oldest, _, newest = word.partition("-")
+    return (int(oldest), int(newest)) if oldest.isdigit() and newest.isdigit() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """All conditions must hold; None = no condition."""
+
+    reward: Range | None = None
+    lag: Range | None = None
+    tokens: Range | None = None
+    status: tuple[str, ...] = ()
+    kind: str | None = None
+    task: int | None = None
+    index: int | None = None
+    actor: str | None = None
+    engine: str | None = None
+    text: re.Pattern[str] | None = None
+    """Found in the prompt or in the response."""
+
+    @property
+    def of_headers(self) -> bool:
+        """Can headers alone exclude a sample?"""
+        return replace(self, text=None) != Filter()
+
+    def of(self, line: Headline) -> bool | None:
+        """Does what the headers tell fit? None: they do not tell enough. The text is another matter (``said``)."""
+        found: list[bool | None] = [
+            _fits(self.reward, line.reward),
+            _fits(self.tokens, line.tokens),
+            True if self.lag is None else line.lag is not None and line.lag in self.lag,
+            _among(self.status, line.status),
+            _same(self.kind, line.kind),
+            _same(self.task, line.task),
+            _same(self.index, line.index),
+            True if self.actor is None else subjects.token(self.actor) == line.actor,
+            _same(self.engine, line.engine),
+        ]
+        return False if False in found else None if None in found else True
+
+    def said(self, sample: Sample) -> bool:
+        """Does the text fit?"""
+        return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
+
+
+def _fits(range: Range | None, number: float | None) -> bool | None:
+    return True if range is None else None if number is None else number in range
+
+
+def _among(wanted: tuple[str, ...], word: str | None) -> bool | None:
+    return True if not wanted else None if word is None else word in wanted
+
+
+def _same(wanted: object, found: object) -> bool | None:
+    return True if wanted is None else None if found is None else wanted == found
+
+
+def prompt_text(sample: Sample) -> str:
+    """The prompt as one text; chat messages with their roles."""
+    if isinstance(sample.prompt, str):
+        return sample.prompt
+    return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in sample.prompt)

@@ -1,0 +1,144 @@
+"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, an index of subjects and headers behind them.
+
+    frame       4 bytes length, little-endian | msgpack map
+    recording   the first frame: run, creation time of the stream
+    stored      one for each sample: seq, subject, headers, stored_s, payload (the bytes as they lay in the stream, joined from parts)
+    index       the last frame: seqs, offsets (of the frames), subjects, headers
+    end         8 bytes offset of the index, little-endian | b"TIDEMILL"
+
+A recording that was cut off has no index; what it has is read all the same.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Self
+
+import msgpack
+import numpy as np
+
+from bus.codec import unpack
+from bus.errors import WireError
+from bus.history import Stored
+from bus.messages import SCHEMA
+
+END = b"TIDEMILL"
+_LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Where the samples of a recording come from."""
+
+    run: str
+    created: str
+    """Creation time of the stream: to it their sequences belong."""
+
+
+class Recorder:
+    """Writes a recording. ``close`` writes the index."""
+
+    def __init__(self, file: IO[bytes], origin: Origin) -> None:
+        self._file = file
+        self._seqs: list[int] = []
+        self._offsets: list[int] = []
+        self._subjects: list[str] = []
+        self._headers: list[dict[str, str]] = []
+        self._offset = 0
+        self._frame("recording", run=origin.run, created=origin.created)
+
+    def add(self, stored: Stored) -> None:
+        """Raises WireError for a sample whose parts are gone."""
+        if isinstance(stored.data, WireError):
+            raise stored.data
+        self._seqs.append(stored.seq)
+        self._offsets.append(self._offset)
+        self._subjects.append(stored.subject)
+        self._headers.append(stored.headers)
+        self._frame("stored", seq=stored.seq, subject=stored.subject, headers=stored.headers, stored_s=stored.stored_s, payload=stored.data)
+
+    def close(self) -> None:
+        at = self._offset
+        seqs, offsets = (np.array(column, "<i8").tobytes() for column in (self._seqs, self._offsets))
+        self._frame("index", seqs=seqs, offsets=offsets, subjects=self._subjects, headers=self._headers)
+        self._file.write(_OFFSET.pack(at) + END)
+        self._file.flush()
+
+    def _frame(self, type: str, **fields: Any) -> None:
+        data = msgpack.packb({"schema": SCHEMA, "type": type, **fields})
+        self._file.write(_LENGTH.pack(len(data)) + data)
+        self._offset += _LENGTH.size + len(data)
+
+
+class Recording:
+    """Reads one. Raises ValueError, at opening, for a file that is none."""
+
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        self._file, self._name = file, name
+        self.cut = False
+        """It ended before its index; known after reading."""
+        first = self._next("recording")
+        self._start = file.tell()
+        self.origin = Origin(run=first["run"], created=first["created"])
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise ValueError(f"--from: want a recording, got {path}: {error.strerror}") from None
+        try:
+            return cls(file, str(path))
+        except ValueError:
+            file.close()
+            raise
+
+    def index(self) -> list[tuple[int, int, str, dict[str, str]]]:
+        """(sequence, offset of its frame, subject, headers) of every sample. Raises ValueError when it was cut off."""
+        size = self._file.seek(0, 2)
+        self._file.seek(max(0, size - _OFFSET.size - len(END)))
+        end = self._file.read()
+        if not end.endswith(END):
+            raise ValueError(f"{self._name}: want an index at its end, found none: it was cut off")
+        self._file.seek(_OFFSET.unpack(end[: _OFFSET.size])[0])
+        fields = self._next("index")
+        seqs, offsets = (np.frombuffer(fields[name], "<i8").tolist() for name in ("seqs", "offsets"))
+        return list(zip(seqs, offsets, fields["subjects"], fields["headers"], strict=True))
+
+    def at(self, offset: int) -> Stored:
+        """The sample whose frame begins there."""
+        self._file.seek(offset)
+        return _stored(self._next("stored"))
+
+    def __iter__(self) -> Iterator[Stored]:
+        self._file.seek(self._start)
+        while True:
+            try:
+                fields = self._next("stored", "index")
+            except EOFError:
+                self.cut = True
+                return
+            if fields["type"] == "index":
+                return
+            yield _stored(fields)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _next(self, *types: str) -> dict[str, Any]:
+        """Raises EOFError where the file ends within a frame, ValueError for what is no frame."""
+        head = self._file.read(_LENGTH.size)
+        data = self._file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
+        if types != ("recording",) and (len(head) < _LENGTH.size or len(data) < _LENGTH.unpack(head)[0]):
+            raise EOFError(self._name)
+        try:
+            return unpack(data, *types)
+        except WireError as error:
+            raise ValueError(f"{self._name}: want a recording of samples: {error}") from None
+
+
+def _stored(fields: dict[str, Any]) -> Stored:
+    return Stored(
+        seq=fields["seq"], subject=fields["subject"], headers=fields["headers"], data=fields["payload"], stored_s=fields["stored_s"]
+    )

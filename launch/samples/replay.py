@@ -1,0 +1,174 @@
+"""``tidemill replay``: samples out of a run or a recording, into a recording, a file of JSON lines, or a run that only keeps samples."""
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Protocol
+
+from bus.codec import encode_sample
+from bus.connection import Bus, connect
+from bus.errors import BusError, WireError
+from bus.history import Stored
+from bus.layout import create_archive
+from bus.messages import Sample
+from bus.samples import PARTS_HEADER
+from launch.looking import CONNECT_S
+from launch.samples.filters import Filter, headline_of
+from launch.samples.recording import Origin, Recorder, Recording
+from launch.samples.search import Search, as_map, opened
+from launch.samples.tail import tail
+from launch.samples.wanted import filter_of, positive
+
+REPLAYED_HEADER = "Tm-Replayed"
+"""``<run>.<sequence>`` a sample had where it was replayed from."""
+_OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-Stream")
+"""Headers that belong to a message as it was stored, not to its sample."""
+
+
+class Sink(Protocol):
+    """Where samples go."""
+
+    async def add(self, stored: Stored) -> None: ...
+
+
+async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
+    """From a run."""
+    search, state = Search(bus, filter_of(args)), await bus.samples.info()
+
+    async def samples() -> AsyncIterator[Stored]:
+        async for found in tail(search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})):
+            if found.stored is not None:
+                yield found.stored
+
+    return await _replay(samples(), Origin(run=bus.run, created=state.created), args, url=args.bus or bus.nc.connected_url.geturl())
+
+
+def _all(args: argparse.Namespace) -> str:
+    """Without a beginning or a number, from the first one on."""
+    return "#1" if args.last is None and args.since_version is None else ""
+
+
+async def replay_file(args: argparse.Namespace) -> int:
+    """From a recording: all of it, or what fits the filter."""
+    positive("--last", args.last)
+    if args.since or args.since_version is not None or args.last is not None or args.lag:
+        raise ValueError("--from: want no --since, --since-version, --last or --lag: what fits of a recording is replayed whole")
+    filter = filter_of(args)
+    recording = Recording.open(Path(args.source))
+
+    async def samples() -> AsyncIterator[Stored]:
+        for stored in recording:
+            if fits(filter, stored):
+                yield stored
+
+    try:
+        code = await _replay(samples(), recording.origin, args, url=args.bus)
+    except BusError as error:
+        raise ValueError(str(error)) from None
+    finally:
+        recording.close()
+    if recording.cut:
+        print(f"tidemill: {args.source} was cut off; what it has was replayed", file=sys.stderr)
+    return code
+
+
+def fits(filter: Filter, stored: Stored) -> bool:
+    """A broken sample fits the empty filter only."""
+    sample = opened(stored)
+    if isinstance(sample, WireError):
+        return filter == Filter()
+    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.said(sample)
+
+
+async def _replay(samples: AsyncIterator[Stored], origin: Origin, args: argparse.Namespace, *, url: str) -> int:
+    to_bus = bool(args.to_bus or args.to_run)
+    if to_bus == bool(args.out):
+        raise ValueError("want --out FILE, or --to-bus URL and --to-run RUN")
+    count = size = broken = 0
+    async with AsyncExitStack() as stack:
+        sink: Sink
+        if to_bus:
+            sink = await stack.enter_async_context(_archive(args.to_bus or url, args.to_run or origin.run, origin))
+        else:
+            sink = stack.enter_context(_file(Path(args.out), origin))
+        async for stored in samples:
+            try:
+                await sink.add(stored)
+            except WireError as error:
+                broken += 1
+                print(f"tidemill: #{stored.seq} left out: {error}", file=sys.stderr)
+                continue
+            count, size = count + 1, size + len(stored.data) if isinstance(stored.data, bytes) else size
+    where = args.out or f"run {args.to_run or origin.run}"
+    print(f"{count} samples of run {origin.run}, {size} bytes, into {where}" + (f"; {broken} left out" if broken else ""), file=sys.stderr)
+    return 0
+
+
+@contextmanager
+def _file(path: Path, origin: Origin) -> Iterator[Sink]:
+    """A new file."""
+    try:
+        file = path.open("xb")
+    except OSError as error:
+        raise ValueError(f"--out: want a new file, got {path}: {error.strerror}") from None
+    with file:
+        if path.suffix == ".jsonl":
+            yield _Lines(file)
+            return
+        recorder = Recorder(file, origin)
+        yield _Recorded(recorder)
+        recorder.close()
+
+
+class _Recorded:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    async def add(self, stored: Stored) -> None:
+        self._recorder.add(stored)
+
+
+class _Lines:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    async def add(self, stored: Stored) -> None:
+        self._file.write(json.dumps({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n")
+
+
+@asynccontextmanager
+async def _archive(url: str, run: str, origin: Origin) -> AsyncIterator[Sink]:
+    """The stream of a run that only keeps samples; made where there is none. Raises ConfigMismatch for a run that trains."""
+    if not url:
+        raise ValueError("--to-bus: want the NATS URL of the bus to replay to, got nothing")
+    async with connect(url, run, name="replay", wait_s=CONNECT_S) as bus:
+        await create_archive(bus.jet)
+        yield _Published(bus, origin)
+
+
+class _Published:
+    def __init__(self, bus: Bus, origin: Origin) -> None:
+        self._bus, self._origin = bus, origin
+
+    async def add(self, stored: Stored) -> None:
+        """Byte for byte under the same message id where the run's name stays; else with nothing but the name changed."""
+        sample, data = _readable(stored), stored.data
+        assert isinstance(data, bytes)
+        if self._bus.run != sample.run:
+            data = encode_sample(replace(sample, run=self._bus.run))
+        headers = {name: value for name, value in stored.headers.items() if name not in _OF_THE_STORE}
+        headers[REPLAYED_HEADER] = f"{self._origin.run}.{stored.seq}"
+        words = stored.subject.split(".")
+        await self._bus.samples.publish_bytes(data, ".".join([words[0], self._bus.run, *words[2:6]]), headers)
+
+
+def _readable(stored: Stored) -> Sample:
+    """Raises WireError."""
+    sample = opened(stored)
+    if isinstance(sample, WireError):
+        raise sample
+    return sample

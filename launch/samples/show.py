@@ -1,0 +1,191 @@
+"""``tidemill show``: one sample, token by token: how probable each was, which version made it, and what became of it all."""
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bus.connection import Bus
+from bus.errors import NotFound, WireError
+from bus.messages import Sample
+from launch.samples.block import facts, plain
+from launch.samples.fate import Fate, fate_of
+from launch.samples.filters import Filter, prompt_text
+from launch.samples.search import Found, Search, as_map, opened
+from launch.samples.tokens import Vocabulary
+from launch.samples.wanted import task_of
+
+_SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
+"""From which probability on, and how it looks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token of a response."""
+
+    id: int
+    text: str
+    logprob: float
+    """In nats, under the distribution it was sampled from; 0 where it was not sampled."""
+    version: int
+    span: int
+    """Number of its span, from 0."""
+    sampled: bool
+    """False: put there by the environment (``loss_mask`` 0)."""
+
+    @property
+    def probability(self) -> float:
+        return math.exp(self.logprob)
+
+
+async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
+    found, others = await _find(bus, args.sample)
+    sample = found.sample
+    if sample is None or isinstance(sample, WireError):
+        raise ValueError(f"sample {args.sample}: #{found.line.seq} cannot be read: {sample}")
+    tokens = tokens_of(sample, await _vocabulary(bus, args))
+    fate = await fate_of(bus, found.line.seq, sample)
+    if args.json:
+        print(json.dumps(_json(found, sample, tokens, fate, others)))
+    else:
+        _print(Console(highlight=False, soft_wrap=True), found, sample, tokens, fate, others, table=args.table)
+    return 0
+
+
+def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
+    """The response token by token."""
+    ids = sample.tokens[len(sample.tokens) - sample.response_length :].tolist()
+    spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(span.num_tokens)]
+    spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # spans that do not cover it: an invalid sample
+    return [
+        Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled))
+        for id, text, logprob, (span, version), sampled in zip(
+            ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, strict=False
+        )
+    ]
+
+
+async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
+    """By ``#sequence`` or ``task.index``; and the sequences of other samples of the same place."""
+    if "." not in name:
+        return await _by_sequence(bus, name), []
+    task, index = task_of("SAMPLE", name)
+    search = Search(bus, Filter(task=task, index=index))
+    first, last = await search.history.at_task(task), (await search.history.state()).last_seq
+    places = [found async for found in search.forward(first, last)]
+    if not places:
+        raise ValueError(f"sample {name}: want one that is in the stream, found none from sequence {first} on")
+    return places[0], [found.line.seq for found in places[1:]]
+
+
+async def _by_sequence(bus: Bus, name: str) -> Found:
+    word = name.removeprefix("#")
+    if not word.isdigit():
+        raise ValueError(f"SAMPLE: want a sequence (#123) or TASK.INDEX (57.3), got {name!r}")
+    search = Search(bus, Filter())
+    try:
+        stored = await search.history.payload(int(word))
+    except NotFound:
+        state = await search.history.state()
+        raise ValueError(f"sample {name}: want one of the sequences {state.first_seq} to {state.last_seq}") from None
+    return await search.found(stored, opened(stored))
+
+
+async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
+    """From the first of the places where the model can be that holds a tokenizer; else ids stand for themselves."""
+    row = await bus.rows("run").get("config")
+    path = row[0].get("model", {}).get("path", "") if row is not None else ""
+    places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
+    return Vocabulary.read([Path(place) for place in places if place])
+
+
+def _json(found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, others: list[int]) -> dict[str, Any]:
+    return {
+        **as_map(found.line.seq, sample),
+        "lag": found.line.lag,
+        "stored_s": found.line.stored_s,
+        "token_table": [
+            {
+                "id": token.id,
+                "text": token.text,
+                "logprob": token.logprob,
+                "probability": token.probability,
+                "version": token.version,
+                "sampled": token.sampled,
+            }
+            for token in tokens
+        ],
+        "fate": fate.as_map(),
+        "others": others,
+    }
+
+
+def _print(console: Console, found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, others: list[int], *, table: bool) -> None:
+    console.print(facts(found.line, sample))
+    times, sampling = sample.timings, sample.sampling
+    console.print(f"fate      {fate}", style="bold")
+    console.print(
+        f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, "
+        f"reward {times.reward_s:.3f} s"
+    )
+    console.print(
+        f"sampling  temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most "
+        f"{sampling.max_new_tokens} tokens, seed {sampling.seed}"
+    )
+    console.print(f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}")
+    if sample.label is not None:
+        console.print(Text(f"label     {plain(str(sample.label))}"))
+    if sample.metadata:
+        console.print(Text(f"metadata  {plain(json.dumps(sample.metadata, default=repr))}"))
+    if others:
+        console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
+    console.print(Text(plain(prompt_text(sample)), style="dim"))
+    console.print(shaded(tokens))
+    console.print(_legend(sample, tokens))
+    if table:
+        console.print(_table(tokens))
+
+
+def shaded(tokens: Sequence[Token]) -> Text:
+    """The response with a background for each token's probability, every second span underlined and each new one marked."""
+    text = Text()
+    for place, token in enumerate(tokens):
+        if tokens[-1].span and (place == 0 or token.span != tokens[place - 1].span):
+            text.append(f"⟨v{token.version}⟩", style="bold blue")
+        style = shade(token.probability) if token.sampled else "dim italic"
+        text.append(plain(token.text).replace("\n", "⏎\n"), style=f"{style} underline" if token.span % 2 else style)
+    return text
+
+
+def shade(probability: float) -> str:
+    return next(style for low, style in _SHADES if probability >= low)
+
+
+def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
+    text = Text("\nprobability ")
+    for low, style in _SHADES:
+        text.append(f" ≥ {low:g} " if low else " less ", style=style)
+    text.append("  versions " + ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans), style="dim")
+    text.append(" (every second one underlined)" if len(sample.spans) > 1 else "", style="dim")
+    sampled = [token.logprob for token in tokens if token.sampled]
+    if sampled:
+        mean = sum(sampled) / len(sampled)
+        text.append(f"\nmean log-prob {mean:.3f} (perplexity {math.exp(-mean):.3f}), least probable token {math.exp(min(sampled)):.3g}")
+    return text
+
+
+def _table(tokens: Sequence[Token]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("place", "id", "token", "probability", "log-prob", "version"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    for place, token in enumerate(tokens):
+        odds = (f"{token.probability:.4f}", f"{token.logprob:.4f}") if token.sampled else ("not sampled", "")
+        table.add_row(str(place), str(token.id), Text(repr(token.text), style=shade(token.probability)), *odds, f"v{token.version}")
+    return table

@@ -1,0 +1,212 @@
+"""``tidemill stats``: what a window of samples amounts to. Reads headers alone (unless a filter asks for more)."""
+
+import argparse
+import asyncio
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from bus.connection import Bus
+from bus.messages import Kind
+from launch.samples.filters import Headline
+from launch.samples.search import Search, seconds
+from launch.samples.wanted import filter_of
+
+_REFRESH_S = 2.0
+_LIMIT = 1_000_000
+"""Messages looked through for a window of a number of samples."""
+_RIGHT = ("completed", "truncated")
+"""Statuses of samples that make up groups."""
+
+
+async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
+    """Print them once, or for ever."""
+    filter = filter_of(args)
+    window = await _Window.open(Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value)), args.window)
+
+    def now(now_s: float) -> dict[str, Any]:
+        return {"run": bus.run, "window": args.window, **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward)}
+
+    if not args.follow:
+        _say(now(await window.search.history.now_s()), as_json=args.json)
+        return 0
+    await _follow(window, now, as_json=args.json)
+    return 0
+
+
+async def _follow(window: "_Window", now: Callable[[float], dict[str, Any]], *, as_json: bool) -> None:
+    """Print again every two seconds."""
+    async with asyncio.TaskGroup() as group:
+        group.create_task(window.grow(), name="window")
+        console = Console(highlight=False)
+        with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:
+            while True:
+                now_s = await window.search.history.now_s()
+                window.forget(now_s)
+                if live is None:
+                    _say(now(now_s), as_json=as_json)
+                else:
+                    live.update(as_table(now(now_s)), refresh=True)
+                await asyncio.sleep(_REFRESH_S)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Window:
+    """The newest samples: of some time, or some number."""
+
+    search: Search
+    lines: deque[Headline]
+    last_seq: int
+    span_s: float | None = None
+    """None = a number of samples."""
+    count: int | None = None
+    whole: bool = False
+    """It began with the first sample there was."""
+
+    @classmethod
+    async def open(cls, search: Search, words: str) -> "_Window":
+        if words.isdigit():
+            found, last_seq, _ = await search.newest(int(words), limit=_LIMIT, payloads=False)
+            return cls(search=search, lines=deque(one.line for one in found), last_seq=last_seq, count=int(words))
+        span_s = seconds("--window", words)
+        state = await search.history.state()
+        first = await search.history.at_time(await search.history.now_s() - span_s)
+        lines = deque([one.line async for one in search.forward(first, state.last_seq, payloads=False)])
+        return cls(search=search, lines=lines, last_seq=state.last_seq, span_s=span_s, whole=first <= state.first_seq)
+
+    def seconds(self, now_s: float) -> float:
+        """Length of the window up to now: from its first sample on where it is not cut by time."""
+        if not self.lines:
+            return self.span_s or 0.0
+        since_first_s = max(0.0, now_s - self.lines[0].stored_s)
+        return since_first_s if self.span_s is None or self.whole else self.span_s
+
+    async def grow(self) -> None:
+        """Take in what comes, for ever."""
+        async for found in self.search.forward(self.last_seq + 1, payloads=False):
+            self.lines.append(found.line)
+
+    def forget(self, now_s: float) -> None:
+        """Drop what has left the window."""
+        while self.count is not None and len(self.lines) > self.count:
+            self.lines.popleft()
+        while self.span_s is not None and self.lines and self.lines[0].stored_s < now_s - self.span_s:
+            self.lines.popleft()
+            self.whole = False
+
+
+def pass_at_k(num: int, right: int, k: int) -> float:
+    """Probability that at least one of k draws out of ``num`` samples, ``right`` of them right, is right; 1 <= k <= num.
+
+    Unbiased for the probability that one of k new samples is. Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
+    """
+    return 1.0 - math.comb(num - right, k) / math.comb(num, k)
+
+
+def summarize(lines: Sequence[Headline] | deque[Headline], span_s: float, *, pass_reward: float = 1.0) -> dict[str, Any]:
+    """All numbers of a window of ``span_s`` seconds; shares are of the samples, None where there is nothing to speak of."""
+    tokens = [line.tokens for line in lines if line.tokens is not None]
+    groups = complete_groups(lines)
+    return {
+        "samples": len(lines),
+        "seconds": round(span_s, 3),
+        "samples_per_s": len(lines) / span_s if span_s else None,
+        "tokens_per_s": sum(tokens) / span_s if span_s else None,
+        "tokens": _spread(tokens),
+        "reward": _mean_std([line.reward for line in lines if line.reward is not None]),
+        "groups": len(groups),
+        "zero_variance_share": fmean(len(set(rewards)) == 1 for rewards in groups) if groups else None,
+        "pass_at": {str(k): value for k, value in _pass(groups, pass_reward).items()},
+        "status": _shares(line.status for line in lines),
+        "lag": {str(lag): count for lag, count in sorted(Counter(line.lag for line in lines if line.lag is not None).items())},
+        "actors": _shares(line.actor for line in lines),
+        "engines": _shares(line.engine for line in lines),
+    }
+
+
+def complete_groups(lines: Iterable[Headline]) -> list[list[float]]:
+    """Rewards of every group of which all places are there; of several samples of a place the first one in stream order counts."""
+    places: dict[tuple[str, int], dict[int, float]] = {}
+    sizes: dict[tuple[str, int], int] = {}
+    for line in lines:
+        if line.task is None or line.index is None or line.group_size is None or line.reward is None or line.status not in _RIGHT:
+            continue
+        sizes[line.kind, line.task] = line.group_size
+        places.setdefault((line.kind, line.task), {}).setdefault(line.index, line.reward)
+    return [list(rewards.values()) for key, rewards in places.items() if len(rewards) == sizes[key]]
+
+
+def _pass(groups: Sequence[Sequence[float]], reward: float) -> dict[int, float]:
+    """pass@k for k = 1, 2, 4, ...: mean over the groups that have k samples."""
+    found: dict[int, float] = {}
+    k = 1
+    while able := [group for group in groups if len(group) >= k]:
+        found[k] = fmean(pass_at_k(len(group), sum(one >= reward for one in group), k) for group in able)
+        k *= 2
+    return found
+
+
+def _spread(numbers: Sequence[int]) -> dict[str, float] | None:
+    """Percentiles by nearest rank: numbers that occur."""
+    if not numbers:
+        return None
+    ranked = sorted(numbers)
+
+    def rank(share: float) -> int:
+        return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
+
+    return {"mean": fmean(ranked), "p50": rank(0.5), "p95": rank(0.95), "max": ranked[-1]}
+
+
+def _mean_std(numbers: Sequence[float]) -> dict[str, float] | None:
+    return {"mean": fmean(numbers), "std": pstdev(numbers)} if numbers else None
+
+
+def _shares(words: Iterable[str | None]) -> dict[str, float]:
+    """Most frequent first; ``?`` where it was not told."""
+    counts = Counter(word or "?" for word in words)
+    return {word: count / counts.total() for word, count in counts.most_common()}
+
+
+def _say(stats: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(stats), flush=True)
+    else:
+        Console(highlight=False).print(as_table(stats))
+
+
+def as_table(stats: dict[str, Any]) -> Table:
+    """For a terminal."""
+    table = Table(
+        box=None, show_header=False, padding=(0, 2, 0, 0), title=f"{stats['run']}, window {stats['window']}", title_justify="left"
+    )
+    tokens, reward = stats["tokens"], stats["reward"]
+    rates = f"{_number(stats['samples_per_s'])} samples/s, {_number(stats['tokens_per_s'])} tokens/s"
+    table.add_row("samples", f"{stats['samples']} in {stats['seconds']:.1f} s: {rates}")
+    if tokens:
+        table.add_row("tokens", f"mean {tokens['mean']:.1f}, p50 {tokens['p50']}, p95 {tokens['p95']}, max {tokens['max']}")
+    if reward:
+        table.add_row("reward", f"mean {reward['mean']:.4f}, std {reward['std']:.4f}")
+    if stats["groups"]:
+        table.add_row("groups", f"{stats['groups']} complete; all rewards equal in {stats['zero_variance_share']:.1%} of them")
+        table.add_row("pass@k", ", ".join(f"{k}: {value:.4f}" for k, value in stats["pass_at"].items()))
+    for name in ("status", "actors", "engines"):
+        if stats[name]:
+            table.add_row(name, ", ".join(f"{word} {share:.1%}" for word, share in stats[name].items()))
+    for lag, count in stats["lag"].items():
+        share = count / sum(stats["lag"].values())
+        table.add_row(f"lag {lag}", f"{'█' * round(40 * share):40} {share:.1%}")
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:.1f}"

@@ -1,0 +1,65 @@
+"""``tidemill tail``: samples as they stand in, and come to, the stream."""
+
+import argparse
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+
+from rich.console import Console
+
+from bus.connection import Bus
+from launch.samples.block import block
+from launch.samples.search import Found, Search, as_map
+from launch.samples.wanted import filter_of, positive
+
+DEFAULT_LAST = 10
+
+
+async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
+    search, write = Search(bus, filter_of(args)), _writer(args)
+    async for found in tail(search, args):
+        write(found)
+    return 0
+
+
+async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]:
+    """What the arguments ask for: the newest that fit, or all since some place; then, with ``follow``, what comes."""
+    positive("--last", args.last)
+    placed = bool(args.since) or args.since_version is not None
+    first = await search.begin(args.since, args.since_version) if placed else 1
+    if placed and args.last is None:
+        last = None if args.follow else (await search.history.state()).last_seq
+        async for found in search.forward(first, last):
+            yield found
+        return
+    count = DEFAULT_LAST if args.last is None else args.last
+    newest, last_seq, looked = await search.newest(count, first=first, limit=args.search)
+    for found in newest:
+        yield found
+    if len(newest) < count and looked >= args.search:
+        print(f"tidemill: {len(newest)} of {count} found among the newest {looked} messages; --search N looks further", file=sys.stderr)
+    if args.follow:
+        async for found in search.forward(last_seq + 1):
+            yield found
+
+
+def _writer(args: argparse.Namespace) -> Callable[[Found], None]:
+    if args.raw:
+        return _write_raw
+    if args.json:
+        return _write_json
+    console = Console(highlight=False, soft_wrap=True)
+    return lambda found: console.print(block(found, full=args.full))
+
+
+def _write_json(found: Found) -> None:
+    assert found.sample is not None
+    line = found.line
+    print(json.dumps({**as_map(line.seq, found.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
+
+
+def _write_raw(found: Found) -> None:
+    assert found.stored is not None
+    if isinstance(found.stored.data, bytes):
+        sys.stdout.buffer.write(len(found.stored.data).to_bytes(4, "little") + found.stored.data)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,35 @@
+"""The text of single tokens, where the model's tokenizer.json is at hand. Knows no bus."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from actors.builtin.text import Text
+
+_CONTEXT = 8
+"""Tokens before one that decide how it reads: a space at its beginning, the rest of a character."""
+
+
+class Vocabulary:
+    """Ids to text; without a tokenizer an id stands for itself, as ``⟨17⟩``."""
+
+    def __init__(self, text: Text | None) -> None:
+        self._text = text
+
+    @classmethod
+    def read(cls, places: Sequence[Path]) -> Self:
+        """From the first of these model directories that has a tokenizer."""
+        return cls(next((text for place in places if (text := Text.read(place)) is not None), None))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """What each token adds to the text."""
+        return [self._piece(ids, place) for place in range(len(ids))]
+
+    def _piece(self, ids: Sequence[int], place: int) -> str:
+        if self._text is None:
+            return f"⟨{ids[place]}⟩"
+        before = ids[max(0, place - _CONTEXT) : place]
+        shorter = self._text.decode(before, skip_special=False)
+        longer = self._text.decode([*before, ids[place]], skip_special=False)
+        piece = longer[len(shorter) :] if longer.startswith(shorter) else ""
+        return piece if piece and "\ufffd" not in piece else f"⟨{ids[place]}⟩"

@@ -1,0 +1,49 @@
+"""From words on the command line to filters: what is asked for is checked before a bus is reached."""
+
+import argparse
+import re
+
+from launch.samples.filters import Filter, Range
+
+_TASK = re.compile(r"(\d+)(?:\.(\d+))?")
+
+
+def filter_of(args: argparse.Namespace) -> Filter:
+    """Raises ValueError naming the argument."""
+    task, index = task_of("--task", args.task) if args.task else (None, None)
+    return Filter(
+        reward=_range("--reward", args.reward),
+        lag=_range("--lag", args.lag),
+        tokens=_range("--tokens", args.tokens),
+        status=tuple(args.status),
+        kind=args.kind,
+        task=task,
+        index=index,
+        actor=args.actor,
+        engine=args.engine,
+        text=_pattern("--text", args.text),
+    )
+
+
+def task_of(where: str, text: str) -> tuple[int, int | None]:
+    """``57`` or ``57.3``."""
+    found = _TASK.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{where}: want TASK or TASK.INDEX, got {text!r}")
+    return int(found[1]), None if found[2] is None else int(found[2])
+
+
+def positive(where: str, number: int | None) -> None:
+    if number is not None and number < 0:
+        raise ValueError(f"{where}: want >= 0, got {number}")
+
+
+def _range(where: str, text: str) -> Range | None:
+    return Range.parse(where, text) if text else None
+
+
+def _pattern(where: str, text: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as error:
+        raise ValueError(f"{where}: want a regular expression, got {text!r}: {error}") from None
