@@ -124,10 +124,15 @@ class _Rights:
         return publish, [*self._rows_of.values(), f"tm.{self._run}.metric.>"], never
 
     def operator(self) -> _Lists:
-        """Reads everything, says what is wanted and what shall become of dead tasks, and commands."""
+        """Reads everything, says what is wanted and what shall become of dead tasks, registers readers, and commands."""
         publish, heard, never = self.viewer()
-        says = [self._rows_of["wanted"], subjects.dead_word(self._run, "*"), f"tm.{self._run}.do.>"]
-        return [*says, *publish], [subject for subject in heard if subject != self._rows_of["wanted"]], never
+        says = [
+            self._rows_of["wanted"],
+            subjects.row(self._run, "run", "cursor.*"),
+            subjects.dead_word(self._run, "*"),
+            f"tm.{self._run}.do.>",
+        ]
+        return [*says, *publish], [subject for subject in heard if subject not in (self._rows_of["wanted"], self._rows_of["run"])], never
 
     def _member(self, role: str) -> Iterator[str]:
         """Its own live row, metrics, and reading the rows of every bucket."""

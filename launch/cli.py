@@ -103,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and what became of it"))
     samples.add_stats(commands.add_parser("stats", help="rates, lengths, rewards, lags and pass@k of the newest samples"))
     samples.add_replay(commands.add_parser("replay", help="samples into a file, and from a file or a run into another bus or run"))
+    samples.add_archive(commands.add_parser("archive", help="every sample, as it comes, into files; trimming waits for it"))
+
+    cursors = commands.add_parser(
+        "cursors", help="registered readers of the samples, and how far each is; forget one that will not come back"
+    )
+    _looking(cursors)
+    cursors.add_argument("--forget", default="", metavar="NAME", help="trimming waits for this one no longer")
     return parser
 
 

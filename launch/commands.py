@@ -251,6 +251,38 @@ def replay(args: argparse.Namespace) -> int:
     return _look(args, replay_run)
 
 
+def archive(args: argparse.Namespace) -> int:
+    from bus.errors import BusError
+    from launch import process
+    from launch.looking import find_run
+    from launch.samples import archive as archives
+
+    process.set_up_logging("archive", args.name)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+    refused: list[str] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await archives.archive(url, run, args, draining)
+        except (BusError, ValueError) as error:
+            refused.append(str(error))
+
+    code = process.run(body, drain_s=60)
+    if refused:
+        raise ValueError(refused[0])
+    return code
+
+
+def cursors(args: argparse.Namespace) -> int:
+    from launch.looking import find_run
+    from launch.process import set_up_logging
+    from launch.readers import show_cursors
+
+    set_up_logging("cursors", level=logging.ERROR)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR if args.forget else VIEWER)
+    return asyncio.run(show_cursors(url, run, forget=args.forget))
+
+
 def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
     """Find the run, connect to its bus, and look."""
     from launch.looking import find_run, looking

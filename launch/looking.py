@@ -16,6 +16,7 @@ from rich.table import Table
 
 from bus import discovery, subjects
 from bus.connection import Bus, connect
+from bus.cursors import Cursors
 from bus.errors import BusError, NotFound
 from bus.live import processes
 from bus.messages import Done, Kind, Plan, Settle
@@ -112,6 +113,11 @@ async def read_status(bus: Bus) -> dict[str, Any]:
             "dropped": dict(sorted(plans.dropped.items())),
             "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
         },
+        "cursors": {
+            name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy, "given_up": place.given_up}
+            for name, place in (await Cursors(bus).all()).items()
+            if place.created == state.created
+        },
         "processes": [
             {
                 "role": row.role,
@@ -185,6 +191,9 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
     console.print(f"samples {samples['trained']} trained, dropped: {dropped}{buffered}")
     console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
+    for name, cursor in status["cursors"].items():
+        kept = "given up" if cursor["given_up"] else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
+        console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "host", "pid", "phase", "version", "waits for"):
         table.add_column(name)

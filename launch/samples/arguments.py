@@ -26,6 +26,18 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="where tokenizer.json is, if not in the run's model directory")
 
 
+def add_archive(parser: argparse.ArgumentParser) -> None:
+    _place(parser)
+    parser.add_argument(
+        "-o", "--out", required=True, metavar="DIRECTORY", help="where the recordings go; it goes on with those it finds there"
+    )
+    parser.add_argument("--name", default="archive", help="under which it is registered (default: archive)")
+    policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
+    parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
+    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)")
+    parser.add_argument("--until-end", action="store_true", help="end when it has what there is now")
+
+
 def add_stats(parser: argparse.ArgumentParser) -> None:
     _place(parser)
     parser.add_argument("--window", default="5m", metavar="TIME|N", help="a time (5m) or a number of samples (default 5m)")

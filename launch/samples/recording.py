@@ -9,6 +9,8 @@
 A recording that was cut off has no index; what it has is read all the same.
 """
 
+import contextlib
+import io
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,14 +50,34 @@ class Recorder:
         self._offset = 0
         self._frame("recording", run=origin.run, created=origin.created)
 
+    @classmethod
+    def behind(cls, file: IO[bytes], origin: Origin) -> "Recorder":
+        """For a file that has a recording's frames already: tell it of each (``has``)."""
+        recorder = cls(io.BytesIO(), origin)
+        recorder._file = file
+        return recorder
+
+    def has(self, stored: Stored, offset: int) -> None:
+        """The file has this sample, in the frame at ``offset``, and its end is where the file stands now."""
+        self._note(stored, offset)
+        self._offset = self._file.tell()
+
+    def _note(self, stored: Stored, offset: int) -> None:
+        self._seqs.append(stored.seq)
+        self._offsets.append(offset)
+        self._subjects.append(stored.subject)
+        self._headers.append(stored.headers)
+
+    @property
+    def size_bytes(self) -> int:
+        """Written so far, the index not counted."""
+        return self._offset
+
     def add(self, stored: Stored) -> None:
         """Raises WireError for a sample whose parts are gone."""
         if isinstance(stored.data, WireError):
             raise stored.data
-        self._seqs.append(stored.seq)
-        self._offsets.append(self._offset)
-        self._subjects.append(stored.subject)
-        self._headers.append(stored.headers)
+        self._note(stored, self._offset)
         self._frame("stored", seq=stored.seq, subject=stored.subject, headers=stored.headers, stored_s=stored.stored_s, payload=stored.data)
 
     def close(self) -> None:
@@ -136,6 +158,39 @@ class Recording:
             return unpack(data, *types)
         except WireError as error:
             raise ValueError(f"{self._name}: want a recording of samples: {error}") from None
+
+
+def mend(path: Path) -> tuple[Origin | None, int]:
+    """Give a recording that was cut off its index, after its last whole frame: (where it is from, its last sequence).
+
+    A whole one stays as it is; one without a single sample (then the sequence is 0) is removed.
+    """
+    with path.open("r+b") as file:
+        try:
+            recording = Recording(file, str(path))
+            return recording.origin, recording.index()[-1][0]
+        except (ValueError, IndexError):
+            pass
+        file.seek(0)
+        try:
+            recording = Recording(file, str(path))
+        except ValueError:
+            path.unlink()
+            return None, 0
+        whole, seqs = file.tell(), []
+        recorder = Recorder.behind(file, recording.origin)
+        with contextlib.suppress(ValueError):  # what a loss of power left there
+            for stored in recording:
+                seqs.append(stored.seq)
+                recorder.has(stored, whole)
+                whole = file.tell()
+        if not seqs:
+            path.unlink()
+            return recording.origin, 0
+        file.seek(whole)
+        file.truncate()
+        recorder.close()
+        return recording.origin, seqs[-1]
 
 
 def _stored(fields: dict[str, Any]) -> Stored:

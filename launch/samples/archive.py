@@ -1,0 +1,153 @@
+"""``tidemill archive``: every sample of a run into recordings, by a registered reader, so that trimming waits for it.
+
+    stream SAMPLES --read--> recording in DIR --fsync--> the reader's place moves --> the learner may trim
+
+Killed at any moment, it goes on where it was: what lies behind the place is read again, and what a recording has already is not written
+twice; a frame that was torn is cut off. A recording is closed when it is large enough, and when the archive ends.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import IO
+
+from bus.connection import Bus, connect
+from bus.cursors import LEAVE, Reader
+from bus.errors import StreamTrimmed, WireError
+from bus.history import History, Stored
+from launch.samples.recording import Origin, Recorder, mend
+from launch.samples.wanted import positive
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".tide"
+CONNECT_S = 60.0
+KEEP_EVERY_S = 1.0
+"""Longest time between reading a sample and its being on the disk, with the reader's place behind it."""
+
+
+async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
+    """Until ``draining`` is set, or with ``args.until_end`` until it has what there is now. Raises BusError, ValueError."""
+    positive("--rotate", args.rotate)
+    async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
+        state = await bus.samples.info()
+        shelf = Shelf(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
+        reader = await Reader.open(bus, args.name, policy=args.policy)
+        if reader.place.floor > shelf.last_seq > 0:
+            log.warning("samples %d to %d were archived elsewhere: %s has none", shelf.last_seq + 1, reader.place.floor, args.out)
+        try:
+            await _fill(bus, shelf, reader, draining, state.last_seq if args.until_end else None)
+        finally:
+            shelf.close()
+        log.info("archived up to seq=%d samples=%d directory=%s", reader.place.floor, shelf.written, args.out)
+
+
+async def _fill(bus: Bus, shelf: "Shelf", reader: Reader, draining: asyncio.Event, last: int | None) -> None:
+    samples = _behind(bus, reader, shelf.last_seq)
+    drained = asyncio.create_task(draining.wait(), name="draining")
+    upcoming: asyncio.Task[Stored] | None = None
+    kept_s = time.monotonic()
+    seen = max(reader.place.floor, shelf.last_seq)
+    try:
+        while not draining.is_set() and (last is None or seen < last):
+            upcoming = upcoming or asyncio.ensure_future(anext(samples))
+            await asyncio.wait({upcoming, drained}, timeout=KEEP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            if upcoming.done():
+                stored, upcoming = upcoming.result(), None
+                seen = stored.seq
+                shelf.add(stored)
+            elif last is not None and (await bus.samples.info()).last_seq <= last and not shelf.dirty:
+                break  # what stands at the end is no sample
+            if time.monotonic() - kept_s >= KEEP_EVERY_S or draining.is_set():
+                kept_s = time.monotonic()
+                await asyncio.to_thread(shelf.keep)
+                await reader.advance(seen)
+        await asyncio.to_thread(shelf.keep)
+        await reader.advance(seen)
+    finally:
+        for task in (upcoming, drained):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in (upcoming, drained) if task is not None), return_exceptions=True)
+        await samples.aclose()  # type: ignore[attr-defined]
+
+
+async def _behind(bus: Bus, reader: Reader, last_seq: int) -> AsyncIterator[Stored]:
+    """Samples behind the reader's place that no recording has; a hole is an error, or for a reader that may be left behind a warning."""
+    history, expected = History(bus.jet), max(reader.place.floor, last_seq) + 1
+    if expected > 1:  # a new reader begins at what is there
+        await _refuse_hole(history, reader, expected)
+    async for stored in history.payloads(expected):
+        if stored.seq > expected > 1:  # parts stood between, or something that is gone
+            await _refuse_hole(history, reader, expected)
+        expected = stored.seq + 1
+        yield stored
+
+
+async def _refuse_hole(history: History, reader: Reader, expected: int) -> None:
+    first = (await history.state()).first_seq
+    if first <= expected:
+        return
+    if reader.place.policy != LEAVE:
+        what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave goes on without them)"
+        raise StreamTrimmed(what, expected, first)
+    log.warning("samples are missing, it was left behind first=%d last=%d", expected, first - 1)
+
+
+class Shelf:
+    """The recordings of one stream in a directory, the last of which may be open."""
+
+    def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
+        """Mends what a kill left. Raises ValueError for a directory with samples of another stream."""
+        self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
+        self._file: IO[bytes] | None = None
+        self._recorder: Recorder | None = None
+        self.written = 0
+        self.dirty = False
+        """Samples are written that ``keep`` has not brought to the disk."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.last_seq = 0
+        """The last sample that a recording has."""
+        for path in sorted(directory.glob(f"*{SUFFIX}")):
+            found, last = mend(path)
+            if found is not None and found != origin:
+                ours, theirs = (f"run {one.run} (stream of {one.created})" for one in (origin, found))
+                raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")
+            self.last_seq = max(self.last_seq, last)
+
+    def add(self, stored: Stored) -> None:
+        if stored.seq <= self.last_seq:
+            return
+        if self._recorder is None:
+            self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
+            self._recorder = Recorder(self._file, self._origin)
+        try:
+            self._recorder.add(stored)
+        except WireError as error:
+            log.warning("sample left out seq=%d error=%s", stored.seq, error)
+            return
+        self.last_seq, self.dirty = stored.seq, True
+        self.written += 1
+        if self._recorder.size_bytes >= self._rotate_bytes:
+            self.close()
+
+    def keep(self) -> None:
+        """What was added is on the disk when this returns."""
+        if self._file is not None and self.dirty:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self.dirty = False
+
+    def close(self) -> None:
+        """Close the open recording with its index."""
+        if self._recorder is None or self._file is None:
+            return
+        self._recorder.close()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = self._recorder = None
+        self.dirty = False

@@ -1,0 +1,136 @@
+"""`tidemill archive`, a real process on a real stream: every sample once, whatever is killed, and trimming waits for it."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from bus.connection import Bus
+from bus.cursors import Cursors
+from bus.server import EmbeddedServer
+from launch.samples.recording import Recording, mend
+from tests.bus_fixtures import BusOpener
+from tests.data_kit import sample, task
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+async def publish(bus: Bus, first: int, last: int) -> None:
+    of = task(1, run=bus.run)
+    for number in range(first, last + 1):
+        assert await bus.samples.publish(sample(of, number % of.group_size, attempt=f"n{number}")) == number
+
+
+@contextlib.asynccontextmanager
+async def archiving(url: str, run: str, out: Path, *more: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    command = [sys.executable, "-m", "launch", "archive", "--bus", url, "--run", run, "--out", str(out), *more]
+    with (out.parent / "archive.log").open("a") as log:
+        process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def archived(out: Path) -> list[tuple[int, str]]:
+    """(sequence, message id) of everything, in the order of the files; each must be whole."""
+    found = []
+    for path in sorted(out.glob("*.tide")):
+        recording = Recording.open(path)
+        here = [(stored.seq, stored.headers["Nats-Msg-Id"]) for stored in recording]
+        assert not recording.cut
+        assert [(seq, headers["Nats-Msg-Id"]) for seq, _, _, headers in recording.index()] == here
+        recording.close()
+        found += here
+    return found
+
+
+async def place(bus: Bus, floor: int) -> None:
+    """Wait until the archive is there."""
+    while (at := (await Cursors(bus).all()).get("archive")) is None or at.floor < floor:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
+async def test_every_sample_once_though_it_is_killed_again_and_again(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    out = tmp_path / "archive"
+    async with open_bus() as bus:
+        await publish(bus, 1, 40)
+        for round in range(4):
+            async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
+                await publish(bus, 41 + 40 * round, 80 + 40 * round)
+                await place(bus, 30 + 40 * round)
+                process.kill()  # between reading, writing, closing, and moving the place
+        async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
+            await place(bus, 200)
+            process.send_signal(signal.SIGTERM)
+            assert await process.wait() == 0
+        found = archived(out)
+        assert [seq for seq, _ in found] == list(range(1, 201))
+        assert found == [(seq, f"1.{seq % 2}.n{seq}") for seq in range(1, 201)]
+        assert len(list(out.glob("*.tide"))) > 5, "recordings are closed when they are large enough"
+
+
+async def test_one_that_was_left_behind_says_so_and_goes_on_only_when_told(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "archive", tmp_path / "archive.log"
+    async with open_bus() as bus:
+        await publish(bus, 1, 10)
+        async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
+            assert await process.wait() == 0, log.read_text()
+        assert len(archived(out)) == 10
+        await publish(bus, 11, 30)
+        await bus.samples.trim(21)
+        async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
+            assert await process.wait() == 2
+        assert "samples 11 to 20 are missing (--policy leave goes on without them)" in log.read_text()
+        async with archiving(nats_server.url, bus.run, out, "--until-end", "--policy", "leave") as process:
+            assert await process.wait() == 0, log.read_text()
+        assert [seq for seq, _ in archived(out)] == [*range(1, 11), *range(21, 31)]
+
+
+async def test_a_directory_of_another_stream_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+    out = tmp_path / "archive"
+    async with open_bus() as bus, open_bus(run=f"{bus.run}-b") as other:
+        await publish(bus, 1, 3)
+        async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
+            assert await process.wait() == 0
+        async with archiving(nats_server.url, other.run, out, "--until-end") as process:
+            assert await process.wait() == 2
+        assert f"--out: want a directory for run {other.run}" in (tmp_path / "archive.log").read_text()
+
+
+@pytest.mark.parametrize("what", ["torn frame", "torn index", "no end", "zeros", "only a head"])
+async def test_what_a_kill_leaves_is_mended(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, what: str) -> None:
+    out = tmp_path / "archive"
+    async with open_bus() as bus:
+        await publish(bus, 1, 5)
+        async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
+            assert await process.wait() == 0
+        (path,) = out.glob("*.tide")
+        recording = Recording.open(path)
+        offsets = [offset for _, offset, _, _ in recording.index()]
+        recording.close()
+        data = path.read_bytes()
+        at = int.from_bytes(data[-16:-8], "little")
+        cut, left = {
+            "torn frame": (data[: offsets[4] + 7], 4),
+            "torn index": (data[: at + 9], 5),
+            "no end": (data[:-8], 5),
+            "zeros": (data[: offsets[3]] + bytes(100), 3),
+            "only a head": (data[: offsets[0]], 0),
+        }[what]
+        path.write_bytes(cut)
+        origin, last = mend(path)
+        assert last == left
+        assert [seq for seq, _ in archived(out)] == list(range(1, left + 1))
+        assert origin is not None
+        assert mend(path) == (origin, left) if left else not path.exists()
