@@ -13,16 +13,18 @@ import msgpack
 from bus.errors import UnknownSchema, WireError
 from bus.forms import ANY, FLOAT, INT, MAP, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional
 from bus.invariants import check_sample
-from bus.messages import SCHEMA, Dead, Done, Fence, Kind, Plan, PlanRecord, Sample, Sampling, Settle, Span, Status, Task, Timings
+from bus.messages import SCHEMA, Dead, Done, Fence, Kind, Partial, Plan, PlanRecord, Sample, Sampling, Settle, Span, Status, Task, Timings
 
 __all__ = [
     "Table",
     "check_sample",
     "decode_dead",
+    "decode_partial",
     "decode_record",
     "decode_sample",
     "decode_task",
     "encode_dead",
+    "encode_partial",
     "encode_record",
     "encode_sample",
     "encode_task",
@@ -218,6 +220,23 @@ _SAMPLE = Table(
     finish_reason=TEXT,
     created_s=FLOAT,
 )
+_PARTIAL = Table(
+    Partial,
+    "partial",
+    run=TEXT,
+    task=INT,
+    index=INT,
+    attempt=TEXT,
+    tokens=_I4,
+    rollout_log_probs=_F4,
+    spans=many(_SPAN),
+    response=TEXT,
+    seed=optional(INT),
+    position=INT,
+    sample_seq=INT,
+    actor=TEXT,
+    timings=_TIMINGS.nested(),
+)
 _PLAN = Table(
     Plan,
     "plan",
@@ -264,6 +283,17 @@ def decode_task(data: bytes, id: int) -> Task:
     """Task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
     task: Task = dataclasses.replace(_TASK.decode(unpack(data, "task")), id=id)
     return task
+
+
+def encode_partial(partial: Partial) -> bytes:
+    """Bytes of what is left of a response. Raises WireError."""
+    return _PARTIAL.encode(partial)
+
+
+def decode_partial(data: bytes) -> Partial:
+    """Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    partial: Partial = _PARTIAL.decode(unpack(data, "partial"))
+    return partial
 
 
 def encode_record(record: PlanRecord) -> bytes:
