@@ -11,11 +11,17 @@ class Counters:
 
     samples_published: int = 0
     tokens_generated: int = 0
-    """Of responses, published or not."""
+    """Of finished responses, published or not, whoever had begun them."""
     tasks_done: int = 0
     tasks_handed_back: int = 0
     failures: int = 0
     """Samples that could not be generated or scored."""
+    partials_stored: int = 0
+    """Unfinished responses left to others."""
+    partials_continued: int = 0
+    """Finished responses that others had begun."""
+    samples_found: int = 0
+    """Samples of leased tasks that others had stored: not made again."""
     requests_aborted: int = 0
     """Requests that an engine, or its death, ended before their time."""
 

@@ -5,29 +5,32 @@
     TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (settled when all n are stored)
                        |                          |
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
-                       +-- no engine: the task is handed back
+                       +-- no engine, or told to leave: what there is goes into PARTIALS, then the task is handed back
 
 Consumes tasks of every kind, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
 Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
 answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (for ever).
-Keeps nothing: whatever it holds when it dies is leased again by another actor, and samples made twice count once.
+Keeps nothing: whatever it holds when it dies is leased again by another actor, and samples made twice count once. What it leaves when it
+drains is not made twice: the next actor finds finished samples and unfinished responses in PARTIALS, and does what is missing.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from actors.activity import Activity
 from actors.config import ActorConfig
-from actors.engines import NoEngine
-from actors.generation import GenerationFailed, SingleTurn, failed, failed_sample
+from actors.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample, fits
 from bus.codec import check_sample
 from bus.connection import Bus
 from bus.errors import BusError, WireError
-from bus.messages import Kind, Sample, Status, Task
+from bus.messages import Kind, Partial, Sample, Status, Task
 from bus.tasks import Lease
 from rewards.port import RewardRequest, Scorer
 
@@ -42,6 +45,18 @@ GOODBYE_DELAY_S = 0.5
 task given to that would be held by nobody until its lease ends."""
 GOODBYE_S = 2.0
 """Time to hand a task back when this process is told to stop at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fate:
+    """What became of one sample of a leased task."""
+
+    failed: str = ""
+    """Why it is a FAILED one."""
+    unfinished: str = ""
+    """Why it was not made."""
+    left: Partial | None = None
+    """What the next one to lease the task should know of it."""
 
 
 class Actor:
@@ -84,6 +99,18 @@ class Actor:
         self._draining = True
         self._generation.give_up_waiting()
         self._wake()
+        if self._config.partials:
+            await self._finish_or_leave()
+
+    async def _finish_or_leave(self) -> None:
+        """Go on for a while; cut short what is still under way then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_finish_s):
+                while self._held:
+                    await self._changed.wait()
+                return
+        logger.info("leaving unfinished held=%d", self._held)
+        await self._generation.leave()
 
     async def _lease(self, kind: Kind, work: asyncio.TaskGroup) -> None:
         while not self._draining:
@@ -112,19 +139,23 @@ class Actor:
         return lease
 
     async def _work(self, lease: Lease) -> None:
-        """Make and store all samples of a task, and say to the queue how it ended."""
+        """Make and store what is missing of a task, and say to the queue how it ended."""
         task = lease.task
         try:
             async with lease.kept():
-                reasons = await self._group(lease)
-            if reasons:
-                await self._fail(lease, f"{len(reasons)} of {task.group_size} samples: {reasons[0]}")
+                fates = await self._group(lease, await self._left_by_others(lease))
+                failures = [fate.failed for fate in fates if fate.failed]
+                unfinished = [fate.unfinished for fate in fates if fate.unfinished]
+                if failures or unfinished:
+                    await self._leave(fates)
+            if failures:
+                await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
+            elif unfinished:
+                logger.info("task handed back task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0])
+                await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
             else:
                 await lease.settle()
                 self._activity.counters.tasks_done += 1
-        except NoEngine as error:
-            logger.info("task handed back task=%d reason=%s", task.id, error)
-            await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
         except asyncio.CancelledError:
             await self._hand_back(lease, GOODBYE_DELAY_S)
             raise
@@ -134,38 +165,67 @@ class Actor:
             logger.exception("task failed task=%d", task.id)
             await self._fail(lease, repr(error))
 
-    async def _group(self, lease: Lease) -> list[str]:
-        """Make and store the samples of a task side by side; the reasons of those that failed."""
-        making: list[asyncio.Task[str]] = []
+    async def _left_by_others(self, lease: Lease) -> dict[int, Partial]:
+        """What those who had the task before have left of it, by index."""
+        if lease.deliveries == 1 or not self._config.partials:
+            return {}
+        try:
+            return await self._bus.partials.of(lease.task.id)
+        except BusError as error:  # then all of it is made again
+            logger.warning("partials unknown task=%d error=%s", lease.task.id, error)
+            return {}
+
+    async def _leave(self, fates: Sequence[_Fate]) -> None:
+        """Store what the next one should know, while the task is still held."""
+        left = [replace(fate.left, actor=self.id) for fate in fates if fate.left is not None] if self._config.partials else []
+        for partial, stored in zip(left, await asyncio.gather(*map(self._store, left)), strict=True):
+            self._activity.counters.partials_stored += stored and not partial.sample_seq
+
+    async def _store(self, partial: Partial) -> bool:
+        try:
+            return await self._bus.partials.store(partial)
+        except WireError:
+            logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
+            return False
+
+    async def _group(self, lease: Lease, left: dict[int, Partial]) -> list[_Fate]:
+        """Make and store the samples of a task side by side."""
+        making: list[asyncio.Task[_Fate]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(lease.task.group_size):
-                    making.append(group.create_task(self._sample(lease, index), name=f"sample {lease.task.id}.{index}"))
+                    making.append(group.create_task(self._sample(lease, index, left.get(index)), name=f"sample {lease.task.id}.{index}"))
                     making[-1].add_done_callback(lambda _: self._hold(-1))
         except BaseExceptionGroup as errors:
-            raise next((error for error in errors.exceptions if not isinstance(error, NoEngine)), errors.exceptions[0]) from None
-        return [reason for done in making if (reason := done.result())]
+            raise errors.exceptions[0] from None
+        return [done.result() for done in making]
 
-    async def _sample(self, lease: Lease, index: int) -> str:
-        """Make, score and store one sample; the reason if it is a FAILED one."""
+    async def _sample(self, lease: Lease, index: int, left: Partial | None) -> _Fate:
+        """Make, score and store one sample, if it is missing."""
         task, counters = lease.task, self._activity.counters
+        if left is not None and left.sample_seq:
+            counters.samples_found += 1
+            return _Fate()
         try:
-            sample = await self._generation.sample(task, index, lease.attempt)
+            sample = await self._generation.sample(task, index, lease.attempt, left)
             counters.tokens_generated += sample.response_length
+            counters.partials_continued += left is not None and fits(left, task, index)
             sample = await self._scored(task, sample)
             check_sample(sample)
+        except Unfinished as error:
+            return _Fate(unfinished=error.reason, left=error.partial)
         except GenerationFailed as error:
             sample = failed_sample(task, index, lease.attempt, str(error))
         except WireError as error:
             logger.exception("invalid sample task=%d index=%d", task.id, index)
             sample = failed_sample(task, index, lease.attempt, f"invalid sample: {error}")
         sample = replace(sample, actor=self.id, created_s=time.time())
-        await self._bus.samples.publish(sample)
+        seq = await self._bus.samples.publish(sample)
         counters.samples_published += 1
         if sample.status is not Status.FAILED:
-            return ""
+            return _Fate(left=_stored(sample, seq))
         counters.failures += 1
-        return str(sample.metadata["error"])
+        return _Fate(failed=str(sample.metadata["error"]))
 
     async def _scored(self, task: Task, sample: Sample) -> Sample:
         """Give the sample with its reward, or FAILED with the reason; its tokens stay either way."""
@@ -213,3 +273,17 @@ class Actor:
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _stored(sample: Sample, seq: int) -> Partial:
+    """Note where a finished sample stands."""
+    return Partial(
+        run=sample.run,
+        task=sample.task,
+        index=sample.index,
+        attempt=sample.attempt,
+        tokens=np.zeros(0, np.int32),
+        rollout_log_probs=np.zeros(0, np.float32),
+        spans=(),
+        sample_seq=seq,
+    )

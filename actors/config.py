@@ -84,8 +84,14 @@ class ActorConfig:
     """The responses of a group are asked for in one HTTP request: much cheaper for short ones; they all come when the longest is done."""
     retries: int = 3
     """Attempts at one response on any engine before its task is reported as failed."""
+    partials: bool = True
+    """When this actor is told to leave: store what is unfinished for whoever goes on with it. False = finish everything first."""
+    drain_finish_s: float = 10.0
+    """Time to finish responses before that; less than ``up.drain_s`` and what else gives this process time to drain."""
 
     def __post_init__(self) -> None:
         for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.drain_finish_s < 0:
+            raise ValueError(f"drain_finish_s: want >= 0, got {self.drain_finish_s!r}")

@@ -1,6 +1,6 @@
 """The Engine port over SGLang's HTTP API: for the built-in engine and for SGLang itself. Knows no bus.
 
-What only the built-in engine understands (``min_version``) is sent only when asked for.
+What only the built-in engine understands (``min_version``, ``continued_tokens``) is sent only when asked for.
 """
 
 import asyncio
@@ -8,6 +8,7 @@ import json
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -38,21 +39,36 @@ class HttpEngine:
         self._opened: aiohttp.ClientSession | None = None
 
     async def generate(
-        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
     ) -> Generation:
         rid = id or secrets.token_hex(16)
-        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s)
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun)
+        joined = None if begun is not None else self._joined
 
         async def send(wanted: dict[str, Any]) -> Any:
             return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
 
-        return _generation(self.url, await (send(body) if self._joined is None else self._joined.ask(body, send)))
+        return _whole(self.url, await (send(body) if joined is None else joined.ask(body, send)), sampling, begun)
 
     async def stream(
-        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
         rid = id or secrets.token_hex(16)
-        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s) | {"stream": True}
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
         with _translated(self.url, timeout_s):
             async with asyncio.timeout(timeout_s), self._session.post(self.url + "/generate", json=body) as response:
                 if response.status != 200:
@@ -61,7 +77,7 @@ class HttpEngine:
                     if line == b"data: [DONE]":
                         return
                     if line.startswith(b"data: "):
-                        yield _generation(self.url, json.loads(line[6:]))
+                        yield _whole(self.url, json.loads(line[6:]), sampling, begun)
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, id: str | None = None) -> None:
@@ -153,7 +169,13 @@ def _refusal(url: str, status: int, raw: bytes) -> Exception:
 
 
 def _request(
-    prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, rid: str, min_version: int, timeout_s: float
+    prompt: Sequence[int] | NDArray[np.int32],
+    sampling: Sampling,
+    *,
+    rid: str,
+    min_version: int,
+    timeout_s: float,
+    begun: Generation | None,
 ) -> dict[str, Any]:
     params: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
@@ -166,10 +188,45 @@ def _request(
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     body: dict[str, Any] = {"rid": rid, "input_ids": np.asarray(prompt).tolist(), "sampling_params": params, "return_logprob": True}
+    if begun is not None and len(begun.tokens):
+        body["input_ids"] += begun.tokens.tolist()
+        body["continued_tokens"] = len(begun.tokens)
+        params["max_new_tokens"] -= len(begun.tokens)
     if min_version > 0:
         # A little earlier than our own bound, so that the engine's reason arrives.
         body |= {"min_version": min_version, "min_version_timeout_s": 0.9 * timeout_s}
     return body
+
+
+def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) -> Generation:
+    """What the engine answered, put behind what it was to continue. Raises EngineFailed when that cannot be understood."""
+    generation = _generation(url, answer)
+    if begun is None or not len(begun.tokens):
+        return generation
+    text = generation.text
+    if not answer["meta_info"].get("continued_tokens"):  # it took all for the prompt: SGLang
+        text = begun.text + text
+        if (crossing := next((stop for stop in sampling.stop if stop in text), None)) is not None:
+            raise EngineFailed(url, f"it went past the stop string {crossing!r}, which began in what was to be continued")
+    return replace(
+        generation,
+        tokens=np.concatenate([begun.tokens, generation.tokens]),
+        log_probs=np.concatenate([begun.log_probs, generation.log_probs]),
+        spans=_merged(begun.spans + generation.spans),
+        text=text,
+        prompt_tokens=generation.prompt_tokens - len(begun.tokens),
+        duration_s=begun.duration_s + generation.duration_s,
+    )
+
+
+def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Neighbours of one version as one."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version:
+            span = Span(version=span.version, num_tokens=merged.pop().num_tokens + span.num_tokens)
+        merged.append(span)
+    return tuple(merged)
 
 
 def _generation(url: str, answer: Any) -> Generation:

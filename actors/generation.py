@@ -3,24 +3,32 @@
 Knows the Engine port and the shape of a sample; not where tasks come from or where samples go.
 """
 
+import asyncio
 import logging
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from actors.activity import Activity
-from actors.engines import Engines
-from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from actors.port import Generation
+from actors.engines import Engines, NoEngine
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
+from actors.port import Engine, Generation
 from bus.codec import check_sample
 from bus.errors import WireError
-from bus.messages import Sample, Sampling, Status, Task, Timings
+from bus.messages import Partial, Sample, Sampling, Status, Task, Timings
 
 logger = logging.getLogger(__name__)
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 """Of what an engine calls its finish; everything else is no finished response."""
+
+
+CUT_SHORT_S = 5.0
+"""Time an engine has to say what it has of the responses that are cut short."""
+ABORT_EVERY_S = 0.2
+"""An abort that comes before its request is heard by nobody: it is said again."""
 
 
 class GenerationFailed(Exception):
@@ -34,6 +42,17 @@ class GenerationFailed(Exception):
         return f"generation: {self.reason}"
 
 
+class Unfinished(Exception):
+    """There is no whole response, and that is not the task's fault: no engine was found, or this process is leaving."""
+
+    def __init__(self, reason: str, partial: Partial | None) -> None:
+        super().__init__(reason, partial)
+        self.reason, self.partial = reason, partial
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 @dataclass(slots=True, kw_only=True)
 class _Tries:
     """What has been tried for one response."""
@@ -41,10 +60,18 @@ class _Tries:
     began_s: float = field(default_factory=time.monotonic)
     broken: int = 0
     """Requests that an engine took and did not finish."""
+    begun: Generation | None = None
+    """What there is of it already."""
     queued_s: float = 0.0
+    generating_s: float = 0.0
+    """Spent on what is begun."""
     avoid: str = ""
     """Engine that broke the last one."""
     last: str = ""
+
+    def begin_again(self) -> None:
+        """Forget what is begun."""
+        self.begun, self.generating_s = None, 0.0
 
 
 class SingleTurn:
@@ -53,17 +80,27 @@ class SingleTurn:
     def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity) -> None:
         """``timeout_s`` bounds one response with all its tries and waits; ``retries`` the requests broken by engines."""
         self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
+        self._asking: dict[str, tuple[Engine, asyncio.Timeout]] = {}
+        """Requests under way, by id."""
+        self._leaving = False
 
-    async def sample(self, task: Task, index: int, attempt: str) -> Sample:
-        """Generate sample ``index`` of a task; checked, its reward 0.
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
+        """Generate sample ``index`` of a task, going on from ``partial`` if that fits; checked, its reward 0.
 
-        A request that its engine broke off is made again, elsewhere if there is an elsewhere; engines that are away, full or not
-        serving are waited for. Raises GenerationFailed; NoEngine when none was found in time, which is not the task's fault.
+        A request that its engine broke off is made again, elsewhere if there is an elsewhere, from what the engine gave of it on; engines
+        that are away, full or not serving are waited for. Raises GenerationFailed, Unfinished.
         """
         tries = _Tries()
-        while True:
+        if partial is not None and fits(partial, task, index):
+            tries.begun = _begun(partial)
+            tries.queued_s, tries.generating_s = partial.timings.queued_s, partial.timings.generating_s
+        while not self._leaving:
             try:
-                return await self._try(task, index, attempt, tries)
+                if (sample := await self._try(task, index, attempt, tries)) is not None:
+                    return sample
+                continue
+            except NoEngine as error:
+                raise Unfinished(str(error), _partial(task, index, attempt, tries)) from error
             except BadRequest as error:
                 raise GenerationFailed(str(error)) from error
             except (EngineFailed, EngineGone) as error:
@@ -75,6 +112,7 @@ class SingleTurn:
             logger.info("request broken task=%d index=%d broken=%d error=%s", task.id, index, tries.broken, tries.last)
             if tries.broken >= self._retries:
                 raise GenerationFailed(f"{tries.broken} requests broken off, the last one: {tries.last}")
+        raise Unfinished("this actor leaves", _partial(task, index, attempt, tries))
 
     def waits_for(self) -> str:
         """Say what is waited for; empty when nothing is."""
@@ -84,8 +122,20 @@ class SingleTurn:
         """Who finds no engine at once gets NoEngine, from now on."""
         self._engines.give_up()
 
-    async def _try(self, task: Task, index: int, attempt: str, tries: _Tries) -> Sample:
-        """Make one request. Raises EngineFailed too when the engine broke it off."""
+    async def leave(self) -> None:
+        """Cut short what is under way: from now on every ``sample`` ends with a whole response or in Unfinished, within CUT_SHORT_S."""
+        self._leaving = True
+        end = asyncio.get_running_loop().time() + CUT_SHORT_S
+        for _, limit in self._asking.values():
+            limit.reschedule(end)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end):
+                while self._asking:
+                    await asyncio.gather(*(_abort(engine, id) for id, (engine, _) in self._asking.items()))
+                    await asyncio.sleep(ABORT_EVERY_S)
+
+    async def _try(self, task: Task, index: int, attempt: str, tries: _Tries) -> Sample | None:
+        """Make one request; None when it was cut short. Raises EngineFailed too when the engine broke it off."""
         begin = time.monotonic()
         left_s = tries.began_s + self._timeout_s - begin
         if tries.last and left_s <= 0:
@@ -94,23 +144,98 @@ class SingleTurn:
             tries.avoid = name
             asked = time.monotonic()
             tries.queued_s += asked - begin
-            with self._activity:
-                answer = await engine.generate(
-                    task.prompt_tokens,
-                    _sampling(task.sampling, index),
-                    id=f"{task.id}.{index}.{attempt}.{tries.broken}-{asked:.6f}",
-                    min_version=task.min_version,
-                    timeout_s=max(tries.began_s + self._timeout_s - asked, 0.001),
-                )
+            answer = await self._ask(name, engine, task, index, attempt, tries)
+            if answer is None:
+                return None
+            generating_s = tries.generating_s + time.monotonic() - asked
             if answer.finish not in STATUS:
+                tries.begun, tries.generating_s = answer, generating_s
+                if self._leaving:
+                    return None
                 raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
-            timings = Timings(queued_s=tries.queued_s, generating_s=time.monotonic() - asked)
+            timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
             sample = _sample(task, index, attempt, answer, engine=name, timings=timings)
             try:
                 check_sample(sample)
             except WireError as error:
+                tries.begin_again()
                 raise EngineFailed(name, f"its answer makes no valid sample: {error}") from error
             return sample
+
+    async def _ask(self, name: str, engine: Engine, task: Task, index: int, attempt: str, tries: _Tries) -> Generation | None:
+        """Give the engine's answer, whole or broken off; None when this process leaves and has none."""
+        if self._leaving:
+            return None
+        now = time.monotonic()
+        id = f"{task.id}.{index}.{attempt}.{tries.broken}-{now:.6f}"
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._asking[id] = (engine, limit)
+                with self._activity:
+                    return await engine.generate(
+                        task.prompt_tokens,
+                        _sampling(task.sampling, index),
+                        id=id,
+                        min_version=task.min_version,
+                        timeout_s=max(tries.began_s + self._timeout_s - now, 0.001),
+                        begun=tries.begun,
+                    )
+        except TimeoutError:
+            return None
+        except (BadRequest, EngineFailed) as error:
+            if tries.begun is None:
+                raise
+            tries.begin_again()  # what was to be continued may be the reason
+            raise EngineFailed(name, f"did not continue a response: {error}") from error
+        finally:
+            del self._asking[id]
+
+
+def fits(partial: Partial, task: Task, index: int) -> bool:
+    """Whether this response can be continued as if it had never been interrupted."""
+    num_tokens, sampling = len(partial.tokens), _sampling(task.sampling, index)
+    return (
+        (partial.run, partial.task, partial.index, partial.seed) == (task.run, task.id, index, sampling.seed)
+        and partial.position == len(task.prompt_tokens) + num_tokens
+        and 0 < num_tokens < sampling.max_new_tokens
+    )
+
+
+def _begun(partial: Partial) -> Generation:
+    return Generation(
+        id="",
+        tokens=partial.tokens,
+        log_probs=partial.rollout_log_probs,
+        spans=partial.spans,
+        finish=None,
+        text=partial.response,
+        duration_s=partial.timings.generating_s,
+    )
+
+
+def _partial(task: Task, index: int, attempt: str, tries: _Tries) -> Partial | None:
+    """What there is of a response; None when that is nothing."""
+    begun = tries.begun
+    if begun is None or not len(begun.tokens):
+        return None
+    return Partial(
+        run=task.run,
+        task=task.id,
+        index=index,
+        attempt=attempt,
+        tokens=begun.tokens,
+        rollout_log_probs=begun.log_probs,
+        spans=begun.spans,
+        response=begun.text,
+        seed=_sampling(task.sampling, index).seed,
+        position=len(task.prompt_tokens) + len(begun.tokens),
+        timings=Timings(queued_s=tries.queued_s, generating_s=tries.generating_s),
+    )
+
+
+async def _abort(engine: Engine, id: str) -> None:
+    with suppress(EngineError):
+        await engine.abort(id)
 
 
 def failed(sample: Sample, reason: str) -> Sample:

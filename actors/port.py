@@ -69,18 +69,34 @@ class Engine(Protocol):
     """
 
     async def generate(
-        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
     ) -> Generation:
         """One whole response. Requests with the same prompt that are sent together may share its computation.
 
         A weight update on the way neither ends nor delays it; its tokens then have several spans. ``finish`` is "abort" when somebody
         stopped it: a partial response, no error. ``id`` must be unique among unfinished requests; empty = the adapter chooses.
+        ``begun``: an unfinished response to the same prompt, of any engine; it is continued, and the answer is all of it. With the seed and
+        the weights it was begun with, the built-in engine draws the tokens that it would have drawn undisturbed.
         Raises VersionUnavailable when no version >= ``min_version`` came to be served within ``timeout_s``.
         """
         ...
 
     def stream(
-        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
         """The same response as it grows; every item has all tokens so far, the last one has ``finish``. Items may be skipped."""
         ...

@@ -88,11 +88,13 @@ class _Rights:
         return [*own, *api], [f"tm.{self._run}.>", *self._rows_of.values()], []
 
     def actor(self) -> _Lists:
-        """Leases and settles tasks; stores samples under its own name, parts, reports of failures."""
+        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of failures."""
         publish = [
             f"tm.{self._run}.sample.*.*.{self._name}",
             f"tm.{self._run}.sample.*.*.{self._name}.parts",
             f"tm.{self._run}.part.*.*",
+            subjects.partial(self._run),
+            *(_api(f"STREAM.{verb}.{subjects.stream(self._run, subjects.PARTIALS)}") for verb in ("INFO", "MSG.GET")),
             subjects.dead_report(self._run, "*"),
             subjects.dead_task(self._run, "*"),
             _api(f"STREAM.INFO.{subjects.stream(self._run, subjects.DEAD)}"),

@@ -19,6 +19,7 @@ from bus.messages import (
     Done,
     Fence,
     Kind,
+    Partial,
     Plan,
     PlanRecord,
     Requeue,
@@ -36,11 +37,13 @@ __all__ = [
     "Table",
     "check_sample",
     "decode_dead",
+    "decode_partial",
     "decode_record",
     "decode_sample",
     "decode_task",
     "decode_word",
     "encode_dead",
+    "encode_partial",
     "encode_record",
     "encode_sample",
     "encode_task",
@@ -237,6 +240,23 @@ _SAMPLE = Table(
     finish_reason=TEXT,
     created_s=FLOAT,
 )
+_PARTIAL = Table(
+    Partial,
+    "partial",
+    run=TEXT,
+    task=INT,
+    index=INT,
+    attempt=TEXT,
+    tokens=_I4,
+    rollout_log_probs=_F4,
+    spans=many(_SPAN),
+    response=TEXT,
+    seed=optional(INT),
+    position=INT,
+    sample_seq=INT,
+    actor=TEXT,
+    timings=_TIMINGS.nested(),
+)
 _PLAN = Table(
     Plan,
     "plan",
@@ -297,6 +317,17 @@ def decode_task(data: bytes, id: int) -> Task:
     """Task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
     task: Task = dataclasses.replace(_TASK.decode(unpack(data, "task")), id=id)
     return task
+
+
+def encode_partial(partial: Partial) -> bytes:
+    """Bytes of what is left of a response. Raises WireError."""
+    return _PARTIAL.encode(partial)
+
+
+def decode_partial(data: bytes) -> Partial:
+    """Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    partial: Partial = _PARTIAL.decode(unpack(data, "partial"))
+    return partial
 
 
 def encode_record(record: PlanRecord) -> bytes:

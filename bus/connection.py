@@ -12,6 +12,7 @@ from bus.dead import DeadLetters
 from bus.jetstream import JetStream
 from bus.layout import create_layout
 from bus.link import Link, linked
+from bus.partials import Partials
 from bus.plans import PlanLog
 from bus.rows import Rows
 from bus.samples import SampleStream
@@ -31,6 +32,7 @@ class Bus:
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
+        self.partials = Partials(self.jet)
         self.plans = PlanLog(self.jet)
         self.commands = Commands(link, run)
         self._rows: dict[str, Rows] = {}

@@ -1,11 +1,12 @@
-"""What every sample promises (``docs/wire.md``), held where tokens are appended and again where samples are taken in."""
+"""What every sample promises (``docs/wire.md``), held where tokens are appended and again where samples are taken in; and every partial."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from bus.errors import WireError
-from bus.messages import Sample
+from bus.messages import Partial, Sample, Span
 
 LOG_PROB_SLACK = 1e-5
 """A log-probability may be this much above 0: rounding in float32 of a probability of 1."""
@@ -19,8 +20,24 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
     _check_lengths(sample)
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
     _check_response(sample)
-    _check_spans(sample)
+    _check_covered(sample.spans, sample.response_length)
     _check_reward(sample)
+
+
+def check_partial(partial: Partial) -> None:
+    """Hold the invariants of what is left of a response. Raises WireError naming the field."""
+    if not 1 <= partial.task < _ID_LIMIT or partial.index < 0:
+        raise WireError("task, index", f"1 <= task < {_ID_LIMIT} and index >= 0", f"{partial.task}, {partial.index}")
+    if not partial.attempt:
+        raise WireError("attempt", "a nonce", partial.attempt)
+    length, log_probs = len(partial.tokens), partial.rollout_log_probs
+    if (length > 0) == (partial.sample_seq > 0) or partial.sample_seq < 0:
+        raise WireError("tokens, sample_seq", "tokens or the sequence of a sample, not both", f"{length} tokens, {partial.sample_seq}")
+    if length > partial.position or len(log_probs) != length:
+        raise WireError("position, rollout_log_probs", f"position >= {length} and as many values", f"{partial.position}, {len(log_probs)}")
+    if length and not (partial.tokens.min() >= 0 and log_probs.max() <= LOG_PROB_SLACK and log_probs.min() > -math.inf):
+        raise WireError("tokens, rollout_log_probs", "ids >= 0; log-probs finite and <= 0", "something else")
+    _check_covered(partial.spans, length)
 
 
 def _check_identity(sample: Sample) -> None:
@@ -70,14 +87,14 @@ def _check_response(sample: Sample) -> None:
             raise WireError(f"rollout_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
 
 
-def _check_spans(sample: Sample) -> None:
+def _check_covered(spans: Sequence[Span], length: int) -> None:
     covered = 0
-    for span in sample.spans:
+    for span in spans:
         if span.version < 0 or span.num_tokens < 1:
             raise WireError("spans", "version >= 0 and num_tokens >= 1", f"({span.version}, {span.num_tokens})")
         covered += span.num_tokens
-    if covered != sample.response_length:
-        raise WireError("spans", f"to cover response_length = {sample.response_length} tokens", covered)
+    if covered != length:
+        raise WireError("spans", f"to cover response_length = {length} tokens", covered)
 
 
 def _check_reward(sample: Sample) -> None:

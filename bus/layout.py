@@ -46,6 +46,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
         subjects.TASKS: [f"tm.{run}.task.*"],
         subjects.SAMPLES: [f"tm.{run}.sample.>", f"tm.{run}.part.>"],
         subjects.PLAN: [f"tm.{run}.plan.*"],
+        subjects.PARTIALS: [f"tm.{run}.partial.*.*"],
         subjects.DEAD: [f"tm.{run}.dead.>"],
     }
     for name, subject_list in names.items():

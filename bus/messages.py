@@ -161,6 +161,39 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """What became of one response of a task that was handed back: its tokens so far, or where the finished sample stands."""
+
+    run: str
+    task: int
+    index: int
+    attempt: str
+    """Nonce of the lease under which it was stored; the message id is ``partial.<task>.<index>.<attempt>``."""
+    tokens: NDArray[np.int32]
+    """Of the response so far, [R]; none when the sample is stored."""
+    rollout_log_probs: NDArray[np.float32]
+    """As in a Sample, [R]."""
+    spans: tuple[Span, ...]
+    response: str = ""
+    """The tokens as text."""
+    seed: int | None = None
+    """Sampler seed of this response; None = the engine chose one."""
+    position: int = 0
+    """Sampler position of the next token: tokens of the prompt + R."""
+    sample_seq: int = 0
+    """Sequence of the finished sample in SAMPLES; 0 = it is not finished."""
+    actor: str = ""
+    timings: Timings = field(default_factory=Timings)
+    """Of all attempts at it so far."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Unknown fields, kept and passed on."""
+
+    @property
+    def message_id(self) -> str:
+        return f"partial.{self.task}.{self.index}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The exact content of one step, recorded before it is trained. Columns, not rows."""
 

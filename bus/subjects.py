@@ -5,7 +5,7 @@ import re
 from bus.config import RUN_NAME
 from bus.messages import Kind
 
-TASKS, SAMPLES, PLAN, DEAD = "TASKS", "SAMPLES", "PLAN", "DEAD"
+TASKS, SAMPLES, PLAN, PARTIALS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD"
 BUCKETS = ("weights", "run", "live", "wanted")
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 """Durable consumer of TASKS for each kind."""
@@ -66,6 +66,16 @@ def sample(run: str, kind: str, version: int, actor: str) -> str:
 def part(run: str, kind: str, task: int) -> str:
     """Parts of samples too large for one message."""
     return f"tm.{run}.part.{kind}.{task}"
+
+
+def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
+    return f"tm.{run}.partial.{task}.{index}"
+
+
+def task_of_partial(subject: str) -> int | None:
+    """Id of the task that a subject of PARTIALS names; None when it names none."""
+    named = subject.split(".")[3]
+    return int(named) if named.isascii() and named.isdigit() else None
 
 
 def dead_task(run: str, task: int | str) -> str:

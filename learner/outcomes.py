@@ -137,6 +137,7 @@ class Outcomes:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)
             history = 0
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
+        await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
             await self._bus.samples.trim(await self._waited_for(below, oldest["samples"]["created"]))
         if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:

@@ -40,9 +40,16 @@ class ScriptedEngine:
         self.closed = False
 
     async def generate(
-        self, prompt: Sequence[int] | NDArray[np.int32], sampling: Sampling, *, id: str = "", min_version: int = 0, timeout_s: float = 300.0
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
     ) -> Generation:
-        self.asked.append((sampling, {"id": id, "min_version": min_version, "timeout_s": timeout_s}))
+        self.asked.append((sampling, {"id": id, "min_version": min_version, "timeout_s": timeout_s, "begun": begun}))
         await asyncio.sleep(0)
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):

@@ -32,6 +32,8 @@ def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int |
         "weight_versions": spans,
         "e2e_latency": time.perf_counter() - sequence.arrived_s,
     }
+    if sequence.begun:
+        meta["continued_tokens"] = len(sequence.begun)
     if logprobs:
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
@@ -43,8 +45,8 @@ def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int |
 
 
 def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool) -> str:
-    """The tokens as text, without what ended the response (a stop string, or a stop id that is no special token)."""
-    params, ids = sequence.params, sequence.tokens[:num_tokens]
+    """All of the response as text, without what ended it (a stop string, or a stop id that is no special token)."""
+    params, ids = sequence.params, sequence.begun + sequence.tokens[:num_tokens]
     matched = (sequence.finish or {}).get("matched") if trim and not params.no_stop_trim else None
     if isinstance(matched, int):
         ids = ids[:-1]

@@ -204,6 +204,7 @@ class BuiltinEngine:
                     text=self.text,
                     sink=progress.tell,
                     stream=generate.stream,
+                    continued_tokens=generate.continued_tokens,
                 )
             )
         self._unfinished += len(progress.sequences)
@@ -238,6 +239,7 @@ class BuiltinEngine:
             many=False,
             stream=False,
             return_logprob=True,
+            continued_tokens=0,
             min_version=0,
             min_version_timeout_s=0.0,
         )

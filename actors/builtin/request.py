@@ -64,6 +64,8 @@ class Generate:
     """The answer is a list."""
     stream: bool
     return_logprob: bool
+    continued_tokens: int
+    """So many at the end of the prompt are the beginning of the response, made by an earlier request."""
     min_version: int
     """Wait until weights of at least this version are served."""
     min_version_timeout_s: float
@@ -93,6 +95,9 @@ def parse_generate(body: object, limits: Limits) -> Generate:
     else:
         params = [SamplingParams.parse(given)] * len(prompts)
     _check_ids(params, limits)
+    continued_tokens = _integer(0)(body.get("continued_tokens") or 0, "continued_tokens")
+    if continued_tokens >= (shortest := min(map(len, prompts))):
+        raise BadRequest(f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {continued_tokens}")
     rids = _rids(body.get("rid"), [each.n for each in params])
     return Generate(
         prompts=[prompt for prompt, each in zip(prompts, params, strict=True) for _ in range(each.n)],
@@ -101,6 +106,7 @@ def parse_generate(body: object, limits: Limits) -> Generate:
         many=batched or len(rids) > 1,
         stream=_boolean(body.get("stream") or False, "stream"),
         return_logprob=_boolean(body.get("return_logprob") or False, "return_logprob"),
+        continued_tokens=continued_tokens,
         min_version=_integer(0)(body.get("min_version") or 0, "min_version"),
         min_version_timeout_s=_number(0, math.inf)(body.get("min_version_timeout_s", 60.0), "min_version_timeout_s"),
     )
@@ -269,7 +275,17 @@ NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 """Sampling parameters that SGLang has and this engine has not, with the values at which they do nothing."""
 
 GENERATE_FIELDS = frozenset(
-    {"input_ids", "text", "sampling_params", "rid", "stream", "return_logprob", "min_version", "min_version_timeout_s"}
+    {
+        "input_ids",
+        "text",
+        "sampling_params",
+        "rid",
+        "stream",
+        "return_logprob",
+        "continued_tokens",
+        "min_version",
+        "min_version_timeout_s",
+    }
 )
 NEUTRAL_GENERATE: dict[str, tuple[Any, ...]] = {
     "logprob_start_len": (None, -1),

@@ -40,7 +40,8 @@ PREFILL_TOKENS = 8192
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
-CLIENT_GONE, CLOSING = "The client has gone", "The engine is closing"
+CLIENT_GONE, CLOSING, ABORTED_BY_ID = "The client has gone", "The engine is closing", "Aborted"
+UNRELATED = (CLIENT_GONE, CLOSING, ABORTED_BY_ID)
 """Reasons of an abort that no weight update is to blame for."""
 
 Result = TypeVar("Result")
@@ -153,7 +154,7 @@ class Scheduler:
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
         return self.call(lambda: self.waiting.extend(sequences))
 
-    def abort(self, wanted: Callable[[Sequence], bool], message: str = "Aborted") -> "Future[int]":
+    def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with what they have; gives their number."""
         return self.call(lambda: self._abort(wanted, message))
 
@@ -380,7 +381,7 @@ class Scheduler:
             self.counters.requests_failed += 1
         elif sequence.finish is not None and sequence.finish["type"] == "abort":
             self.counters.requests_aborted += 1
-            self.counters.requests_aborted_by_pushes += self.updating and sequence.finish["message"] not in (CLIENT_GONE, CLOSING)
+            self.counters.requests_aborted_by_pushes += self.updating and sequence.finish["message"] not in UNRELATED
         else:
             self.counters.requests_finished += 1
         self._events.append((sequence, len(sequence.tokens), True))
@@ -402,7 +403,7 @@ class Scheduler:
     def _pause(self, mode: str) -> None:
         self.paused = True
         if mode == "abort":
-            before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "Aborted")
+            before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "All aborted")
             self.counters.requests_aborted_by_pushes = before + aborted
         elif mode == "retract":
             for sequence in self.running:

@@ -20,6 +20,7 @@ class Sequence:
 
     __slots__ = (
         "arrived_s",
+        "begun",
         "cached_tokens",
         "error",
         "finish",
@@ -52,10 +53,13 @@ class Sequence:
         text: Text | None,
         sink: Callable[["Sequence", int, bool], None],
         stream: bool = False,
+        continued_tokens: int = 0,
     ) -> None:
         self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = rid, prompt, params, seed, sink, stream
         self.key = prompt.tobytes()
         """Equal keys = equal contexts to prefill."""
+        self.begun: list[int] = prompt[len(prompt) - continued_tokens :].tolist()
+        """Tokens of the response that came with the prompt; only its text and its stop strings need them."""
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.spans: list[tuple[int, int]] = []
@@ -92,7 +96,7 @@ class Sequence:
         self.log_probs.append(log_prob)
         if token in self.stop_ids:
             self.finish = {"type": "stop", "matched": token}
-        elif self.stop_strings is not None and (found := self.stop_strings.find(self.tokens)) is not None:
+        elif self.stop_strings is not None and (found := self.stop_strings.find(self.tokens, self.begun)) is not None:
             self.finish = {"type": "stop", "matched": found}
         elif len(self.tokens) >= self.max_new_tokens:
             self.finish = {"type": "length", "length": len(self.tokens)}

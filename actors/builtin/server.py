@@ -15,6 +15,7 @@ from aiohttp import web
 from actors.builtin.answer import answer
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, parse_generate
+from actors.builtin.scheduler import ABORTED_BY_ID
 from actors.builtin.updates import parse_specs
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
 from actors.http_api import Handler, body_of, done, error_of, need, translate, version_in
@@ -119,9 +120,11 @@ class Server:
         everything, rid = body.get("abort_all", False), body.get("rid", "")
         if not everything and not (isinstance(rid, str) and rid):
             raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
-        await asyncio.wrap_future(
-            self._engine.scheduler.abort(lambda each: everything or each.rid == rid or each.rid.rpartition("_")[0] == rid)
-        )
+        scheduler = self._engine.scheduler
+        if everything:
+            await asyncio.wrap_future(scheduler.abort(lambda each: True))
+        else:
+            await asyncio.wrap_future(scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID))
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:

@@ -44,7 +44,10 @@ class StopStrings:
         # A token that shows has at least one byte; four more cover a character cut at the window's edge.
         self._window = max(len(stop.encode()) for stop in stops) + 4
 
-    def find(self, ids: Sequence[int]) -> str | None:
-        """The stop string that the newest token completed."""
-        tail = self._text.decode(ids[-self._window :])
+    def find(self, ids: Sequence[int], begun: Sequence[int] = ()) -> str | None:
+        """The stop string that the newest token completed, of a response that is ``begun`` and then ``ids``."""
+        window = ids[-self._window :]
+        if begun and (missing := self._window - len(window)):
+            window = [*begun[-missing:], *window]
+        tail = self._text.decode(window)
         return next((stop for stop in self._stops if stop in tail), None)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_BODY_BYTES = 1 << 28
 COMMAND_S = 60.0
 SHUTDOWN_S = 5.0
-OURS = ("min_version", "min_version_timeout_s", "epoch", "timeout_s")
+OURS = ("continued_tokens", "min_version", "min_version_timeout_s", "epoch", "timeout_s")
 """Fields of requests that SGLang does not know."""
 PASSED_ON = (
     "POST /v1/chat/completions",

@@ -51,7 +51,10 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
 
 @pytest.mark.parametrize(
     ("told", "message"),
-    [({"retry": 5}, r"actor\.retry: unknown; there are \['engines'.*'retries'"), ({"retries": 0}, "retries: want > 0, got 0")],
+    [
+        ({"retry": 5}, r"actor\.retry: unknown; there are \['drain_finish_s'.*'retries'"),
+        ({"retries": 0}, "retries: want > 0, got 0"),
+    ],
 )
 def test_a_wrong_section_says_what_was_wanted(told: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

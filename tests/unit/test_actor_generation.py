@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.activity import Activity
-from actors.engines import Engines, NoEngine
+from actors.engines import Engines
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from actors.generation import GenerationFailed, SingleTurn, failed, failed_sample
+from actors.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
 from bus.codec import check_sample, decode_sample, encode_sample
 from bus.messages import Kind, Sampling, Span, Status, Task
 from tests.engine_scene import Answer, Scene, generation, looking
@@ -47,7 +47,7 @@ async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activ
         single, activity = turn(engines, **options)
         try:
             result: Any = await single.sample(TASK, 2, "n0")
-        except (GenerationFailed, NoEngine) as error:
+        except (GenerationFailed, Unfinished) as error:
             result = error
         return result, activity, scene.clients["a"].asked
 
@@ -128,7 +128,7 @@ async def test_an_engine_that_is_away_is_asked_until_it_is_back_and_that_is_no_b
 
 async def test_but_only_as_long_as_a_response_may_take() -> None:
     error, _, asked = await outcome([EngineUnavailable("a", "refused")], timeout_s=0.3)
-    assert isinstance(error, GenerationFailed | NoEngine)
+    assert isinstance(error, GenerationFailed | Unfinished)
     assert len(asked) > 1
 
 
@@ -141,7 +141,7 @@ async def test_a_request_that_can_never_be_served_is_made_once() -> None:
 
 async def test_no_engine_at_all_is_not_the_tasks_fault() -> None:
     async with looking(Scene({})) as engines:
-        with pytest.raises(NoEngine):
+        with pytest.raises(Unfinished):
             await turn(engines, timeout_s=0.05)[0].sample(TASK, 0, "n")
 
 
@@ -153,7 +153,7 @@ async def test_giving_up_ends_a_wait() -> None:
         await scene.seen()
         assert "none known" in single.waits_for()
         single.give_up_waiting()
-        with pytest.raises(NoEngine):
+        with pytest.raises(Unfinished):
             await waiting
 
 
