@@ -78,6 +78,9 @@ class UnknownSchema(WireError):
 class Fenced(BusError):
     """A newer learner has taken over (a higher epoch was seen): this one must end."""
 
+    exit_code = 76
+    """Of a process that ends by it. Who keeps processes does not start it again: two keepers would fence each other for ever."""
+
     def __init__(self, where: str, mine: int, seen: int) -> None:
         super().__init__(where, mine, seen)
         self.where, self.mine, self.seen = where, mine, seen

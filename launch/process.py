@@ -1,6 +1,7 @@
 """How every process of the system starts, drains and stops, and how it starts and ends its children.
 
-The first SIGTERM or SIGINT drains; the second, or the deadline, cancels. Exit 0 = drained or done, 75 = not in time, 1 = crashed.
+The first SIGTERM or SIGINT drains; the second, or the deadline, cancels. Exit 0 = drained or done, 75 = not in time, 1 = crashed,
+76 = another learner has taken over.
 """
 
 import asyncio
@@ -14,11 +15,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bus.errors import Fenced
 from bus.patience import cancellable
 
 log = logging.getLogger(__name__)
 
-DONE, CRASHED, NOT_IN_TIME = 0, 1, 75
+DONE, CRASHED, NOT_IN_TIME, TAKEN_OVER = 0, 1, 75, Fenced.exit_code
 LAST_LINES = 20
 _PR_SET_PDEATHSIG = 1
 
@@ -58,13 +60,17 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
     except asyncio.CancelledError as stop:
         log.error("stopped before it was drained: %s", stop)
         return NOT_IN_TIME
-    except BaseExceptionGroup as group:
-        log.error("crashed: %s", _first(group), exc_info=_first(group))
-        return CRASHED
     except Exception as error:
-        log.error("crashed: %s", error, exc_info=True)
-        return CRASHED
+        return _bad_end(_first(error))
     return DONE
+
+
+def _bad_end(error: BaseException) -> int:
+    if getattr(error, "exit_code", CRASHED) == TAKEN_OVER:
+        log.error("ended, and not to be started again: %s", error)
+        return TAKEN_OVER
+    log.error("crashed: %s", error, exc_info=error)
+    return CRASHED
 
 
 def _first(error: BaseException) -> BaseException:

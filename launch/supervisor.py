@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launch.process import Child
+from launch.process import TAKEN_OVER, Child
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +28,8 @@ class GaveUp(RuntimeError):
         self.name, self.code, self.times, self.window_s, self.last_lines = name, code, times, window_s, last_lines
 
     def __str__(self) -> str:
-        return (
-            f"{self.name} ended with code {self.code}, {self.times} times within {self.window_s:.0f} s, and is not started again; "
-            f"its last lines:\n{self.last_lines}"
-        )
+        often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
+        return f"{self.name} ended with code {self.code}{often} and is not started again; its last lines:\n{self.last_lines}"
 
 
 class Supervisor:
@@ -67,6 +65,8 @@ class Supervisor:
                 log.info("ended process=%s", child.name)
                 return
             now = time.monotonic()
+            if code == TAKEN_OVER and not always:
+                raise GaveUp(child.name, code, 1, 0.0, child.last_lines())
             bad_ends.append(now)
             while now - bad_ends[0] > self._window_s:
                 bad_ends.popleft()

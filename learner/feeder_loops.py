@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,13 @@ from typing import Any
 
 from bus.connection import Bus
 from bus.dead import REQUEUE
-from bus.epoch import raise_epoch
+from bus.epoch import current_epoch, raise_epoch
+from bus.errors import BusError, Fenced
 from bus.link import Waiter
 from bus.live import Heartbeat
 from bus.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.patience import cancellable, patiently
+from bus.subjects import EPOCH_KEY
 from learner.admission import Wanted
 from learner.batch import build_batches, encode
 from learner.datasource import FateName, Waits
@@ -90,7 +93,21 @@ class Feeder:
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Start, feed, end."""
+        """Start, feed, end. Raises a group of what went wrong; Fenced when another learner has taken over, whatever that led to here."""
+        try:
+            await self._run(draining)
+        except BaseExceptionGroup:
+            newest = 0
+            with suppress(BusError):
+                newest = await current_epoch(self._bus)
+            self._refuse_newer(newest)
+            raise
+
+    def _refuse_newer(self, epoch: int) -> None:
+        if epoch > self._epoch > 0:
+            raise Fenced(f"run.{EPOCH_KEY}", self._epoch, epoch) from None
+
+    async def _run(self, draining: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await raise_epoch(self._bus)
@@ -98,7 +115,8 @@ class Feeder:
             async with Heartbeat(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._beat(heartbeat), name="beat"))
                 await self._begin()
-                for loop in (self._issue, self._read, self._follow_dead, self._follow_head, self._look_up, self._feed, self._find_lost):
+                works = (self._issue, self._read, self._follow_dead, self._follow_head, self._look_up, self._feed, self._find_lost)
+                for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
                 await self._over(draining)
@@ -232,6 +250,11 @@ class Feeder:
             elif told.word == REQUEUE and told.task in letters:
                 self._source.requeue(letters[told.task])
             self._decide.wake()
+
+    async def _follow_epoch(self) -> None:
+        """Raises Fenced when another learner has taken over: also while this one has nothing to write, and would meet no fence."""
+        async for row in self._bus.rows("run").watch(EPOCH_KEY):
+            self._refuse_newer(0 if row is None else int(row[0]["epoch"]))
 
     async def _follow_head(self) -> None:
         async for row in self._bus.rows("weights").watch(HEAD):

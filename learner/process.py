@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from bus.errors import Fenced
 from learner.errors import LearnerError
 
 log = logging.getLogger(__name__)
@@ -39,6 +40,11 @@ class ChildFailed(LearnerError):
     def __init__(self, name: str, code: int, last_lines: tuple[str, ...]) -> None:
         super().__init__(name, code, last_lines)
         self.name, self.code, self.last_lines = name, code, last_lines
+
+    @property
+    def exit_code(self) -> int:
+        """What the learner as a whole is to end with."""
+        return Fenced.exit_code if self.code == Fenced.exit_code else 1
 
     def __str__(self) -> str:
         return f"{self.name}: want exit code 0, got {self.code}; its last words:\n" + "\n".join(f"  {line}" for line in self.last_lines)
@@ -78,7 +84,8 @@ async def run_learner(
     """Run feeder and ranks until all have ended well, or until ``draining`` is set and they have drained.
 
     ``arguments`` go to ``python -m launch feeder`` and ``python -m launch rank`` as they are, with ``--feeder-url`` behind them. Raises
-    ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are ended first.
+    ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are ended first. When
+    another learner has taken over, it is the child that met it.
     """
     feeder_url = f"tcp://{host}:{_free_port(host)}"
     command = [sys.executable, "-m", "launch"]
@@ -90,6 +97,9 @@ async def run_learner(
             environment = _rank_environment(rank, num_ranks, host, master_port, threads)
             children.append(await _start(f"rank {rank}", [*command, "rank", *arguments, "--feeder-url", feeder_url], environment))
         await _watch(children[0], children[1:], draining, drain_s)
+    except ChildFailed as first:
+        await _end(children)
+        raise next((_failed(child) for child in children if child.process.returncode == Fenced.exit_code), first) from None
     finally:
         await _end(children)
 
@@ -154,7 +164,12 @@ async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Even
 def _judge(child: _Child, code: int, *, drained: bool) -> None:
     log.info("ended child=%s code=%d", child.name, code)
     if code != 0 and not (drained and code in (75, -signal.SIGTERM)):  # the latter: it had not begun
-        raise ChildFailed(child.name, code, tuple(child.lines))
+        raise _failed(child)
+
+
+def _failed(child: _Child) -> ChildFailed:
+    assert child.process.returncode is not None
+    return ChildFailed(child.name, child.process.returncode, tuple(child.lines))
 
 
 def _signal(children: Sequence[_Child], number: signal.Signals) -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from bus.config import BusConfig
+from bus.errors import Fenced
 from learner import checkpoints
 from learner.algorithms.alarms import AlarmWatch, Context
 from learner.algorithms.config import AlgorithmConfig
@@ -65,7 +66,8 @@ class Draining(BaseException):
 def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
     """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end; the exit code of its process.
 
-    0: the last step is done, or drained after SIGTERM. 1: an error, which the log and the feeder have been told.
+    0: the last step is done, or drained after SIGTERM. 1: an error, which the log and the feeder have been told. 76: another learner has
+    taken over, and a push met it before the feeder did.
     """
     number = int(os.environ["RANK"])
     try:
@@ -85,6 +87,9 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                 raise
     except Draining:  # the last step was done; it was waiting for the feeder to say so
         return 0
+    except Fenced as error:
+        log.error("ended, and not to be started again: %s", error)
+        return error.exit_code
     except Exception:
         log.exception("rank %d failed", number)
         return 1

@@ -1,0 +1,139 @@
+"""A run whose processes are started one by one, as on several machines, and can be stopped, killed and looked at one by one."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from bus.connection import Bus, connect
+from tests.whole.running import ROOT, SMOKE
+
+RUN = "smoke"
+PATIENCE_S = 100.0
+"""Longest wait for what must come; wall time on shared cores."""
+
+
+@dataclass
+class Part:
+    """One process of `tidemill`."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """The process and all below it."""
+        top = psutil.Process(self.process.pid)
+        return [top, *top.children(recursive=True)]
+
+    def freeze(self) -> list[psutil.Process]:
+        """SIGSTOP to the whole family, which is given; `thaw` ends it."""
+        stopped = self.family()
+        for process in stopped:
+            process.suspend()
+        return stopped
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    async def code(self) -> int:
+        """Its exit code, once it has ended."""
+        try:
+            return await asyncio.to_thread(self.process.wait, PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} did not end within {PATIENCE_S:.0f} s:\n{self.log[-3000:]}") from None
+
+
+def thaw(stopped: Sequence[psutil.Process]) -> None:
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
+
+
+@dataclass
+class Parts:
+    """Starts processes on one configuration; ends what is left of them."""
+
+    directory: Path
+    settings: tuple[str, ...] = ()
+    url: str = ""
+    started: list[Part] = field(default_factory=list)
+
+    @property
+    def root(self) -> Path:
+        return self.directory / "run"
+
+    def start(self, role: str, *settings: str, name: str = "", url: str = "", module: str = "launch") -> Part:
+        """``python -m launch ROLE``; ``url``: of the bus, if not the run's own."""
+        command = [sys.executable, "-m", module, role, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
+        command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
+        for setting in (f"directory={self.root}", *self.settings, *settings):
+            command += ["--set", setting]
+        name = name or role
+        if role in ("actor", "engine", "learner"):
+            command += ["--id", name]
+        log_file = self.directory / f"{name}.log"
+        with log_file.open("ab") as log:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        part = Part(name, process, log_file)
+        self.started.append(part)
+        return part
+
+    async def begin(self, *roles: str) -> None:
+        """Model and prompts, the bus, then the roles."""
+        assert await self.start("prepare").code() == 0
+        bus = self.start("bus")
+        address = self.root / "bus.url"
+        async with asyncio.timeout(PATIENCE_S):
+            while not address.exists():
+                assert bus.process.poll() is None, bus.log
+                await asyncio.sleep(0.05)
+        self.url = address.read_text().strip()
+        for role in roles:
+            self.start(role)
+
+    @contextlib.asynccontextmanager
+    async def bus(self) -> AsyncIterator[Bus]:
+        async with connect(self.url, RUN, name="test", wait_s=PATIENCE_S) as bus:
+            yield bus
+
+    def end(self) -> None:
+        """Last started, first ended; SIGTERM only to the bus, which stops its server."""
+        for part in reversed(self.started):
+            if part.process.poll() is None:
+                with contextlib.suppress(psutil.Error):
+                    thaw(part.family())
+                part.process.send_signal(signal.SIGTERM if part.name == "bus" else signal.SIGKILL)
+                try:
+                    part.process.wait(60)
+                except subprocess.TimeoutExpired:
+                    part.kill()
+
+
+@contextlib.contextmanager
+def parts(directory: Path, *settings: str) -> Iterator[Parts]:
+    running = Parts(directory, settings)
+    try:
+        yield running
+    finally:
+        running.end()
