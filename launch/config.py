@@ -143,6 +143,9 @@ def _refuse_contradictions(config: RunConfig) -> None:
             "learner.algorithm.train_without_correction: true as well"
         )
     refuse_unknown(algorithm.alarms)
+    processes = max(config.up.actors, config.up.engines)
+    if config.bus.auth and config.bus.auth_users < processes:
+        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")
     if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
         raise ValueError(
             f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "

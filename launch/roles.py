@@ -47,7 +47,8 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
             await bus.jet.insist(bus.create_layout)
             write_aside(config.root / BUS_URL_FILE, url)
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
-            row = LiveRow(role="bus", id="bus", host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
+            id = config.bus.server_name or "bus"
+            row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
             async with Heartbeat(bus, row) as heartbeat:
 
                 async def keep_up() -> None:

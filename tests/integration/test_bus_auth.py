@@ -174,6 +174,14 @@ async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what
         assert bus.connected
 
 
+async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
+    tries: list[str] = []
+    async with as_user("learner"), as_user("actor-0") as bus:
+        with pytest.raises(Forbidden):
+            await bus.jet.outbox.store("tm.r.plan.plan", b"", {"Nats-Msg-Id": "x"}, on_retry=lambda why, full: tries.append(why))
+    assert not tries
+
+
 async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
     async with as_user("learner") as learner, as_user("actor-0") as spy:
         heard: list[object] = []

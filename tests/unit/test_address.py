@@ -73,6 +73,11 @@ def test_a_bus_is_not_opened_to_everybody_by_mistake(settings: dict[str, object]
         BusConfig(**settings)  # type: ignore[arg-type]
 
 
+def test_every_process_of_a_run_has_a_user() -> None:
+    with pytest.raises(ValueError, match="want a user for each of 5 actors or engines, got 4"):
+        load(None, ["run=r", "up.actors=5", "bus.auth=true", "bus.auth_users=4"])
+
+
 @pytest.mark.parametrize(
     "settings", [{"host": "0.0.0.0", "auth": True}, {"host": "0.0.0.0", "insecure": True}, {"host": "127.0.0.2"}, {"host": "localhost"}]
 )

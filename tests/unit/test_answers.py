@@ -1,0 +1,36 @@
+"""What an answer of a stream means: stored, no, or not now."""
+
+import json
+
+import pytest
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bus.errors import BusUnavailable, Refused
+from bus.outbox import STREAM_FULL, Stored, _read
+
+
+def answer(**fields: object) -> Msg:
+    return Msg(_client=Client(), subject="inbox", data=json.dumps(fields).encode())
+
+
+def error(code: int, err_code: int) -> Msg:
+    return answer(error={"code": code, "err_code": err_code, "description": "why"})
+
+
+def test_stored() -> None:
+    assert _read("s", answer(seq=7)) == Stored(7, False)
+    assert _read("s", answer(seq=7, duplicate=True)) == Stored(7, True)
+
+
+@pytest.mark.parametrize(("code", "err_code"), [(503, 10008), (503, 10118), (409, 10158), (500, 10008)])
+def test_a_cluster_between_two_leaders_says_not_now(code: int, err_code: int) -> None:
+    with pytest.raises(BusUnavailable, match=rf"why \({err_code}\)"):
+        _read("s", error(code, err_code))
+
+
+@pytest.mark.parametrize(("code", "err_code"), [(503, STREAM_FULL), (400, 10071), (400, 10164), (400, 10054)])
+def test_a_full_stream_and_a_wrong_place_are_refusals(code: int, err_code: int) -> None:
+    with pytest.raises(Refused) as refused:
+        _read("s", error(code, err_code))
+    assert refused.value.code == err_code
