@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import datetime
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from actors.builtin.text import Text
-from bus import subjects
+from bus import discovery, subjects
 from bus.codec import encode_sample
 from bus.config import BusConfig
 from bus.connection import Bus, connect
@@ -328,6 +330,22 @@ async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixt
     assert "pass@k   1: 0.5000, 2: 1.0000" in text
 
 
+async def test_stats_follow_what_comes(open_bus: BusOpener) -> None:
+    """As a process: what it prints grows with the stream, and a pipe that is closed ends it quietly."""
+    async with open_bus() as bus:
+        scene = await Scene(bus).play()
+        command = (sys.executable, "-m", "launch", "stats", "--bus", scene.url, "--run", bus.run, "--window", "4", "--json", "--follow")
+        child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert child.stdout is not None and child.stderr is not None
+        assert json.loads(await child.stdout.readline())["tokens"]["max"] == 5
+        await scene.act(((2, 7),))
+        async with asyncio.timeout(60):
+            while json.loads(await child.stdout.readline())["tokens"] != {"mean": 6.0, "p50": 5, "p95": 7, "max": 7}:
+                pass
+            child.stdout._transport.close()  # type: ignore[attr-defined]
+            assert (await child.wait(), await child.stderr.read()) == (0, b"")
+
+
 async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path, run_id: str) -> None:
     """Run, file, another run, another bus: payloads, headers, subjects and order are the same; parts are joined, and cut again."""
     file, part, lines = tmp_path / "all.tide", tmp_path / "part.tide", tmp_path / "lines.jsonl"
@@ -362,6 +380,8 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             ]
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
+            assert (await fate_of(other, 1, scene.samples[0])).state == "unplanned"
+            assert await discovery.find_run(scene.url, name="look", wait_s=5) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can take it for its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]
