@@ -261,7 +261,12 @@ async def test_show_tells_tokens_versions_and_fate(open_bus: BusOpener, capsys: 
         }
         twice = json.loads(await printed(capsys, show_sample, bus, "show", f"{sample.task}.0", "--json"))
         assert (twice["seq"], twice["others"], twice["fate"]["state"]) == (5, [seq], "duplicate")
-        for name, wanted in (("99", r"want one of the sequences 1 to 7"), ("77.0", "found none"), ("x", "want a sequence")):
+        for name, wanted in (
+            ("99", r"want one of the sequences 1 to 7"),
+            ("77.0", "found none"),
+            ("0", "want a sequence"),
+            ("x", "want a sequence"),
+        ):
             with pytest.raises(ValueError, match=wanted):
                 await show_sample(bus, arguments("show", name))
 
@@ -354,6 +359,9 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
         await scene.publish(replace(scene.samples[0], attempt="big", metadata={"much": "x" * 9_000_000}, extra={"new": [1, {"a": b"b"}]}))
         assert await replay_run(bus, arguments("replay", "-o", str(file))) == 0
         await replay_run(bus, arguments("replay", "-o", str(lines), "--last", "2", "--reward", "1"))
+        with pytest.raises(ValueError, match="--since"):
+            await replay_run(bus, arguments("replay", "-o", str(part), "--since", "soon"))
+        assert not part.exists()
         with pytest.raises(ValueError, match="want a new file"):
             await replay_run(bus, arguments("replay", "-o", str(file)))
         there = [stored async for stored in History(bus.jet).payloads(1, 99)]
