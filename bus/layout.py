@@ -29,12 +29,14 @@ async def create_layout(jet: JetStream) -> None:
 
 
 async def create_archive(jet: JetStream) -> None:
-    """The streams and buckets of a run that only keeps samples, for onlookers.
+    """The streams and buckets of a run that only keeps samples, for onlookers; without TASKS, by which runs are found.
 
     Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and for the
     same reason this raises ConfigMismatch for a run that trains.
     """
     for config in stream_configs(jet.run, jet.config):
+        if config["name"] == subjects.stream(jet.run, subjects.TASKS):
+            continue
         if config["name"] == subjects.stream(jet.run, subjects.SAMPLES):
             config = {**config, "max_bytes": -1}
         await _ensure_stream(jet, config)

@@ -116,12 +116,16 @@ def _file(path: Path, origin: Origin) -> Iterator[Sink]:
     except OSError as error:
         raise ValueError(f"--out: want a new file, got {path}: {error.strerror}") from None
     with file:
-        if path.suffix == ".jsonl":
-            yield _Lines(file)
-            return
-        recorder = Recorder(file, origin)
-        yield _Recorded(recorder)
-        recorder.close()
+        try:
+            if path.suffix == ".jsonl":
+                yield _Lines(file)
+                return
+            recorder = Recorder(file, origin)
+            yield _Recorded(recorder)
+            recorder.close()
+        except ValueError:  # something was wrong with what was asked for
+            path.unlink()
+            raise
 
 
 class _Recorded:

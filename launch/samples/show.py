@@ -87,7 +87,7 @@ async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
 
 async def _by_sequence(bus: Bus, name: str) -> Found:
     word = name.removeprefix("#")
-    if not word.isdigit():
+    if not word.isdecimal() or not int(word):
         raise ValueError(f"SAMPLE: want a sequence (#123) or TASK.INDEX (57.3), got {name!r}")
     search = Search(bus, Filter())
     try:

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from bus.connection import Bus
 from bus.messages import Kind
+from launch.process import first_of
 from launch.samples.filters import Headline
 from launch.samples.search import Search, seconds
 from launch.samples.wanted import filter_of
@@ -36,27 +37,25 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     def now(now_s: float) -> dict[str, Any]:
         return {"run": bus.run, "window": args.window, **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward)}
 
-    if not args.follow:
+    if args.follow:
+        await first_of(window.grow(), _refresh(window, now, as_json=args.json))
+    else:
         _say(now(await window.search.history.now_s()), as_json=args.json)
-        return 0
-    await _follow(window, now, as_json=args.json)
     return 0
 
 
-async def _follow(window: "_Window", now: Callable[[float], dict[str, Any]], *, as_json: bool) -> None:
-    """Print again every two seconds."""
-    async with asyncio.TaskGroup() as group:
-        group.create_task(window.grow(), name="window")
-        console = Console(highlight=False)
-        with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:
-            while True:
-                now_s = await window.search.history.now_s()
-                window.forget(now_s)
-                if live is None:
-                    _say(now(now_s), as_json=as_json)
-                else:
-                    live.update(as_table(now(now_s)), refresh=True)
-                await asyncio.sleep(_REFRESH_S)
+async def _refresh(window: "_Window", now: Callable[[float], dict[str, Any]], *, as_json: bool) -> None:
+    """Print every two seconds, on a terminal in place."""
+    console = Console(highlight=False)
+    with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:
+        while True:
+            now_s = await window.search.history.now_s()
+            window.forget(now_s)
+            if live is None:
+                _say(now(now_s), as_json=as_json)
+            else:
+                live.update(as_table(now(now_s)), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
 
 
 @dataclass(slots=True, kw_only=True)

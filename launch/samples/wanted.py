@@ -5,7 +5,7 @@ import re
 
 from launch.samples.filters import Filter, Range
 
-_TASK = re.compile(r"(\d+)(?:\.(\d+))?")
+_TASK = re.compile(r"([1-9]\d*)(?:\.(\d+))?")
 
 
 def filter_of(args: argparse.Namespace) -> Filter:

@@ -4,6 +4,8 @@ import argparse
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import datetime
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 
 from actors.builtin.text import Text
-from bus import subjects
+from bus import discovery, subjects
 from bus.codec import encode_sample
 from bus.config import BusConfig
 from bus.connection import Bus, connect
@@ -162,6 +164,7 @@ async def test_headers_of_another_program_are_not_needed(open_bus: BusOpener) ->
             encode_sample(sample), subjects.sample(bus.run, "train", 0, "w1"), {subjects.MESSAGE_ID: sample.message_id}
         )
         assert await scene.found("--reward", "0.5") == [7]
+        assert await scene.found("--reward", "0.6") == []
         assert await scene.found("--task", "2", "--tokens", "3") == [1, 2, 7]
 
 
@@ -191,10 +194,11 @@ async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).begin()
         task = replace(data_kit.task(1, group_size=900), run=bus.run)
-        await asyncio.gather(*[bus.samples.publish(data_kit.sample(task, index, actor=f"w{index % 2}")) for index in range(900)])
-        newest, last_seq, looked = await Search(bus, Filter(actor="w0")).newest(450, limit=10_000, payloads=False)
-        assert (len({found.line.seq for found in newest}), last_seq, looked) == (450, 900, 900)
+        await asyncio.gather(*[bus.samples.publish(data_kit.sample(task, index, actor=f"w{index % 10}")) for index in range(900)])
+        newest, last_seq, looked = await Search(bus, Filter(actor="w0")).newest(90, limit=10_000, payloads=False)
+        assert (len({found.line.seq for found in newest}), last_seq, looked) == (90, 900, looked)
         assert [found.line.seq for found in newest] == sorted(found.line.seq for found in newest)
+        assert looked > 256 + 512, "three stretches"
         assert len(await scene.found("--last", "3", "--reward", "5..6")) == 2
 
 
@@ -257,7 +261,12 @@ async def test_show_tells_tokens_versions_and_fate(open_bus: BusOpener, capsys: 
         }
         twice = json.loads(await printed(capsys, show_sample, bus, "show", f"{sample.task}.0", "--json"))
         assert (twice["seq"], twice["others"], twice["fate"]["state"]) == (5, [seq], "duplicate")
-        for name, wanted in (("99", r"want one of the sequences 1 to 7"), ("77.0", "found none"), ("x", "want a sequence")):
+        for name, wanted in (
+            ("99", r"want one of the sequences 1 to 7"),
+            ("77.0", "found none"),
+            ("0", "want a sequence"),
+            ("x", "want a sequence"),
+        ):
             with pytest.raises(ValueError, match=wanted):
                 await show_sample(bus, arguments("show", name))
 
@@ -326,14 +335,33 @@ async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixt
     assert "pass@k   1: 0.5000, 2: 1.0000" in text
 
 
+async def test_stats_follow_what_comes(open_bus: BusOpener) -> None:
+    """As a process: what it prints grows with the stream, and a pipe that is closed ends it quietly."""
+    async with open_bus() as bus:
+        scene = await Scene(bus).play()
+        command = (sys.executable, "-m", "launch", "stats", "--bus", scene.url, "--run", bus.run, "--window", "4", "--json", "--follow")
+        child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert child.stdout is not None and child.stderr is not None
+        assert json.loads(await child.stdout.readline())["tokens"]["max"] == 5
+        await scene.act(((2, 7),))
+        async with asyncio.timeout(60):
+            while json.loads(await child.stdout.readline())["tokens"] != {"mean": 6.0, "p50": 5, "p95": 7, "max": 7}:
+                pass
+            child.stdout._transport.close()  # type: ignore[attr-defined]
+            assert (await child.wait(), await child.stderr.read()) == (0, b"")
+
+
 async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path, run_id: str) -> None:
-    """Run, file, other run, other bus: payloads, headers, subjects and order are the same; parts are joined, and cut again if need be."""
+    """Run, file, another run, another bus: payloads, headers, subjects and order are the same; parts are joined, and cut again."""
     file, part, lines = tmp_path / "all.tide", tmp_path / "part.tide", tmp_path / "lines.jsonl"
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         await scene.publish(replace(scene.samples[0], attempt="big", metadata={"much": "x" * 9_000_000}, extra={"new": [1, {"a": b"b"}]}))
         assert await replay_run(bus, arguments("replay", "-o", str(file))) == 0
         await replay_run(bus, arguments("replay", "-o", str(lines), "--last", "2", "--reward", "1"))
+        with pytest.raises(ValueError, match="--since"):
+            await replay_run(bus, arguments("replay", "-o", str(part), "--since", "soon"))
+        assert not part.exists()
         with pytest.raises(ValueError, match="want a new file"):
             await replay_run(bus, arguments("replay", "-o", str(file)))
         there = [stored async for stored in History(bus.jet).payloads(1, 99)]
@@ -360,6 +388,8 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             ]
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
+            assert (await fate_of(other, 1, scene.samples[0])).state == "unplanned"
+            assert await discovery.find_run(scene.url, name="look", wait_s=5) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can take it for its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]
