@@ -270,14 +270,18 @@ class Engines {
     this.events.emit("change");
   }
 
-  /** One that serves the version, the least busy; waited for. Throws NoEngine. */
-  async pick(minVersion, untilMs) {
+  /** One that serves the version, the least busy; waited for, and taken: `inFlight` is one more. Throws NoEngine. */
+  async take(minVersion, untilMs) {
     for (;;) {
       const able = [...this.known.values()].filter(
         ({ row, heardMs, restUntilMs }) =>
           row.address && row.phase === "serving" && row.version >= minVersion && now() - heardMs < DEAD_AFTER_MS && restUntilMs <= now(),
       );
-      if (able.length) return able.reduce((best, each) => (each.inFlight < best.inFlight ? each : best));
+      if (able.length) {
+        const best = able.reduce((least, each) => (each.inFlight < least.inFlight ? each : least));
+        best.inFlight += 1; // here: of several that one event wakes, each must see the one before
+        return best;
+      }
       if (this.closing || now() >= untilMs) throw new NoEngine(`no engine that serves version ${minVersion} or newer`);
       await wait(this.events, "change", untilMs - now());
     }
@@ -373,9 +377,9 @@ class Actor {
     this.events.emit("change");
   }
 
-  /** Not drained in time: others shall have at once what is held. */
+  /** Not drained in time: others shall have what is held, once no request of ours can be waiting for a task any more. */
   giveUp() {
-    for (const lease of this.leases.keys()) lease.handBack();
+    for (const lease of this.leases.keys()) lease.handBack(LEASE_WAIT_MS);
   }
 
   async leaseAll(kind) {
@@ -460,10 +464,9 @@ class Actor {
     const began = now();
     const untilMs = began + this.config.generate_timeout_s * 1000;
     for (let broken = 0; ; ) {
-      const engine = await this.engines.pick(task.min_version, untilMs);
+      const engine = await this.engines.take(task.min_version, untilMs);
       const asked = now();
       const rid = `${lease.id}.${index}.${lease.attempt}.${asked.toFixed(3)}`;
-      engine.inFlight += 1;
       try {
         const answer = await ask(engine, task, requestOf(task, index, rid, untilMs - asked), Math.max(1, Math.ceil(untilMs - asked)));
         const times = { queuedMs: asked - began, generatingMs: now() - asked };
