@@ -66,10 +66,10 @@ class JsActor:
 
 
 @contextlib.asynccontextmanager
-async def js_actor(directory: Path, url: str, run: str, id: str) -> AsyncIterator[JsActor]:
+async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str) -> AsyncIterator[JsActor]:
     """An actor started in an ``installed`` directory, its words in ``<id>.log`` there; killed (-9) when the block is left."""
     log = directory / f"{id}.log"
-    command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id)
+    command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id, *arguments)
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(
             *command, cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=_die_with_parent(os.getpid())

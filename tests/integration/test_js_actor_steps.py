@@ -7,13 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from actors.engine_client import HttpEngine
 from bus.codec import encode_task
 from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.live import Heartbeat
-from bus.messages import Dead, Sampling, Task
+from bus.messages import Dead, Sample, Sampling, Status, Task
 from bus.server import EmbeddedServer
+from rewards.exact import exact
+from rewards.port import RewardRequest
 from tests.actor_kit import (
+    LABEL,
     all_samples,
     at_work,
     complete,
@@ -87,7 +91,7 @@ async def test_what_cannot_be_worked_on_is_dead_and_the_rest_is_done(open_bus: B
 
 
 async def test_settled_and_void_tasks_are_passed_over(open_bus: BusOpener, js: Path) -> None:
-    async with open_bus(lease_s=60.0) as bus, engine(bus):
+    async with open_bus(lease_s=60.0) as bus, engine(bus) as built:
         old = await take_over(bus)
         (below,) = await issue(bus, old)
         await bus.tasks.raise_floor(below)
@@ -100,7 +104,9 @@ async def test_settled_and_void_tasks_are_passed_over(open_bus: BusOpener, js: P
             await actor.meanwhile(samples_until(bus, complete([before, behind])))
             await actor.meanwhile(settled(bus))
         assert below < before < void.seq < behind
-        assert {sample.task for sample in await all_samples(bus)} == {before, behind}
+        samples = await all_samples(bus)
+        assert {sample.task for sample in samples} == {before, behind}
+        await assert_as_the_engine_tells(built.url, samples)
 
 
 async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: BusOpener, js: Path) -> None:
@@ -116,6 +122,49 @@ async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: Bus
         lease = await bus.tasks.lease(30)
         assert lease is not None and lease.task.id == waits
         await lease.settle()
+
+
+async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
+    """The same seeds and the same weights make the same response; what the engine says of it is in the sample."""
+    client = HttpEngine(url)
+    for sample in samples:
+        told = await client.generate(prompt_tokens(), Sampling(max_new_tokens=8, seed=100 + sample.index))
+        assert sample.tokens.tolist() == [*prompt_tokens(), *told.tokens.tolist()]
+        np.testing.assert_allclose(sample.rollout_log_probs, told.log_probs, atol=1e-5)
+        assert (sample.response, sample.spans, sample.finish_reason) == (told.text, told.spans, told.finish)
+        assert sample.status is (Status.COMPLETED if told.finish == "stop" else Status.TRUNCATED)
+        assert sample.reward == exact(RewardRequest(prompt="", response=told.text, label=LABEL, status=sample.status))
+    await client.close()
+
+
+async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js: Path) -> None:
+    """Its config says 2 s, so it renews every 0.67 s; the queue gives it 6 s, and holds it for 12 renewals."""
+    async with open_bus(lease_s=6.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        words = await bus.nc.subscribe(f"$JS.ACK.TM_{bus.run}_TASKS.rollout.>")
+        async with paused(built) as client:
+            tasks = await issue(bus, epoch)
+            for _ in range(12):
+                assert (await words.next_msg(timeout=60)).data == b"+WPI"
+            info = await bus.jet.call(f"CONSUMER.INFO.TM_{bus.run}_TASKS.rollout")
+            assert (info["num_ack_pending"], info["num_redelivered"]) == (1, 0)
+            await client.resume()
+        await actor.meanwhile(samples_until(bus, complete(tasks)))
+        await actor.meanwhile(settled(bus))
+        assert len(await all_samples(bus)) == 4
+
+
+async def test_what_is_not_done_in_time_is_handed_back(open_bus: BusOpener, js: Path) -> None:
+    async with open_bus(lease_s=600.0) as bus, engine(bus) as built, paused(built):
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        async with js_actor(js, url_of(bus), bus.run, "js-late", "--drain-s", "0.5") as actor:
+            (task,) = await issue(bus, epoch)
+            await actor.meanwhile(at_work(built, 4))
+            assert await actor.drain() == 75
+        lease = await bus.tasks.lease(60)
+        assert lease is not None and (lease.task.id, lease.deliveries) == (task, 2)
 
 
 async def test_what_engines_break_off_is_asked_for_again(open_bus: BusOpener, js: Path) -> None:
@@ -179,7 +228,7 @@ def task_of(bus: Bus, epoch: int, *, prompt: str = "482=", tokens: int = 0) -> b
     ids = np.array(prompt_tokens(), np.int32) if not tokens else np.ones(tokens, np.int32)
     sampling = Sampling(max_new_tokens=8, seed=100)
     task = Task(
-        run=bus.run, epoch=epoch, prompt=prompt, prompt_tokens=ids, prompt_epoch=0, offset=0, group_size=4, sampling=sampling, label="284"
+        run=bus.run, epoch=epoch, prompt=prompt, prompt_tokens=ids, prompt_epoch=0, offset=0, group_size=4, sampling=sampling, label=LABEL
     )
     return encode_task(task)
 

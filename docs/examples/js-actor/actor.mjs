@@ -535,6 +535,7 @@ async function main() {
   };
   for (const name of ["SIGTERM", "SIGINT"]) process.on(name, stop);
 
+  log("connecting", { bus: values.bus });
   const nc = await connect({
     ...{ servers: values.bus, name: `actor ${id}`, waitOnFirstConnect: true },
     ...{ maxReconnectAttempts: -1, reconnectTimeWait: 200, reconnectJitter: 100, pingInterval: 5000 },
