@@ -129,8 +129,8 @@ def _install(directory: Path) -> None:
     command = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1", "--fetch-timeout=30000"]
     environment = {**os.environ, "PATH": f"{Path(binary).parent}:{os.environ.get('PATH', '')}"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
-    if done.returncode and UNREACHABLE.search(done.stderr):
-        _missing(f"the npm registry cannot be reached:\n{done.stderr[-1000:]}")
+    if done.returncode and (why := UNREACHABLE.search(done.stderr)):
+        _missing(f"the npm registry cannot be reached: {why.group()}")
     assert done.returncode == 0, f"npm ci: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 
