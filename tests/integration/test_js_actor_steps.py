@@ -42,6 +42,7 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def js(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prompt_tokens()  # makes the model, which takes seconds, outside of any event loop
     return installed(tmp_path_factory.mktemp("js"))
 
 
