@@ -66,10 +66,10 @@ class JsActor:
 
 
 @contextlib.asynccontextmanager
-async def js_actor(directory: Path, url: str, run: str, id: str) -> AsyncIterator[JsActor]:
+async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str) -> AsyncIterator[JsActor]:
     """An actor started in an ``installed`` directory, its words in ``<id>.log`` there; killed (-9) when the block is left."""
     log = directory / f"{id}.log"
-    command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id)
+    command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id, *arguments)
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(
             *command, cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=_die_with_parent(os.getpid())
@@ -129,8 +129,8 @@ def _install(directory: Path) -> None:
     command = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1", "--fetch-timeout=30000"]
     environment = {**os.environ, "PATH": f"{Path(binary).parent}:{os.environ.get('PATH', '')}"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
-    if done.returncode and UNREACHABLE.search(done.stderr):
-        _missing(f"the npm registry cannot be reached:\n{done.stderr[-1000:]}")
+    if done.returncode and (why := UNREACHABLE.search(done.stderr)):
+        _missing(f"the npm registry cannot be reached: {why.group()}")
     assert done.returncode == 0, f"npm ci: {done.stdout[-2000:]}{done.stderr[-2000:]}"
 
 

@@ -29,7 +29,7 @@ const changes = {
   "rollout_log_probs[0]": { rollout_log_probs: [0.001, 0, -1] },
   "rollout_log_probs[1]": { rollout_log_probs: [-0.1, -0.5, -1] },
   "rollout_log_probs[2]": { rollout_log_probs: [-0.1, 0, -Infinity] },
-  "loss_mask[2]": { loss_mask: [1, 0, 2] },
+  "loss_mask[1]": { loss_mask: [1, 2, 1] },
   "tokens[0]": { tokens: [-1, ...sample.tokens.slice(1)] },
   spans: { spans: [[3, 2]] },
   "spans of none": { spans: [[3, 3], [4, 0]] },

@@ -3,7 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from tests.actor_kit import row_until
+import pytest
+
+from rewards.digits import digits
+from rewards.port import RewardRequest
+from tests.actor_kit import all_samples, row_until
 from tests.js_kit import installed, js_actor
 from tests.whole.running import Up, assert_books_balance, until_step, up
 
@@ -38,6 +42,9 @@ async def _three_actors(run: Up, directory: Path) -> None:
             assert await live.get("actor.js-drained") is None
         async with js_actor(directory, url, run.run, "js-killed") as actor:
             await actor.meanwhile(until_step(bus, 8))
+            for sample in await all_samples(bus):
+                request = RewardRequest(prompt=sample.prompt, response=sample.response, label=sample.label, status=sample.status)
+                assert sample.reward == pytest.approx(digits(request)), sample
         async with js_actor(directory, url, run.run, "js-last") as actor:
             await actor.meanwhile(until_step(bus, STEPS - 1))
             assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]

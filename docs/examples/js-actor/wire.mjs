@@ -63,7 +63,8 @@ export function checkSample(sample) {
     if (!holds) throw new Error(`sample ${messageId(sample)}: want ${text}`);
   };
   want(sample.index >= 0 && sample.index < sample.group_size, "0 <= index < group_size");
-  want(length <= tokens.length && logProbs.length === length && mask.length === length, `a log-prob and a mask for each of ${length} tokens`);
+  want(length <= tokens.length, `response_length <= ${tokens.length}`);
+  want(logProbs.length === length && mask.length === length, `a log-prob and a mask for each of ${length} tokens`);
   want(tokens.every((id) => Number.isInteger(id) && id >= 0), "token ids >= 0");
   want(mask.every((each) => each === 0 || each === 1), "a mask of 0 and 1");
   want(logProbs.every((each) => Number.isFinite(each) && each <= LOG_PROB_SLACK), "finite log-probs <= 0");

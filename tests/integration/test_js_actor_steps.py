@@ -1,0 +1,240 @@
+"""What docs/wire.md asks of an actor, asked of the JavaScript one: real nats-server, real engine, a learner played by the test."""
+
+import asyncio
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.engine_client import HttpEngine
+from bus.codec import encode_task
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.live import Heartbeat
+from bus.messages import Dead, Sample, Sampling, Status, Task
+from bus.server import EmbeddedServer
+from rewards.exact import exact
+from rewards.port import RewardRequest
+from tests.actor_kit import (
+    LABEL,
+    all_samples,
+    at_work,
+    complete,
+    engine,
+    engine_row,
+    issue,
+    paused,
+    prompt_tokens,
+    row_until,
+    samples_until,
+    settled,
+    take_over,
+)
+from tests.bus_fixtures import BusOpener
+from tests.js_kit import installed, js_actor
+
+CONFIG = {
+    "bus": {"lease_s": 2.0, "max_attempts": 3},
+    "actor": {"reward": "exact", "max_samples_in_flight": 16, "generate_timeout_s": 60.0, "retries": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def js(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    prompt_tokens()  # makes the model, which takes seconds, outside of any event loop
+    return installed(tmp_path_factory.mktemp("js"))
+
+
+def url_of(bus: Bus) -> str:
+    assert bus.nc.connected_url is not None
+    return bus.nc.connected_url.geturl()
+
+
+def nobody() -> str:
+    """An address at which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"http://127.0.0.1:{closed.getsockname()[1]}"
+
+
+async def dead_until(bus: Bus, count: int) -> list[Dead]:
+    found: list[Dead] = []
+    async for _, dead in bus.dead.follow():
+        assert isinstance(dead, Dead)
+        found.append(dead)
+        if len(found) == count:
+            break
+    return found
+
+
+async def test_what_cannot_be_worked_on_is_dead_and_the_rest_is_done(open_bus: BusOpener, js: Path) -> None:
+    """Three reports for a prompt that the engine refuses, none for what is no task; neither keeps the actor from the next one."""
+    async with open_bus(lease_s=2.0) as bus, engine(bus), js_actor(js, url_of(bus), bus.run, "js-dead") as actor:
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        junk = await bus.js.publish(f"tm.{bus.run}.task.train", b"\x80", headers={"Tm-Epoch": str(epoch)})
+        too_long = await bus.js.publish(f"tm.{bus.run}.task.train", too_long_task(bus, epoch), headers={"Tm-Epoch": str(epoch)})
+        good = await _issue_behind(bus, epoch)
+        by_task: dict[int, Dead] = {}
+
+        async def all_ended() -> None:
+            by_task.update({dead.task: dead for dead in await dead_until(bus, 2)})
+            await samples_until(bus, complete([good]))
+            await settled(bus)
+
+        await actor.meanwhile(all_ended())
+        assert set(by_task) == {junk.seq, too_long.seq}
+        assert (by_task[junk.seq].attempts, by_task[junk.seq].prompt) == (1, "")
+        assert (by_task[too_long.seq].attempts, by_task[too_long.seq].prompt) == (3, "too long")
+        assert "HTTP 400" in by_task[too_long.seq].reason and by_task[too_long.seq].actor == "js-dead"
+        reports = await bus.jet.subjects(f"TM_{bus.run}_DEAD", f"tm.{bus.run}.dead.report.*")
+        assert reports == {f"tm.{bus.run}.dead.report.{too_long.seq}": 3}
+        assert {sample.task for sample in await all_samples(bus)} == {good}
+
+
+async def test_settled_and_void_tasks_are_passed_over(open_bus: BusOpener, js: Path) -> None:
+    async with open_bus(lease_s=60.0) as bus, engine(bus) as built:
+        old = await take_over(bus)
+        (below,) = await issue(bus, old)
+        await bus.tasks.raise_floor(below)
+        (before,) = await issue(bus, old)  # stands before the next fence: valid
+        epoch = await take_over(bus)
+        void = await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, old), headers={"Tm-Epoch": str(old)})
+        behind = await _issue_behind(bus, epoch)
+        await bus.rows("run").put("config", CONFIG)
+        async with js_actor(js, url_of(bus), bus.run, "js-floor") as actor:
+            await actor.meanwhile(samples_until(bus, complete([before, behind])))
+            await actor.meanwhile(settled(bus))
+        assert below < before < void.seq < behind
+        samples = await all_samples(bus)
+        assert {sample.task for sample in samples} == {before, behind}
+        await assert_as_the_engine_tells(built.url, samples)
+
+
+async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: BusOpener, js: Path) -> None:
+    async with open_bus(lease_s=60.0) as bus, engine(bus, version=3):
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        (done, waits) = await issue(bus, epoch, min_version=3) + await issue(bus, epoch, min_version=4)
+        async with js_actor(js, url_of(bus), bus.run, "js-back") as actor:
+            load = {"tasks_done": 1, "in_flight": 4}
+            await actor.meanwhile(row_until(bus.rows("live"), "actor.js-back", lambda row: load.items() <= row["load"].items()))
+            assert await actor.drain() == 0
+        assert {(sample.task, sample.spans[0].version) for sample in await all_samples(bus)} == {(done, 3)}
+        lease = await bus.tasks.lease(30)
+        assert lease is not None and lease.task.id == waits
+        await lease.settle()
+
+
+async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
+    """The same seeds and the same weights make the same response; what the engine says of it is in the sample."""
+    client = HttpEngine(url)
+    for sample in samples:
+        told = await client.generate(prompt_tokens(), Sampling(max_new_tokens=8, seed=100 + sample.index))
+        assert sample.tokens.tolist() == [*prompt_tokens(), *told.tokens.tolist()]
+        np.testing.assert_allclose(sample.rollout_log_probs, told.log_probs, atol=1e-5)
+        assert (sample.response, sample.spans, sample.finish_reason) == (told.text, told.spans, told.finish)
+        assert sample.status is (Status.COMPLETED if told.finish == "stop" else Status.TRUNCATED)
+        assert sample.reward == exact(RewardRequest(prompt="", response=told.text, label=LABEL, status=sample.status))
+    await client.close()
+
+
+async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js: Path) -> None:
+    """Its config says 2 s, so it renews every 0.67 s; the queue gives it 6 s, and holds it for 12 renewals."""
+    async with open_bus(lease_s=6.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        words = await bus.nc.subscribe(f"$JS.ACK.TM_{bus.run}_TASKS.rollout.>")
+        async with paused(built) as client:
+            tasks = await issue(bus, epoch)
+            for _ in range(12):
+                assert (await words.next_msg(timeout=60)).data == b"+WPI"
+            info = await bus.jet.call(f"CONSUMER.INFO.TM_{bus.run}_TASKS.rollout")
+            assert (info["num_ack_pending"], info["num_redelivered"]) == (1, 0)
+            await client.resume()
+        await actor.meanwhile(samples_until(bus, complete(tasks)))
+        await actor.meanwhile(settled(bus))
+        assert len(await all_samples(bus)) == 4
+
+
+async def test_what_is_not_done_in_time_is_handed_back(open_bus: BusOpener, js: Path) -> None:
+    async with open_bus(lease_s=600.0) as bus, engine(bus) as built, paused(built):
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        async with js_actor(js, url_of(bus), bus.run, "js-late", "--drain-s", "0.5") as actor:
+            (task,) = await issue(bus, epoch)
+            await actor.meanwhile(at_work(built, 4))
+            assert await actor.drain() == 75
+        lease = await bus.tasks.lease(60)
+        assert lease is not None and (lease.task.id, lease.deliveries) == (task, 2)
+
+
+async def test_what_engines_break_off_is_asked_for_again(open_bus: BusOpener, js: Path) -> None:
+    """One engine is not there at all, the other aborts all four requests once."""
+    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, Heartbeat(bus, engine_row(nobody(), id="e0"), every_s=0.2):
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        async with js_actor(js, url_of(bus), bus.run, "js-again") as actor:
+            async with paused(built) as client:
+                tasks = await issue(bus, epoch)
+                await actor.meanwhile(at_work(built, 4))
+                await client.abort()
+                await actor.meanwhile(at_work(built, 0))
+                await actor.meanwhile(at_work(built, 4))
+                await client.resume()
+            await actor.meanwhile(samples_until(bus, complete(tasks)))
+            load = {"tasks_done": 1, "requests_aborted": 4, "failures": 0}
+            await actor.meanwhile(row_until(bus.rows("live"), "actor.js-again", lambda row: load.items() <= row["load"].items()))
+        assert {sample.engine for sample in await all_samples(bus)} == {"e1"}
+        assert len(await all_samples(bus)) == 4
+
+
+async def test_a_server_killed_meanwhile_costs_nothing(nats_server: EmbeddedServer, open_bus: BusOpener, js: Path) -> None:
+    async with open_bus(lease_s=2.0) as bus, engine(bus):
+        epoch = await take_over(bus)
+        await bus.rows("run").put("config", CONFIG)
+        async with js_actor(js, url_of(bus), bus.run, "js-restart") as actor:
+            first = await issue(bus, epoch, 8)
+            await actor.meanwhile(samples_until(bus, complete(first[:1])))
+            await asyncio.to_thread(nats_server.kill)
+            await asyncio.to_thread(nats_server.start)
+            tasks = first + await issue(bus, epoch, 8)
+            await actor.meanwhile(samples_until(bus, complete(tasks)))
+            await actor.meanwhile(settled(bus))
+            assert await actor.drain() == 0
+            assert await bus.rows("live").get("actor.js-restart") is None
+
+
+async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_id: str, js: Path) -> None:
+    config = BusConfig(port=-1, max_payload_bytes=4096, lease_s=2.0)
+    with EmbeddedServer(tmp_path / "small", config) as server:
+        async with connect(server.url, run_id, config, name="test", wait_s=10) as bus:
+            await bus.create_layout()
+            async with engine(bus), js_actor(js, server.url, run_id, "js-parts") as actor:
+                epoch = await take_over(bus)
+                await bus.rows("run").put("config", CONFIG)
+                metadata = {"pad": "x" * 2500, "large": 2**60 + 1}
+                tasks = await issue(bus, epoch, metadata=metadata, sampling=Sampling(max_new_tokens=64, seed=2**40))
+                await actor.meanwhile(samples_until(bus, complete(tasks)))
+            manifests = [glimpse async for glimpse in bus.samples.tail(last=100, follow=False, headers_only=True)]
+            assert [glimpse.headers.get("Tm-Parts") for glimpse in manifests] == ["2"] * 4
+            assert all(sample.metadata == metadata and sample.sampling.seed == 2**40 for sample in await all_samples(bus))
+
+
+async def _issue_behind(bus: Bus, epoch: int) -> int:
+    """A task behind messages that the writer of this epoch did not write."""
+    return int((await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch), headers={"Tm-Epoch": str(epoch)})).seq)
+
+
+def task_of(bus: Bus, epoch: int, *, prompt: str = "482=", tokens: int = 0) -> bytes:
+    ids = np.array(prompt_tokens(), np.int32) if not tokens else np.ones(tokens, np.int32)
+    sampling = Sampling(max_new_tokens=8, seed=100)
+    task = Task(
+        run=bus.run, epoch=epoch, prompt=prompt, prompt_tokens=ids, prompt_epoch=0, offset=0, group_size=4, sampling=sampling, label=LABEL
+    )
+    return encode_task(task)
+
+
+def too_long_task(bus: Bus, epoch: int) -> bytes:
+    """Longer than the model's context."""
+    return task_of(bus, epoch, prompt="too long", tokens=300)
