@@ -96,6 +96,7 @@ export function headersOf(sample) {
     "Tm-Reward": `${score(sample.reward)}`,
     "Tm-Status": sample.status,
     "Tm-Tokens": `${sample.response_length}`,
+    ...(/^[\x21-\x7e]{1,200}$/.test(sample.engine) ? { "Tm-Engine": sample.engine } : {}),
   };
 }
 
