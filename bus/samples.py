@@ -1,7 +1,7 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
 import re
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
@@ -13,6 +13,7 @@ from bus.jetstream import JetStream, StreamState
 from bus.messages import Cursor, Kind, Sample
 from bus.pull import Delivered, OrderedPull, present
 
+SAMPLE_HEADER = "Tm-Sample"
 PARTS_HEADER = "Tm-Parts"
 """Number of parts; only on a manifest."""
 _MANIFEST_TOKEN = "parts"
@@ -314,16 +315,19 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 
 
 def headers_of(sample: Sample) -> dict[str, str]:
-    """What an onlooker wants to know without the payload."""
+    """What an onlooker wants to know without the payload: in one header, because each costs both ends and the server."""
     versions = [span.version for span in sample.spans]
-    return {
-        subjects.MESSAGE_ID: sample.message_id,
-        "Tm-Task": str(sample.task),
-        "Tm-Index": str(sample.index),
-        "Tm-Group-Size": str(sample.group_size),
-        "Tm-Versions": f"{min(versions)}-{max(versions)}" if versions else "none",
-        "Tm-Reward": f"{sample.score:.6g}",
-        "Tm-Status": sample.status,
-        "Tm-Tokens": str(sample.response_length),
-        **({"Tm-Engine": sample.engine} if _HEADER_VALUE.fullmatch(sample.engine) else {}),
-    }
+    told = (
+        f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
+        f"status={sample.status} tokens={sample.response_length}"
+    )
+    if _HEADER_VALUE.fullmatch(sample.engine):
+        told = f"{told} engine={sample.engine}"
+    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: told}
+
+
+def told_by(headers: Mapping[str, str]) -> dict[str, str]:
+    """The words of a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ...; those that are there."""
+    task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
+    words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": rest.partition(".")[0], **words}

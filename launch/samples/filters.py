@@ -6,7 +6,7 @@ from typing import Self
 
 from bus import subjects
 from bus.messages import Sample
-from bus.samples import Glimpse, headers_of
+from bus.samples import Glimpse, headers_of, told_by
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
@@ -75,20 +75,20 @@ def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Head
 
 
 def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) -> Headline:
-    words = [*subject.split("."), "", "", ""]
+    words, told = [*subject.split("."), "", "", ""], told_by(headers)
     return Headline(
         seq=seq,
         stored_s=stored_s,
         kind=words[3],
         actor=words[5],
-        task=_int(headers.get("Tm-Task")),
-        index=_int(headers.get("Tm-Index")),
-        group_size=_int(headers.get("Tm-Group-Size")),
-        versions=_versions(headers.get("Tm-Versions", "")),
-        reward=_float(headers.get("Tm-Reward")),
-        status=headers.get("Tm-Status"),
-        tokens=_int(headers.get("Tm-Tokens")),
-        engine=headers.get("Tm-Engine"),
+        task=_int(told.get("task")),
+        index=_int(told.get("index")),
+        group_size=_int(told.get("group")),
+        versions=_versions(told.get("versions", "")),
+        reward=_float(told.get("reward")),
+        status=told.get("status"),
+        tokens=_int(told.get("tokens")),
+        engine=told.get("engine"),
     )
 
 

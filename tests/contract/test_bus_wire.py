@@ -99,7 +99,7 @@ async def test_a_foreign_actor_takes_part(open_bus: BusOpener) -> None:
         assert task["sampling"]["max_new_tokens"] == 128
         await nc.publish(message.reply, b"+WPI")
         payload = msgpack.packb(foreign_sample(bus.run, id, mine="kept"))
-        headers = {"Nats-Msg-Id": f"{id}.1.n0nce", "Tm-Task": str(id)}
+        headers = {"Nats-Msg-Id": f"{id}.1.n0nce", "Tm-Sample": "group=2"}
         subject = f"tm.{bus.run}.sample.train.3.foreign"
         seq = await actor.store(subject, payload, headers)
         assert await actor.store(subject, payload, headers) == seq
@@ -150,13 +150,7 @@ async def test_our_sample_reads_as_the_document_says(open_bus: BusOpener) -> Non
     assert message.subject == f"tm.{bus.run}.sample.train.3.a1"
     assert message.headers == {
         "Nats-Msg-Id": "4.2.a0",
-        "Tm-Task": "4",
-        "Tm-Index": "2",
-        "Tm-Group-Size": "8",
-        "Tm-Versions": "3-3",
-        "Tm-Reward": "1",
-        "Tm-Status": "completed",
-        "Tm-Tokens": "3",
+        "Tm-Sample": "group=8 versions=3-3 reward=1 status=completed tokens=3",
     }
 
 
@@ -243,7 +237,7 @@ def test_the_document_names_every_field(message: type) -> None:
 
 
 def test_the_document_names_every_header_and_subject() -> None:
-    for name in ("Tm-Task", "Tm-Index", "Tm-Group-Size", "Tm-Versions", "Tm-Reward", "Tm-Status", "Tm-Tokens", "Tm-Parts", "Tm-Epoch"):
+    for name in ("Tm-Sample", "group", "versions", "reward", "status", "tokens", "engine", "Tm-Parts", "Tm-Epoch"):
         assert f"`{name}`" in WIRE
     for status in Status:
         assert f"`{status.value}`" in WIRE

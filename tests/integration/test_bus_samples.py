@@ -12,7 +12,7 @@ from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from bus.messages import Cursor, Kind, Sample
-from bus.samples import Received, headers_of
+from bus.samples import Received, headers_of, told_by
 from bus.server import EmbeddedServer
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_sample, take, until
@@ -43,7 +43,7 @@ async def test_what_is_published_is_read_in_order(open_bus: BusOpener) -> None:
         assert [received.seq for received in found] == sorted(seqs) == list(range(1, 9))
         assert sorted(map(place, found)) == [(4, index) for index in range(8)]
         assert [received.pending for received in found] == list(range(7, -1, -1))
-        assert found[0].headers["Tm-Task"] == "4"
+        assert told_by(found[0].headers)["task"] == "4"
         assert found[0].size_bytes == len(encode_sample(samples[0]))
 
 

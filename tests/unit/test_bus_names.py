@@ -11,7 +11,7 @@ from bus import parts, subjects
 from bus.errors import WireError
 from bus.jetstream import parse_headers, unix_time
 from bus.messages import Span
-from bus.samples import headers_of
+from bus.samples import headers_of, told_by
 from tests.bus_kit import make_sample
 
 
@@ -53,15 +53,11 @@ def test_headers_tell_an_onlooker_what_it_wants() -> None:
     sample = make_sample(task=12, index=3, spans=(Span(version=4, num_tokens=6), Span(version=5, num_tokens=2)), reward={"score": 0.25})
     assert headers_of(sample) == {
         "Nats-Msg-Id": "12.3.a0",
-        "Tm-Task": "12",
-        "Tm-Index": "3",
-        "Tm-Group-Size": "8",
-        "Tm-Versions": "4-5",
-        "Tm-Reward": "0.25",
-        "Tm-Status": "completed",
-        "Tm-Tokens": "8",
+        "Tm-Sample": "group=8 versions=4-5 reward=0.25 status=completed tokens=8",
     }
-    assert headers_of(make_sample(length=0))["Tm-Versions"] == "none"
+    told = told_by(headers_of(make_sample(task=12, index=3, length=0, engine="http://e?a=b")))
+    assert (told["task"], told["index"], told["versions"], told["engine"]) == ("12", "3", "none", "http://e?a=b")
+    assert told_by({"Nats-Msg-Id": "odd", "Tm-Sample": "what group=2"}) == {"task": "odd", "index": "", "group": "2"}
 
 
 def test_header_lines_are_read() -> None:

@@ -89,14 +89,14 @@ export function headersOf(sample) {
   const newest = sample.spans.length ? Math.max(...sample.spans.map(([version]) => version)) : null;
   return {
     "Nats-Msg-Id": messageId(sample),
-    "Tm-Task": `${sample.task}`,
-    "Tm-Index": `${sample.index}`,
-    "Tm-Group-Size": `${sample.group_size}`,
-    "Tm-Versions": newest === null ? "none" : `${oldest(sample)}-${newest}`,
-    "Tm-Reward": `${score(sample.reward)}`,
-    "Tm-Status": sample.status,
-    "Tm-Tokens": `${sample.response_length}`,
-    ...(/^[\x21-\x7e]{1,200}$/.test(sample.engine) ? { "Tm-Engine": sample.engine } : {}),
+    "Tm-Sample": [
+      `group=${sample.group_size}`,
+      `versions=${newest === null ? "none" : `${oldest(sample)}-${newest}`}`,
+      `reward=${score(sample.reward)}`,
+      `status=${sample.status}`,
+      `tokens=${sample.response_length}`,
+      ...(/^[\x21-\x7e]{1,200}$/.test(sample.engine) ? [`engine=${sample.engine}`] : []),
+    ].join(" "),
   };
 }
 
