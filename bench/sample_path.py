@@ -204,7 +204,7 @@ async def prepare(url: str, run: str) -> None:
 
 async def clear(url: str, run: str) -> None:
     async with connect(url, run, name="clear") as bus:
-        for name in ("TASKS", "SAMPLES", "PLAN", "DEAD"):
+        for name in ("TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD"):
             await bus.js.delete_stream(f"TM_{run}_{name}")
         for bucket in ("weights", "run", "live", "wanted"):
             await bus.js.delete_key_value(f"TM_{run}_{bucket}")

@@ -152,7 +152,7 @@ class DataSource:
             return self._invalid(seq, wrong)
         if sample.index in group.held:
             return self._duplicate(seq)
-        group.held[sample.index] = Held.of(seq, sample)
+        group.hold(Held.of(seq, sample))
         group.touched_s = now
         self.changes += group.full
         return Fate(FateName.BUFFERED)
@@ -234,7 +234,7 @@ class DataSource:
         """There is no such version: the samples that name it are invalid."""
         for group in self._groups.values():
             for held in [held for held in group.held.values() if any(named == version for named, _ in held.by_version)]:
-                del group.held[held.index]
+                group.let_go(held.index)
                 self._invalid(held.seq, "version")
 
     # ---- decide

@@ -389,7 +389,13 @@ class Feeder:
         if self._phase not in ("ending", "draining"):
             self._phase = "waiting" if starved_s else ("working" if self._replayed.is_set() else "replaying")
         books = self._source.books()
-        load = {"step": self._source.step, "buffered": books.buffered, "trained": books.trained, "open_tasks": books.open}
+        load = {
+            "step": self._source.step,
+            "buffered": books.buffered,
+            "trained": books.trained,
+            "open_tasks": books.open,
+            "behind": self._behind,
+        }
         version = self._source.head[0] if self._source.head else -1
         return {
             "phase": self._phase,

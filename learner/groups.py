@@ -41,6 +41,16 @@ class Group:
     condemned: str = ""
     """Reason to settle it, when it will never be complete."""
     _by_step: dict[int, int] | None = None
+    _versions: set[int] | None = None
+
+    def hold(self, held: Held) -> None:
+        """A sample of it has come."""
+        self.held[held.index], self._versions = held, None
+
+    def let_go(self, index: int) -> None:
+        """That sample cannot be used."""
+        del self.held[index]
+        self._versions = None
 
     @property
     def full(self) -> bool:
@@ -57,7 +67,10 @@ class Group:
 
     @property
     def versions(self) -> set[int]:
-        return {version for held in self.held.values() for version, _ in held.by_version}
+        """That made its tokens. (Asked for all groups at every wake of the feeder.)"""
+        if self._versions is None:
+            self._versions = {version for held in self.held.values() for version, _ in held.by_version}
+        return self._versions
 
     @property
     def scores(self) -> set[float]:
