@@ -15,7 +15,6 @@ from actors.config import ActorConfig
 from actors.engine_client import HttpEngine
 from actors.port import Generation
 from bus.codec import check_sample
-from bus.connection import Bus
 from bus.live import Heartbeat
 from bus.messages import Sample, Sampling
 from bus.server import EmbeddedServer
@@ -91,24 +90,22 @@ def assert_undisturbed(found: Sequence[Sample], whole: Sequence[Generation]) -> 
         assert (sample.spans, sample.response, sample.finish_reason) == (want.spans, want.text, want.finish)
 
 
-async def drained_once(bus: Bus, url: str, built: BuiltinEngine, sampling: Sampling) -> tuple[list[int], int]:
-    """Issue a task to an actor that must leave in its middle; (task ids, tokens the engine had made before)."""
-    tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
-    before = built.scheduler.counters.tokens_generated
-    draining = asyncio.Event()
-    work = asyncio.create_task(run_actor(url, bus.run, ActorConfig(drain_finish_s=0.0), bus.config, draining, "first"))
-    async with half_done(built):
-        draining.set()
-        await work
-    return tasks, before
-
-
 async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """The next one waits for a task already: it must find everything when the task is handed back."""
     async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)
-        tasks, before = await drained_once(bus, nats_server.url, built, sampling)
-        left = await bus.partials.of(tasks[0])
+        tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
+        before = built.scheduler.counters.tokens_generated
+        draining, second_draining = asyncio.Event(), asyncio.Event()
+        config = ActorConfig(drain_finish_s=0.0)
+        first = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "first"))
+        async with half_done(built):
+            second = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second"))
+            await row_until(bus.rows("live"), "actor.second", lambda row: "a task" in row["waits_for"])
+            draining.set()
+            await first
+            left = await bus.partials.of(tasks[0])
         assert sorted(left) == list(range(GROUP))
         done = [partial for partial in left.values() if partial.sample_seq]
         assert [len(whole[partial.index].tokens) <= 20 for partial in done] == [True]
@@ -116,13 +113,11 @@ async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOp
         for partial in left.values():
             assert partial.tokens.tolist() == whole[partial.index].tokens[: len(partial.tokens)].tolist()
             assert (partial.actor, partial.attempt) == ("first", left[0].attempt)
-        draining = asyncio.Event()
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, ActorConfig(), bus.config, draining, "second"))
         await samples_until(bus, complete(tasks, GROUP))
         await settled(bus)
         row = await row_until(bus.rows("live"), "actor.second", lambda row: row["load"].get("tasks_done") == 1)
-        draining.set()
-        await work
+        second_draining.set()
+        await second
         found = await all_samples(bus)
         assert Counter(sample.index for sample in found) == dict.fromkeys(range(GROUP), 1)
         assert {s.actor: s.index for s in found}["first"] == done[0].index
