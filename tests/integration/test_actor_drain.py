@@ -90,7 +90,8 @@ def assert_undisturbed(found: Sequence[Sample], whole: Sequence[Generation]) -> 
         assert (sample.spans, sample.response, sample.finish_reason) == (want.spans, want.text, want.finish)
 
 
-async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+@pytest.mark.parametrize("join", [False, True])
+async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer, join: bool) -> None:
     """The next one waits for a task already: it must find everything when the task is handed back."""
     async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
@@ -98,7 +99,7 @@ async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOp
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
         before = built.scheduler.counters.tokens_generated
         draining, second_draining = asyncio.Event(), asyncio.Event()
-        config = ActorConfig(drain_finish_s=0.0)
+        config = ActorConfig(drain_finish_s=0.0, join_requests=join)
         first = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "first"))
         async with half_done(built):
             second = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second"))
