@@ -26,7 +26,6 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
 CUT_SHORT_S = 5.0
-"""Time an engine has to say what it has of the responses that are cut short."""
 ABORT_EVERY_S = 0.2
 """An abort that comes before its request is heard by nobody: it is said again."""
 
@@ -77,12 +76,13 @@ class _Tries:
 class SingleTurn:
     """Generates samples on whatever engine there is."""
 
-    def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity) -> None:
-        """``timeout_s`` bounds one response with all its tries and waits; ``retries`` the requests broken by engines."""
+    def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S) -> None:
+        """``timeout_s`` bounds one response with all its tries and waits; ``retries`` the requests broken by engines; ``cut_short_s`` what
+        an engine may take to say what it has of the responses that are cut short."""
         self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
         self._asking: dict[str, tuple[Engine, asyncio.Timeout]] = {}
         """Requests under way, by id."""
-        self._leaving = False
+        self._leaving, self._cut_short_s = False, cut_short_s
 
     async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
         """Generate sample ``index`` of a task, going on from ``partial`` if that fits; checked, its reward 0.
@@ -123,9 +123,9 @@ class SingleTurn:
         self._engines.give_up()
 
     async def leave(self) -> None:
-        """Cut short what is under way: from now on every ``sample`` ends with a whole response or in Unfinished, within CUT_SHORT_S."""
+        """Cut short what is under way: from now on every ``sample`` ends with a whole response or in Unfinished, within ``cut_short_s``."""
         self._leaving = True
-        end = asyncio.get_running_loop().time() + CUT_SHORT_S
+        end = asyncio.get_running_loop().time() + self._cut_short_s
         for _, limit in self._asking.values():
             limit.reschedule(end)
         with suppress(TimeoutError):

@@ -56,8 +56,11 @@ class Partials:
         return found
 
     async def trim(self, below: int) -> None:
-        """Forget what is stored for tasks with ids < ``below``."""
-        held = await self._jet.subjects(self._stream, subjects.partial(self._jet.run))
+        """Forget what is stored for tasks with ids < ``below``. Raises BusUnavailable."""
+        try:
+            held = await self._jet.subjects(self._stream, subjects.partial(self._jet.run))
+        except NotFound:
+            return
         for task in {subjects.task_of_partial(subject) for subject in held}:
             if task is not None and task < below:
                 await self._jet.purge_subject(self._stream, subjects.partial(self._jet.run, task))

@@ -7,7 +7,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from bus.messages import Sample, Sampling, Span, Status, Task
+from bus.messages import Partial, Sample, Sampling, Span, Status, Task
 
 T = TypeVar("T")
 
@@ -47,6 +47,22 @@ def make_task(run: str = "r", *, epoch: int = 1, offset: int = 0, **changes: Any
         "offset": offset,
     }
     return Task(**{**fields, **changes})
+
+
+def make_partial(run: str = "r", task: int = 1, index: int = 0, **changes: Any) -> Partial:
+    fields: dict[str, Any] = {
+        "run": run,
+        "task": task,
+        "index": index,
+        "attempt": "n0nce",
+        "tokens": np.array([8, 9, 8], np.int32),
+        "rollout_log_probs": np.array([-0.5, -0.25, -1.0], np.float32),
+        "spans": (Span(version=3, num_tokens=2), Span(version=4, num_tokens=1)),
+        "response": "two",
+        "seed": 12,
+        "position": 6,
+    }
+    return Partial(**{**fields, **changes})
 
 
 async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 20.0) -> list[T]:

@@ -38,6 +38,9 @@ class ScriptedEngine:
         self.url, self.answers = url, list(answers) or [generation()]
         self.asked: list[tuple[Sampling, dict[str, Any]]] = []
         self.closed = False
+        self.hold: asyncio.Event | None = None
+        """While there is one, answers wait for it, or for an abort where they are a response."""
+        self.aborted: list[str] = []
 
     async def generate(
         self,
@@ -51,6 +54,8 @@ class ScriptedEngine:
     ) -> Generation:
         self.asked.append((sampling, {"id": id, "min_version": min_version, "timeout_s": timeout_s, "begun": begun}))
         await asyncio.sleep(0)
+        if self.hold is not None:
+            await self.hold.wait()
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if isinstance(answer, Exception):
             raise answer
@@ -59,7 +64,11 @@ class ScriptedEngine:
     async def stream(self, prompt: Any, sampling: Sampling, **options: Any) -> AsyncIterator[Generation]:
         yield await self.generate(prompt, sampling, **options)
 
-    async def abort(self, id: str | None = None) -> None: ...
+    async def abort(self, id: str | None = None) -> None:
+        self.aborted.append(id or "all")
+        if self.hold is not None and isinstance(self.answers[0], Generation):
+            self.hold.set()
+
     async def pause(self, mode: str = "in_place") -> None: ...
     async def resume(self) -> None: ...
     async def healthy(self) -> bool:

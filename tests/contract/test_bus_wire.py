@@ -21,9 +21,9 @@ from nats.aio.msg import Msg
 from bus.codec import check_sample, decode_sample
 from bus.errors import WireError
 from bus.live import LiveView
-from bus.messages import Dead, Done, Kind, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings, Word
+from bus.messages import Dead, Done, Kind, LiveRow, Partial, Plan, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings, Word
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_sample, make_task, take
+from tests.bus_kit import make_partial, make_sample, make_task, take
 
 WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
@@ -175,6 +175,40 @@ async def test_a_foreign_sample_in_parts_is_joined(open_bus: BusOpener) -> None:
         assert_sample(received.sample, bus.run, 9)
 
 
+async def test_a_foreign_partial_is_found_and_ours_reads_as_the_document_says(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        nc = await nats.connect(bus.nc.connected_url.geturl())
+        actor = ForeignActor(nc, bus.run)
+        fields = {
+            "schema": 1,
+            "type": "partial",
+            "run": bus.run,
+            "task": 7,
+            "index": 1,
+            "attempt": "n0nce",
+            "seed": 12,
+            "position": 5,
+            "mine": 1,
+            "tokens": struct.pack("<2i", 8, 9),
+            "rollout_log_probs": struct.pack("<2f", -0.5, -0.25),
+            "spans": [[3, 2]],
+            "response": "tw",
+        }
+        await actor.store(f"tm.{bus.run}.partial.7.1", msgpack.packb(fields), {"Nats-Msg-Id": "partial.7.1.n0nce"})
+        found = await bus.partials.of(7)
+        assert list(found) == [1]
+        assert (found[1].tokens.tolist(), found[1].rollout_log_probs.tolist()) == ([8, 9], [-0.5, -0.25])
+        assert (found[1].spans, found[1].seed, found[1].position, found[1].extra) == ((Span(version=3, num_tokens=2),), 12, 5, {"mine": 1})
+        assert await bus.partials.store(make_partial(bus.run, 7, 0))
+        raw = await bus.js.get_last_msg(f"TM_{bus.run}_PARTIALS", f"tm.{bus.run}.partial.7.0")
+        await nc.close()
+    assert raw.headers is not None and raw.headers["Nats-Msg-Id"] == "partial.7.0.n0nce"
+    assert raw.data is not None
+    told = msgpack.unpackb(raw.data)
+    assert (told["schema"], told["type"], told["task"], told["index"], told["sample_seq"]) == (1, "partial", 7, 0, 0)
+    assert (struct.unpack("<3i", told["tokens"]), told["spans"]) == ((8, 9, 8), [[3, 2], [4, 1]])
+
+
 async def test_a_foreign_report_and_death_are_counted(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.tasks.fence(1)
@@ -229,7 +263,7 @@ def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str
     assert caught.value.field.startswith(field)
 
 
-@pytest.mark.parametrize("message", [Sample, Task, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow])
+@pytest.mark.parametrize("message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow])
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))
     fields = {field.name for field in dataclasses.fields(message)} - {"extra"} - ({"id"} if message is Task else set())

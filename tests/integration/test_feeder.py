@@ -24,6 +24,7 @@ from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes
 from learner.restart import CHECKPOINT_KEY
 from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_partial
 from tests.feeder_kit import World
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
@@ -251,6 +252,8 @@ async def test_the_bus_may_be_killed(open_world: OpenWorld, nats_server: Embedde
 
 async def test_streams_are_trimmed_behind_the_oldest_kept_checkpoint(open_world: OpenWorld) -> None:
     async with open_world(history_samples=0, steps=6) as world, world.actors():
+        for task in (1, 10**6):
+            await world.bus.partials.store(make_partial(world.bus.run, task))
         await finish(world)
         oldest = checkpoints.listed(world.root)[-1]
         floor = read_state(checkpoints.read_state(oldest.path))["samples"]["floor"]
@@ -258,6 +261,7 @@ async def test_streams_are_trimmed_behind_the_oldest_kept_checkpoint(open_world:
         row = await world.bus.rows("run").get("task_floor")
         assert row is not None
         assert row[0]["floor"] > 0
+        assert [len(await world.bus.partials.of(task)) for task in (1, 10**6)] == [0, 1]
 
 
 async def test_a_step_without_data_ends_with_what_it_waits_for(open_world: OpenWorld) -> None:

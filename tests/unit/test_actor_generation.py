@@ -15,7 +15,8 @@ from actors.engines import Engines
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
 from bus.codec import check_sample, decode_sample, encode_sample
-from bus.messages import Kind, Sampling, Span, Status, Task
+from bus.invariants import check_partial
+from bus.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
 from tests.engine_scene import Answer, Scene, generation, looking
 
 TASK = Task(
@@ -35,9 +36,9 @@ TASK = Task(
 )
 
 
-def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0) -> tuple[SingleTurn, Activity]:
+def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[SingleTurn, Activity]:
     activity = Activity()
-    return SingleTurn(engines, timeout_s=timeout_s, retries=retries, activity=activity), activity
+    return SingleTurn(engines, timeout_s=timeout_s, retries=retries, activity=activity, **options), activity
 
 
 async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activity, list[Any]]:
@@ -190,3 +191,103 @@ def test_every_answer_that_keeps_the_ports_promises_becomes_a_valid_sample(
     check_sample(sample)
     assert len(asked) == 1
     assert sample.tokens[3:].tolist() == tokens
+
+
+BEGUN = Partial(
+    run="r",
+    task=17,
+    index=2,
+    attempt="n9",
+    tokens=np.array([5, 6], np.int32),
+    rollout_log_probs=np.array([-0.5, -0.5], np.float32),
+    spans=(Span(version=3, num_tokens=2),),
+    response="ab",
+    seed=1002,
+    position=5,
+    timings=Timings(queued_s=3.0, generating_s=40.0),
+)
+WHOLE = generation(tokens=(5, 6, 7))
+
+
+async def continued(answers: Sequence[Answer], partial: Partial = BEGUN) -> tuple[Any, list[Any]]:
+    """What comes of a begun response: (sample, what the engine was told is begun at each request)."""
+    scene = Scene({"a": answers})
+    async with looking(scene) as engines:
+        sample = await turn(engines)[0].sample(TASK, 2, "n1", partial)
+        return sample, [None if asked["begun"] is None else asked["begun"].tokens.tolist() for _, asked in scene.clients["a"].asked]
+
+
+async def test_what_was_begun_is_continued_under_the_new_attempt() -> None:
+    sample, begun = await continued([WHOLE])
+    assert begun == [[5, 6]]
+    assert (sample.attempt, sample.response_length) == ("n1", 3)
+    assert (sample.timings.queued_s >= 3, sample.timings.generating_s >= 40) == (True, True), "time spent before counts"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": "other"},
+        {"task": 16},
+        {"index": 1},
+        {"seed": 1001},
+        {"seed": None},
+        {"position": 6},
+        {"tokens": np.zeros(0, np.int32), "position": 3},
+        {"tokens": np.zeros(128, np.int32), "position": 131},
+    ],
+)
+async def test_what_does_not_fit_is_not_used(change: dict[str, Any]) -> None:
+    _, begun = await continued([WHOLE], replace(BEGUN, **change))
+    assert begun == [None]
+
+
+@pytest.mark.parametrize("refusal", [BadRequest("too long"), EngineFailed("a", "HTTP 500"), generation(tokens=(5, 6, 7), log_prob=0.5)])
+async def test_what_cannot_be_continued_is_made_anew(refusal: Answer) -> None:
+    sample, begun = await continued([refusal, WHOLE])
+    assert begun == [[5, 6], None]
+    assert sample.status is Status.COMPLETED
+    assert sample.timings.generating_s < 40
+
+
+async def test_what_an_engine_breaks_off_is_gone_on_from() -> None:
+    _, begun = await continued([generation(tokens=(5, 6, 7, 8), finish="abort"), EngineGone("a", "died"), WHOLE])
+    assert begun == [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8]]
+
+
+async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[str]]:
+    """Leave while the engine works on what was begun: how it ends, and which requests were aborted."""
+    scene = Scene({"a": [answer]})
+    async with looking(scene) as engines:
+        client = scene.clients["a"]
+        client.hold = asyncio.Event()
+        single, _ = turn(engines, **options)
+        work = asyncio.create_task(single.sample(TASK, 2, "n1", BEGUN))
+        while not client.asked:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0)
+        await single.leave()
+        with pytest.raises(Unfinished) as caught:
+            await work
+        with pytest.raises(Unfinished):
+            await single.sample(TASK, 3, "n1")
+        assert len(client.asked) == 1, "who leaves asks for nothing"
+        return caught.value, client.aborted
+
+
+async def test_who_leaves_has_the_engines_last_word() -> None:
+    unfinished, aborted = await leaving(generation(tokens=(5, 6, 7), finish="abort"))
+    assert len(aborted) == 1
+    assert aborted[0].startswith("17.2.n1.")
+    partial = unfinished.partial
+    assert partial is not None
+    check_partial(partial)
+    assert partial.tokens.tolist() == [5, 6, 7]
+    assert (partial.attempt, partial.seed, partial.position, partial.response) == ("n1", 1002, 6, "abc")
+    assert partial.timings.generating_s > 40
+
+
+async def test_who_leaves_does_not_wait_for_an_engine_that_hangs() -> None:
+    unfinished, aborted = await leaving(EngineUnavailable("a", "never said"), cut_short_s=0.5)
+    assert len(aborted) > 1, "said again and again"
+    assert unfinished.partial is not None
+    assert unfinished.partial.tokens.tolist() == [5, 6], "what was there before stays"

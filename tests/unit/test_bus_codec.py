@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from bus import codec
 from bus.errors import UnknownSchema, WireError
-from bus.messages import Dead, Done, Fence, Kind, Plan, PlanRecord, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings
+from bus.messages import Dead, Done, Fence, Kind, Partial, Plan, PlanRecord, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings
 from tests.bus_kit import make_sample, make_task
 
 INTS = st.integers(-(2**63), 2**63 - 1)
@@ -135,12 +135,36 @@ def test_record_round_trip(record: PlanRecord) -> None:
     assert_same(record, codec.decode_record(codec.encode_record(record)))
 
 
+PARTIALS = st.builds(
+    Partial,
+    run=TEXT,
+    task=INTS,
+    index=INTS,
+    attempt=TEXT,
+    tokens=arrays("int32"),
+    rollout_log_probs=arrays("float32"),
+    spans=st.lists(st.builds(Span, version=INTS, num_tokens=INTS), max_size=3).map(tuple),
+    response=TEXT,
+    seed=st.none() | INTS,
+    position=INTS,
+    sample_seq=INTS,
+    actor=TEXT,
+    timings=st.builds(Timings, queued_s=FLOATS, generating_s=FLOATS),
+    extra=UNKNOWN,
+)
+
+
+@given(PARTIALS)
+def test_partial_round_trip(partial: Partial) -> None:
+    assert_same(partial, codec.decode_partial(codec.encode_partial(partial)))
+
+
 def test_dead_round_trip() -> None:
     dead = Dead(task=4, reason="tool failed", attempts=3, actor="a", prompt=[{"role": "user", "content": "?"}])
     assert codec.decode_dead(codec.encode_dead(dead)) == dead
 
 
-DECODERS = [codec.decode_sample, lambda data: codec.decode_task(data, 1), codec.decode_record, codec.decode_dead]
+DECODERS = [codec.decode_sample, lambda data: codec.decode_task(data, 1), codec.decode_record, codec.decode_partial, codec.decode_dead]
 
 
 @settings(max_examples=300)

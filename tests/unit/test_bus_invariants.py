@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bus.errors import WireError
-from bus.invariants import check_sample
+from bus.invariants import check_partial, check_sample
 from bus.messages import Span
-from tests.bus_kit import make_sample
+from tests.bus_kit import make_partial, make_sample
 
 
 def with_value(array: Any, where: int, value: float) -> Any:
@@ -78,3 +78,33 @@ def test_without_a_vocabulary_only_negative_ids_are_refused() -> None:
     check_sample(make_sample(rollout_log_probs=SOUND.rollout_log_probs), vocab_size=None)
     with pytest.raises(WireError, match=r"tokens\[0\]"):
         check_sample(make_sample(tokens=with_value(SOUND.tokens, 0, -5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"task": 0}, "task"),
+        ({"index": -1}, "index"),
+        ({"attempt": ""}, "attempt"),
+        ({"tokens": np.zeros(0, np.int32)}, "sample_seq"),
+        ({"sample_seq": 7}, "sample_seq"),
+        ({"position": 2}, "position"),
+        ({"rollout_log_probs": np.zeros(2, np.float32)}, "rollout_log_probs"),
+        ({"tokens": np.array([8, -1, 9], np.int32)}, "tokens"),
+        ({"rollout_log_probs": np.array([-1, np.nan, -1], np.float32)}, "rollout_log_probs"),
+        ({"rollout_log_probs": np.array([-1, 0.5, -1], np.float32)}, "rollout_log_probs"),
+        ({"spans": (Span(version=3, num_tokens=2),)}, "spans"),
+    ],
+)
+def test_a_broken_promise_of_a_partial_is_named(change: dict[str, Any], field: str) -> None:
+    check_partial(make_partial())
+    with pytest.raises(WireError) as caught:
+        check_partial(make_partial(**change))
+    assert field in caught.value.field
+
+
+def test_the_note_of_a_finished_sample_has_no_tokens() -> None:
+    nothing = {"tokens": np.zeros(0, np.int32), "rollout_log_probs": np.zeros(0, np.float32), "spans": ()}
+    check_partial(make_partial(sample_seq=7, **nothing))
+    with pytest.raises(WireError):
+        check_partial(make_partial(**nothing))

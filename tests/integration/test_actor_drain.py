@@ -1,0 +1,188 @@
+"""An actor is told to leave in the middle of long responses: the next one goes on from where it was, and no token is made twice."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from actors.actor_process import run_actor
+from actors.builtin.engine import BuiltinEngine
+from actors.config import ActorConfig
+from actors.engine_client import HttpEngine
+from actors.port import Generation
+from bus.codec import check_sample
+from bus.live import Heartbeat
+from bus.messages import Sample, Sampling
+from bus.server import EmbeddedServer
+from tests.actor_kit import (
+    actor_process,
+    all_samples,
+    at_work,
+    complete,
+    engine,
+    engine_row,
+    issue,
+    model_dir,
+    prompt_tokens,
+    row_until,
+    samples_until,
+    settled,
+    take_over,
+)
+from tests.bus_fixtures import BusOpener
+
+SEED, LONG, GROUP = 40, 200, 4
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    """Made here, where it blocks no loop."""
+    model_dir()
+    prompt_tokens()
+
+
+async def undisturbed(built: BuiltinEngine, sampling: Sampling) -> list[Generation]:
+    """What an actor gets for each index when nothing happens."""
+    client = HttpEngine(built.url)
+    try:
+        seeds = [SEED + index for index in range(GROUP)]
+        return [await client.generate(prompt_tokens(), replace(sampling, seed=seed)) for seed in seeds]
+    finally:
+        await client.close()
+
+
+async def one_ends_early(built: BuiltinEngine) -> Sampling:
+    """Sampling under which exactly one response of the group stops within 20 tokens, and the others go on for 60 or more."""
+    whole = await undisturbed(built, Sampling(max_new_tokens=LONG))
+    for first in whole:
+        others = [other.tokens[:60].tolist() for other in whole if other is not first]
+        for token in first.tokens[:20].tolist():
+            if all(token not in other and len(other) == 60 for other in others):
+                return Sampling(max_new_tokens=LONG, seed=SEED, stop_token_ids=(token,))
+    raise AssertionError("no such token: take another SEED")
+
+
+@asynccontextmanager
+async def half_done(built: BuiltinEngine, requests: int = GROUP, each: int = 20) -> AsyncIterator[None]:
+    """Entered when so many requests have come to the engine and got about ``each`` tokens; until it is left they get no more."""
+    scheduler = built.scheduler
+    enough = scheduler.counters.tokens_generated + each * requests
+    await asyncio.wrap_future(scheduler.pause("in_place"))
+    await at_work(built, requests)
+    while scheduler.counters.tokens_generated < enough:  # a step or two at a time
+        await asyncio.wrap_future(scheduler.resume())
+        await asyncio.wrap_future(scheduler.pause("in_place"))
+    yield
+    if scheduler.alive:
+        await asyncio.wrap_future(scheduler.resume())
+
+
+def assert_undisturbed(found: Sequence[Sample], whole: Sequence[Generation]) -> None:
+    for sample in found:
+        check_sample(sample)
+        want = whole[sample.index]
+        assert sample.tokens.tolist() == [*prompt_tokens(), *want.tokens.tolist()]
+        np.testing.assert_allclose(sample.rollout_log_probs, want.log_probs, atol=1e-4)
+        assert (sample.spans, sample.response, sample.finish_reason) == (want.spans, want.text, want.finish)
+
+
+@pytest.mark.parametrize("join", [False, True])
+async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer, join: bool) -> None:
+    """The next one waits for a task already: it must find everything when the task is handed back."""
+    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+        sampling = await one_ends_early(built)
+        whole = await undisturbed(built, sampling)
+        tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
+        before = built.scheduler.counters.tokens_generated
+        draining, second_draining = asyncio.Event(), asyncio.Event()
+        config = ActorConfig(drain_finish_s=0.0, join_requests=join)
+        first = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "first"))
+        async with half_done(built):
+            second = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second"))
+            await row_until(bus.rows("live"), "actor.second", lambda row: "a task" in row["waits_for"])
+            draining.set()
+            await first
+            left = await bus.partials.of(tasks[0])
+        assert sorted(left) == list(range(GROUP))
+        done = [partial for partial in left.values() if partial.sample_seq]
+        assert [len(whole[partial.index].tokens) <= 20 for partial in done] == [True]
+        assert (await bus.samples.fetch(done[0].sample_seq)).index == done[0].index
+        for partial in left.values():
+            assert partial.tokens.tolist() == whole[partial.index].tokens[: len(partial.tokens)].tolist()
+            assert (partial.actor, partial.attempt) == ("first", left[0].attempt)
+        await samples_until(bus, complete(tasks, GROUP))
+        await settled(bus)
+        row = await row_until(bus.rows("live"), "actor.second", lambda row: row["load"].get("tasks_done") == 1)
+        second_draining.set()
+        await second
+        found = await all_samples(bus)
+        assert Counter(sample.index for sample in found) == dict.fromkeys(range(GROUP), 1)
+        assert {s.actor: s.index for s in found}["first"] == done[0].index
+        assert_undisturbed(found, whole)
+        assert built.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
+        assert (row["load"]["samples_found"], row["load"]["partials_continued"], row["load"]["samples_published"]) == (1, 3, 3)
+
+
+async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """Real processes, told to leave by SIGTERM; each exits with 0."""
+    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+        sampling = Sampling(max_new_tokens=LONG, seed=SEED, stop=("never said",))
+        whole = await undisturbed(built, sampling)
+        before = built.scheduler.counters.tokens_generated
+        tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
+        unfinished, had = GROUP, 0
+        for turn in range(3):
+            config = ActorConfig(drain_finish_s=0.0)
+            async with actor_process(nats_server.url, bus.run, config, id=f"a{turn}", lease_s=30.0) as actor:
+                async with half_done(built, unfinished, each=10):
+                    actor.terminate()
+                    assert await actor.exit_code() == 0
+            lengths = [len(partial.tokens) for partial in (await bus.partials.of(tasks[0])).values() if not partial.sample_seq]
+            assert min(lengths) > had, "everyone went on"
+            unfinished, had = len(lengths), max(lengths)
+        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="last"):
+            await samples_until(bus, complete(tasks, GROUP))
+            await settled(bus)
+        assert_undisturbed(await all_samples(bus), whole)
+        assert built.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
+
+
+async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=30.0) as bus, engine(bus, id="second", phase="joining") as second:
+        sampling = Sampling(max_new_tokens=LONG, seed=SEED)
+        second.phase = "serving"
+        whole = await undisturbed(second, sampling)
+        before = second.scheduler.counters.tokens_generated
+        draining = asyncio.Event()
+        async with engine() as first, Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2):
+            tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
+            config = ActorConfig(engines=(first.url, second.url))
+            second.phase = "stale"
+            work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))
+            async with half_done(first):
+                await first.close()
+            made = first.scheduler.counters.tokens_generated
+            second.phase = "serving"
+        await samples_until(bus, complete(tasks, GROUP))
+        await settled(bus)
+        draining.set()
+        await work
+        assert_undisturbed(await all_samples(bus), whole)
+        assert made + second.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
+
+
+async def test_without_partials_it_finishes_everything_first(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+        tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED))
+        config, draining = ActorConfig(partials=False, drain_finish_s=0.0), asyncio.Event()
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))
+        async with half_done(built):
+            draining.set()
+            await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "draining")
+        await work
+        assert complete(tasks, GROUP)(await all_samples(bus))
+        assert await bus.partials.of(tasks[0]) == {}

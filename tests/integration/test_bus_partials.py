@@ -1,0 +1,61 @@
+"""The stream PARTIALS on a real server: the newest of each index is found, broken ones are passed over, settled tasks are forgotten."""
+
+import numpy as np
+import pytest
+
+from bus import subjects
+from bus.errors import WireError
+from bus.messages import Span
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_partial
+
+
+async def test_the_newest_of_each_index_is_found(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        assert await bus.partials.of(1) == {}
+        for index, attempt in ((0, "a"), (1, "a"), (0, "b")):
+            assert await bus.partials.store(make_partial(bus.run, 1, index, attempt=attempt))
+        assert await bus.partials.store(make_partial(bus.run, 11, 0))
+        found = await bus.partials.of(1)
+        assert {index: partial.attempt for index, partial in found.items()} == {0: "b", 1: "a"}
+        assert found[0].tokens.tolist() == [8, 9, 8]
+
+
+async def test_a_broken_one_hides_nothing_else(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        assert await bus.partials.store(make_partial(bus.run, 1, 0))
+        await bus.js.publish(subjects.partial(bus.run, 1, 1), b"no msgpack map")
+        await bus.js.publish(subjects.partial(bus.run, "x", 1), b"")
+        assert list(await bus.partials.of(1)) == [0]
+        await bus.partials.trim(2)
+        assert list(await bus.partials.of(1)) == []
+        with pytest.raises(WireError, match="spans"):
+            await bus.partials.store(make_partial(bus.run, 1, 0, spans=()))
+
+
+async def test_what_is_settled_is_forgotten_and_the_rest_stays(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        for task in (2, 9, 10, 11):
+            for index in (0, 1):
+                await bus.partials.store(make_partial(bus.run, task, index))
+        await bus.partials.trim(10)
+        assert [len(await bus.partials.of(task)) for task in (2, 9, 10, 11)] == [0, 0, 2, 2]
+
+
+async def test_what_does_not_fit_is_not_stored(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        many = 1_500_000
+        spans = (Span(version=0, num_tokens=many),)
+        huge = make_partial(
+            bus.run, tokens=np.zeros(many, np.int32), rollout_log_probs=np.zeros(many, np.float32), spans=spans, position=many + 1
+        )
+        assert not await bus.partials.store(huge)
+        assert await bus.partials.of(1) == {}
+
+
+async def test_a_run_that_is_older_than_the_stream_has_none(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.jet.call(f"STREAM.DELETE.{subjects.stream(bus.run, subjects.PARTIALS)}")
+        assert not await bus.partials.store(make_partial(bus.run))
+        await bus.partials.trim(5)
+        assert await bus.partials.of(1) == {}
