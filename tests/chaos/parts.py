@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 from bus.connection import Bus, connect
+from launch.process import _die_with_parent
+from tests.chaos.dying import INSTANTS
 from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
@@ -75,14 +77,15 @@ class Parts:
     def root(self) -> Path:
         return self.directory / "run"
 
-    def start(self, role: str, *settings: str, name: str = "", url: str = "", module: str = "launch") -> Part:
-        """``python -m launch ROLE``; ``url``: of the bus, if not the run's own."""
-        command = [sys.executable, "-m", module, role, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
+    def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "") -> Part:
+        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``: when a learner dies (see `dying`)."""
+        how = ["tests.chaos.dying", role, instant, str(INSTANTS[instant][2])] if instant else ["launch", role]
+        command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
         command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):
             command += ["--set", setting]
         name = name or role
-        if role in ("actor", "engine", "learner"):
+        if role in ("actor", "engine", "learner") and not instant:
             command += ["--id", name]
         log_file = self.directory / f"{name}.log"
         with log_file.open("ab") as log:
@@ -93,6 +96,7 @@ class Parts:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         part = Part(name, process, log_file)
