@@ -26,6 +26,7 @@ PATIENCE_S = 100.0
 class Part:
     """One process of `tidemill`."""
 
+    role: str
     name: str
     process: subprocess.Popen[bytes]
     log_file: Path
@@ -99,22 +100,25 @@ class Parts:
                 preexec_fn=_die_with_parent(os.getpid()),
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        part = Part(name, process, log_file)
+        part = Part(role, name, process, log_file)
         self.started.append(part)
         return part
 
-    async def begin(self, *roles: str) -> None:
-        """Model and prompts, the bus, then the roles."""
+    async def begin(self, *roles: str, url: str = "") -> None:
+        """Model and prompts, the bus (unless it is at ``url``), then the roles."""
         assert await self.start("prepare").code() == 0
+        self.url = url or await self._begin_bus()
+        for role in roles:
+            self.start(role)
+
+    async def _begin_bus(self) -> str:
         bus = self.start("bus")
         address = self.root / "bus.url"
         async with asyncio.timeout(PATIENCE_S):
             while not address.exists():
                 assert bus.process.poll() is None, bus.log
                 await asyncio.sleep(0.05)
-        self.url = address.read_text().strip()
-        for role in roles:
-            self.start(role)
+        return address.read_text().strip()
 
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[Bus]:

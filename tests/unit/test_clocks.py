@@ -23,7 +23,9 @@ STAMPS = {"created_s": {"actors/actor.py", "launch/looking.py"}, "stored_s": {"b
 def test_the_wall_clock_is_read_only_to_be_shown() -> None:
     found: dict[str, list[str]] = {}
     for file, tree in _modules():
-        if read := [f"line {node.lineno}: {_name(node.func)}" for node in ast.walk(tree) if isinstance(node, ast.Call) and _reads(node.func)]:
+        if read := [
+            f"line {node.lineno}: {_name(node.func)}" for node in ast.walk(tree) if isinstance(node, ast.Call) and _reads(node.func)
+        ]:
             found[file] = read
         from_time = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "time"]
         assert not from_time, f"{file}: want `import time`, so that what it reads can be seen, got line {from_time[0].lineno}"
