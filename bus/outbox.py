@@ -16,6 +16,8 @@ from bus.link import FOREIGN, Link
 _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
+_NO_ROOM = frozenset({10023, 10047})
+"""The server may store no more, whatever the stream: its disk, or its share of it, is full. As if it were away: room may come."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
 _ANSWER_S = 5.0
 """How long to wait for the server's word before sending again."""
@@ -164,6 +166,8 @@ def _read(subject: str, answer: Msg | None) -> Stored:
     if "error" in fields:
         error = fields["error"]
         code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))
+        if code in _NO_ROOM:
+            raise BusUnavailable(subject, f"the server has no room, is its disk full? {reason} ({code})")
         if code in _NOT_NOW or (error.get("code") == _UNAVAILABLE and code != STREAM_FULL):
             raise BusUnavailable(subject, f"{reason} ({code})")
         raise Refused(subject, code, reason)

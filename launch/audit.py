@@ -305,7 +305,7 @@ def read_claims(checkpoints: Path) -> Claims | None:
     from learner import checkpoints as kept
     from learner.datasource import read_state
 
-    path = kept.latest_valid(one.path for one in kept.listed(checkpoints))
+    path, _ = kept.latest_valid(one.path for one in kept.listed(checkpoints))
     if path is None:
         return None
     state = read_state(kept.read_state(path))

@@ -1,7 +1,8 @@
 """Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
 
 ``<root>/step-<k>-epoch-<e>/`` holds what the ranks wrote, ``state.msgpack`` (the DataSource as of plan k) and ``manifest.json``
-(size and SHA-256 of every file). A directory without the ``.tmp`` suffix is whole. Which one is *latest* a row on the bus says.
+(size and SHA-256 of every file, and of itself). A directory without a suffix was whole when it got its name; ``.tmp`` is being written,
+``.corrupt`` was found damaged and set aside. Which one is *latest* a row on the bus says.
 """
 
 import hashlib
@@ -55,7 +56,8 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda name: _digest(tmp / name, sync=True), names))
     files = {name: {"size": (tmp / name).stat().st_size, "sha256": digest} for name, digest in zip(names, digests, strict=True)}
-    (tmp / MANIFEST).write_text(json.dumps({"schema": SCHEMA, "extra": extra or {}, "files": files}, indent=1))
+    manifest = {"schema": SCHEMA, "extra": extra or {}, "files": files}
+    (tmp / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1))
     _sync(tmp / MANIFEST)
     for directory in sorted({tmp, *((tmp / name).parent for name in names)}, reverse=True):
         _sync(directory)
@@ -89,16 +91,25 @@ def listed(root: Path) -> list[Checkpoint]:
     return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
 
 
-def latest_valid(candidates: Iterable[Path]) -> Path | None:
-    """The first that verifies; what is wrong with those before it is said aloud."""
+def latest_valid(candidates: Iterable[Path]) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
+    """The first that verifies, and what is wrong with those before it, which is also said aloud."""
+    corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
             verify(path)
+            return path, corrupt
         except CheckpointCorrupt as error:
+            corrupt[path] = error
             log.error("checkpoint is CORRUPT, trying the one before it: %s", error)
-        else:
-            return path
-    return None
+    return None, corrupt
+
+
+def set_aside(path: Path) -> None:
+    """Keep a corrupt checkpoint for whoever wants to know, where nothing counts on it any more."""
+    if path.is_dir():
+        aside = path.with_suffix(".corrupt")
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
 
 
 def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
@@ -140,19 +151,28 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise CheckpointCorrupt(str(path), MANIFEST, "a manifest", "no such file") from None
     except (ValueError, OSError) as error:
         raise CheckpointCorrupt(str(path), MANIFEST, "a JSON map", str(error)) from error
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA or not {"files", "extra"} <= manifest.keys():
-        raise CheckpointCorrupt(str(path), MANIFEST, f"files and extra under schema {SCHEMA}", str(manifest)[:80])
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA or not {"files", "extra", "sha256"} <= manifest.keys():
+        raise CheckpointCorrupt(str(path), MANIFEST, f"files, extra and sha256 under schema {SCHEMA}", str(manifest)[:80])
+    if (seal := manifest.pop("sha256")) != (found := _seal(manifest)):
+        raise CheckpointCorrupt(str(path), MANIFEST, f"sha256 {seal}", found)
     return manifest
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _difference(path: Path, name: str, wanted: dict[str, Any]) -> CheckpointCorrupt | None:
     file = path / name
     if not file.is_file():
         return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", "no such file")
-    if (size := file.stat().st_size) != wanted["size"]:
-        return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", f"{size} bytes")
-    if (digest := _digest(file)) != wanted["sha256"]:
-        return CheckpointCorrupt(str(path), name, f"sha256 {wanted['sha256']}", digest)
+    try:
+        if (size := file.stat().st_size) != wanted["size"]:
+            return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", f"{size} bytes")
+        if (digest := _digest(file)) != wanted["sha256"]:
+            return CheckpointCorrupt(str(path), name, f"sha256 {wanted['sha256']}", digest)
+    except OSError as error:  # a disk that cannot read it any more
+        return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", str(error))
     return None
 
 

@@ -57,12 +57,14 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
 
 
 def _usable(root: Path, row: dict[str, Any]) -> Path:
-    """The latest checkpoint of the run, or, said aloud, the newest before it that is whole."""
+    """The latest checkpoint of the run, or, said aloud, the newest before it that is whole; then those that are not are set aside."""
     latest = root / Path(row["directory"]).name  # the root may have been moved since
     before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
-    found = checkpoints.latest_valid([latest, *before])
+    found, corrupt = checkpoints.latest_valid([latest, *before])
     if found is None:
-        raise NoCheckpoint(str(root), f"{latest.name} is the latest, {len(before)} older ones on disk, none is whole")
+        raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
+    for path in corrupt:
+        checkpoints.set_aside(path)
     return found
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 from bus.connection import Bus, connect
+from launch.process import _die_with_parent
+from tests.chaos.dying import INSTANTS
 from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
@@ -24,6 +26,7 @@ PATIENCE_S = 100.0
 class Part:
     """One process of `tidemill`."""
 
+    role: str
     name: str
     process: subprocess.Popen[bytes]
     log_file: Path
@@ -75,14 +78,15 @@ class Parts:
     def root(self) -> Path:
         return self.directory / "run"
 
-    def start(self, role: str, *settings: str, name: str = "", url: str = "", module: str = "launch") -> Part:
-        """``python -m launch ROLE``; ``url``: of the bus, if not the run's own."""
-        command = [sys.executable, "-m", module, role, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
+    def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "") -> Part:
+        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``: when a learner dies (see `dying`)."""
+        how = ["tests.chaos.dying", role, instant, str(INSTANTS[instant][2])] if instant else ["launch", role]
+        command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
         command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):
             command += ["--set", setting]
         name = name or role
-        if role in ("actor", "engine", "learner"):
+        if role in ("actor", "engine", "learner") and not instant:
             command += ["--id", name]
         log_file = self.directory / f"{name}.log"
         with log_file.open("ab") as log:
@@ -93,24 +97,28 @@ class Parts:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
+                preexec_fn=_die_with_parent(os.getpid()),
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        part = Part(name, process, log_file)
+        part = Part(role, name, process, log_file)
         self.started.append(part)
         return part
 
-    async def begin(self, *roles: str) -> None:
-        """Model and prompts, the bus, then the roles."""
+    async def begin(self, *roles: str, url: str = "") -> None:
+        """Model and prompts, the bus (unless it is at ``url``), then the roles."""
         assert await self.start("prepare").code() == 0
+        self.url = url or await self._begin_bus()
+        for role in roles:
+            self.start(role)
+
+    async def _begin_bus(self) -> str:
         bus = self.start("bus")
         address = self.root / "bus.url"
         async with asyncio.timeout(PATIENCE_S):
             while not address.exists():
                 assert bus.process.poll() is None, bus.log
                 await asyncio.sleep(0.05)
-        self.url = address.read_text().strip()
-        for role in roles:
-            self.start(role)
+        return address.read_text().strip()
 
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[Bus]:

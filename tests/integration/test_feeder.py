@@ -18,7 +18,7 @@ from bus.server import EmbeddedServer
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
 from learner.datasource import read_state
-from learner.errors import ConfigRefused, FeederFailed, NoProgress, RankFailed
+from learner.errors import ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed
 from learner.feed_client import FeedClient
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes
@@ -160,12 +160,21 @@ async def test_a_second_feeder_fences_the_first(open_world: OpenWorld) -> None:
         await check_history(world)
 
 
-async def test_corrupt_checkpoint_is_passed_over_aloud(open_world: OpenWorld, caplog: pytest.LogCaptureFixture) -> None:
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "rank-0.bin": lambda path: (path / "rank-0.bin").write_bytes(b"weights of step 9"),
+    "state.msgpack": lambda path: (path / "state.msgpack").unlink(),
+    "manifest.json": lambda path: [file.unlink() for file in path.iterdir()],
+}
+"""By the file that is named: another byte, a file that is gone, an empty directory."""
+
+
+@pytest.mark.parametrize("file", DAMAGES)
+async def test_corrupt_checkpoint_is_passed_over_aloud(open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str) -> None:
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
         newest, before = checkpoints.listed(world.root)
-        (newest.path / "rank-0.bin").write_bytes(b"weights of step 9")
+        DAMAGES[file](newest.path)
         with caplog.at_level(logging.ERROR):
             async with world.feeder() as (url, feeding):
                 start = await world.train(url)
@@ -173,8 +182,23 @@ async def test_corrupt_checkpoint_is_passed_over_aloud(open_world: OpenWorld, ca
         assert start.checkpoint == str(before.path)
         assert (start.step, before.step) == (2, 2)
         assert "CORRUPT" in caplog.text
-        assert "rank-0.bin" in caplog.text
+        assert f"{newest.path}/{file}" in caplog.text
+        assert newest.path.with_suffix(".corrupt").is_dir()
         await check_history(world)
+
+
+async def test_no_sound_checkpoint_ends_the_start_and_names_them_all(open_world: OpenWorld) -> None:
+    async with open_world(steps=6) as world, world.actors():
+        async with world.feeder() as (url, _):
+            await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
+        there = checkpoints.listed(world.root)
+        for one, damage in zip(there, DAMAGES.values(), strict=False):
+            damage(one.path)
+        with pytest.raises(NoCheckpoint) as caught:
+            async with world.feeder() as (_, feeding):
+                await feeding
+        assert len(there) == 2 and all(str(one.path) in str(caught.value) for one in there), caught.value
+        assert checkpoints.listed(world.root) == there, "what cannot be used is left as it is"
 
 
 async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:

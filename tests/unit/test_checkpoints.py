@@ -65,9 +65,43 @@ def test_latest_valid_passes_over_corrupt_ones_aloud(tmp_path: Path, caplog: pyt
     old, new = write(tmp_path, 1), write(tmp_path, 2)
     (new / "rank-1.bin").write_bytes(b"x")
     with caplog.at_level(logging.ERROR):
-        assert checkpoints.latest_valid([tmp_path / "step-3-epoch-1", new, old]) == old
+        found, corrupt = checkpoints.latest_valid([tmp_path / "step-3-epoch-1", new, old])
+    assert found == old and {path: error.file for path, error in corrupt.items()} == {
+        tmp_path / "step-3-epoch-1": "manifest.json",
+        new: "rank-1.bin",
+    }
     assert caplog.text.count("CORRUPT") == 2
-    assert checkpoints.latest_valid([new]) is None
+    assert checkpoints.latest_valid([new])[0] is None
+
+
+def test_a_corrupt_one_set_aside_is_none_any_more(tmp_path: Path) -> None:
+    """Not listed, so nothing is kept for it in place of a sound one; and still there to be looked at. What is gone is no error."""
+    old, new = write(tmp_path, 1), write(tmp_path, 2)
+    for _ in range(2):  # the second time there is nothing to set aside
+        checkpoints.set_aside(new)
+        assert [one.path for one in checkpoints.listed(tmp_path)] == [old]
+    write(tmp_path, 2, epoch=2)
+    checkpoints.prune(tmp_path, keep=2, latest=checkpoints.named(tmp_path / "step-2-epoch-2"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1-epoch-1", "step-2-epoch-1.corrupt", "step-2-epoch-2"]
+
+
+@pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
+def test_every_flipped_byte_and_every_lost_end_is_noticed(tmp_path: Path, name: str) -> None:
+    file = write(tmp_path, 20) / name
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        for damaged in (whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :], whole[:place]):
+            file.write_bytes(damaged)
+            with pytest.raises(CheckpointCorrupt):
+                checkpoints.verify(tmp_path / "step-20-epoch-1")
+    file.write_bytes(whole)
+    checkpoints.verify(tmp_path / "step-20-epoch-1")
+
+
+def test_an_empty_directory_is_corrupt(tmp_path: Path) -> None:
+    (tmp_path / "step-3-epoch-1").mkdir()
+    with pytest.raises(CheckpointCorrupt, match=r"manifest\.json: want a manifest, got no such file"):
+        checkpoints.verify(tmp_path / "step-3-epoch-1")
 
 
 def test_listed_is_newest_first_and_leaves_out_what_is_not_whole(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""A learner of one rank that is killed -9, feeder and rank together, at a named instant. Nothing of it is changed but one function's entry.
+
+    python -m tests.chaos.dying learner <instant> <n> <arguments of `tidemill learner`>
+
+starts feeder and rank as `tidemill learner` does, one of them with the instant's function wrapped: at its n-th call the process kills its
+whole process group. The file <instant>.died beside the run's directory says that it came to that.
+"""
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from launch.cli import main
+from launch.process import _die_with_parent
+from learner.process import _free_port, _rank_environment
+
+INSTANTS = {
+    "planned": ("feeder", "learner.feeder_loops:Feeder._take", 4),
+    "fetched": ("rank", "learner.megatron.trainer:Trainer.train", 5),
+    "stepping": ("rank", "learner.megatron.optimizer:PolicyOptimizer.step", 4),
+    "stepped": ("rank", "learner.feed_client:FeedClient.done", 5),
+    "reported": ("feeder", "learner.outcomes:Outcomes._step_done", 4),
+    "pushed": ("rank", "weightstore.registry:VersionRegistry.publish", 3),
+    "due": ("rank", "learner.rank:Rank._checkpoint", 2),
+    "written": ("rank", "learner.checkpoints:commit", 1),
+    "listed": ("rank", "learner.checkpoints:_sync", 1),
+    "named": ("rank", "learner.feed_client:FeedClient.checkpointed", 1),
+    "committed": ("feeder", "learner.outcomes:Outcomes._trim", 1),
+    "pruned": ("feeder", "bus.tasks:TaskQueue.raise_floor", 1),
+}
+"""Instant: whose function, which, and at which of its calls. It dies as the call begins:
+
+planned      a plan stands in the log, nobody has taken it
+fetched      a rank has its batch
+stepping     the gradients are there, the weights are the old ones
+stepped      the weights are the new ones, nobody knows
+reported     the feeder knows, the log does not
+pushed       engines have the version, the registry's head is the one before
+due          the step of a checkpoint is done
+written      the ranks' files are there, no state and no manifest
+listed       the manifest is there, nothing is synced, the directory has no name
+named        the directory has its name, nobody knows
+committed    the row names it, nothing is pruned or trimmed
+pruned       older checkpoints are gone, task floor and streams are untouched
+"""
+
+
+def learner(instant: str, nth: str, arguments: list[str]) -> int:
+    """Both children; 0 when both have ended well. They are in this process' group: who kills it, kills all."""
+    port = _free_port("127.0.0.1")
+    tail = [*arguments, "--feeder-url", f"tcp://127.0.0.1:{_free_port('127.0.0.1')}"]
+    environments = {"feeder": {}, "rank": _rank_environment(0, 1, "127.0.0.1", port, 1)}
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.dying", role, instant, nth, *tail],
+            env={**os.environ, **extra},
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+        for role, extra in environments.items()
+    ]
+    return max(child.wait() for child in children)
+
+
+def child(role: str, instant: str, nth: int, arguments: list[str]) -> int:
+    whose, where, _ = INSTANTS[instant]
+    if whose == role:
+        _die_at(where, nth, _mark(arguments, instant))
+    return main([role, *arguments])
+
+
+def _mark(arguments: list[str], instant: str) -> Path:
+    directory = next(word.split("=", 1)[1] for word in arguments if word.startswith("directory="))
+    return Path(directory).with_name(f"{instant}.died")
+
+
+def _die_at(where: str, nth: int, mark: Path) -> None:
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for one in classes:
+        owner = getattr(owner, one)
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            mark.touch()
+            os.killpg(0, signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, dying)
+
+
+if __name__ == "__main__":
+    what, when, count, *rest = sys.argv[1:]
+    sys.exit(learner(when, count, rest) if what == "learner" else child(what, when, int(count), rest))

@@ -1,0 +1,71 @@
+"""The learner is killed -9 at each instant of a step that matters, and comes to the same bits as an undisturbed one."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+from bus.connection import Bus
+from bus.messages import Done
+from learner.restart import CHECKPOINT_KEY
+from tests.chaos.auditor import Verdict, judge
+from tests.chaos.dying import INSTANTS
+from tests.chaos.parts import PATIENCE_S, Parts, parts
+
+SETTINGS = (
+    "learner.steps=1000000",
+    "learner.checkpoint_every=3",
+    "learner.weights_digest=true",
+    "bus.lease_s=5",
+    "bus.history_samples=1000000",
+)
+"""Nothing is trimmed, so that all of it can be trained again."""
+
+
+def test_killed_at_every_instant(tmp_path: Path) -> None:
+    with parts(tmp_path, *SETTINGS) as run:
+        asyncio.run(_killed_and_resumed(run))
+        disturbed = asyncio.run(_judged(run))
+        assert disturbed.steps_taken_again > 0, disturbed
+        asyncio.run(_trained_again(run, disturbed.steps))
+        again = asyncio.run(_judged(run))
+        assert again.steps_taken_again == disturbed.steps_taken_again + disturbed.steps_done, (disturbed, again)
+
+
+async def _killed_and_resumed(run: Parts) -> None:
+    await run.begin("engine", "actor")
+    for instant in INSTANTS:
+        dying = run.start("learner", name=f"learner {instant}", instant=instant)
+        assert await dying.code() == -signal.SIGKILL, f"{instant}: {dying.log[-3000:]}"
+        assert (run.directory / f"{instant}.died").exists(), f"{instant}: killed by somebody else"
+    async with run.bus() as bus:
+        last = run.start("learner")
+        await _new_steps(bus, 7)
+        last.process.send_signal(signal.SIGTERM)
+        assert await last.code() == 0, last.log[-3000:]
+    for part in run.started:
+        if part.name in ("actor", "engine"):
+            part.kill()
+
+
+async def _new_steps(bus: Bus, count: int) -> None:
+    """So many steps are done that were not done before."""
+    newest = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)], default=0)
+    async with asyncio.timeout(PATIENCE_S):
+        async for _, record in bus.plans.follow():
+            if isinstance(record, Done) and record.step >= newest + count:
+                return
+
+
+async def _trained_again(run: Parts, steps: int) -> None:
+    """A learner that has no checkpoint executes every recorded step, and nobody kills it."""
+    (run.root / "checkpoints").rename(run.root / "checkpoints of the killed")
+    async with run.bus() as bus:
+        await bus.rows("run").delete(CHECKPOINT_KEY)
+    undisturbed = run.start("learner", f"learner.steps={steps}", "learner.checkpoint_every=1000000", name="undisturbed")
+    assert await undisturbed.code() == 0, undisturbed.log[-3000:]
+
+
+async def _judged(run: Parts) -> Verdict:
+    verdict = await judge(run.url, "smoke", run.root / "checkpoints", {})
+    assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
+    return verdict

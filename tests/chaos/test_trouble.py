@@ -1,0 +1,199 @@
+"""No room, no disk, no network: what waits says so, what cannot go on ends with the reason; nothing is lost or trained twice."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any, Self
+
+from bus import subjects
+from bus.config import BusConfig
+from bus.connection import Bus, connect
+from bus.live import LiveView
+from bus.messages import Done, LiveRow
+from bus.server import find_binary
+from launch.process import _die_with_parent
+from tests.chaos.auditor import Verdict, judge
+from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
+from tests.chaos.wire import Wire
+from tests.learner_steps import free_port
+
+SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3")
+ROOM_BYTES = 5_000_000_000
+"""More than the streams of a run may ever hold."""
+
+
+def test_a_full_stream_holds_publishers_back_visibly(tmp_path: Path) -> None:
+    with parts(tmp_path, *SETTINGS) as run:
+        verdict = asyncio.run(_full(run))
+        assert verdict.steps_done > 0, verdict
+
+
+async def _full(run: Parts) -> Verdict:
+    await run.begin("engine", "actor", "learner")
+    async with _witnessed(run) as (bus, seen):
+        await _new_steps(bus, 5)
+        await _limit(bus, (await bus.samples.info()).bytes)
+        actor = await _row(bus, "actor", lambda row: row.waits_for.startswith("room in SAMPLES"))
+        assert actor.phase in ("working", "waiting") and "samples wait" in actor.waits_for, actor
+        feeder = await _row(bus, "feeder", lambda row: "groups" in row.waits_for)
+        assert feeder.phase == "waiting", feeder
+        assert (await bus.samples.info()).messages > 0
+        await _limit(bus, bus.config.samples_max_bytes)
+        await _new_steps(bus, 5)
+        return await _rest_and_judge(run, bus, seen)
+
+
+def test_the_disk_of_the_bus_is_full_for_a_while(tmp_path: Path) -> None:
+    """Nobody can store anything: everybody waits, says why in its log, and goes on when there is room."""
+    with parts(tmp_path, *SETTINGS) as run, Server(tmp_path / "store") as server:
+        verdict = asyncio.run(_no_disk(run, server))
+        assert verdict.steps_taken_again == 0, f"a full disk is no reason to start again: {verdict}"
+
+
+async def _no_disk(run: Parts, server: "Server") -> Verdict:
+    async with connect(server.url, "smoke", BusConfig(lease_s=3), name="test") as bus:
+        await bus.create_layout()
+    await run.begin("engine", "actor", "learner", url=server.url)
+    async with _witnessed(run) as (bus, seen):
+        await _new_steps(bus, 5)
+        server.restart(room_bytes=100_000)
+        learner, actor = (part for role in ("learner", "actor") for part in _running(run, role))
+        async with asyncio.timeout(PATIENCE_S):
+            while not all("the server has no room" in part.log for part in (learner, actor)):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        server.restart(room_bytes=ROOM_BYTES)
+        await _new_steps(bus, 5)
+        return await _rest_and_judge(run, bus, seen)
+
+
+class Server:
+    """A nats-server with so much room. The same port and store at every start."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._port = directory, free_port()
+        self.url = f"nats://127.0.0.1:{self._port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._directory.mkdir()
+        self.restart(room_bytes=ROOM_BYTES)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop()
+
+    def restart(self, *, room_bytes: int) -> None:
+        self._stop()
+        config = self._directory / "server.conf"
+        limits = f"store_dir: {json.dumps(str(self._directory))}, max_file_store: {room_bytes}"
+        config.write_text(f'listen: "127.0.0.1:{self._port}"\nmax_payload: 8000000\njetstream: {{{limits}}}\n')
+        with (self._directory / "log").open("ab") as log:
+            command = [find_binary(), "-c", str(config)]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent(os.getpid()))
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def test_the_network_is_cut(tmp_path: Path) -> None:
+    """For an actor, the engine and the learner in turn, longer than leases and live rows last; another actor is never cut."""
+    with parts(tmp_path, *SETTINGS) as run:
+        asyncio.run(_cut(run))
+
+
+async def _cut(run: Parts) -> None:
+    await run.begin()
+    async with Wire(run.url) as first, Wire(run.url) as second, Wire(run.url) as third:
+        engine, actor = run.start("engine", url=first.url), run.start("actor", url=second.url, name="cut")
+        run.start("actor", name="whole")
+        learner = run.start("learner", url=third.url)
+        async with _witnessed(run) as (bus, seen):
+            await _new_steps(bus, 5)
+            second.hold()
+            await _cut_off(bus, actor)
+            await _new_steps(bus, 5)
+            second.release()
+            await _row(bus, "actor", lambda row: row.id == "cut")
+            for wire, part in ((first, engine), (third, learner)):
+                wire.hold()
+                await _cut_off(bus, part)
+                wire.release()
+                await _new_steps(bus, 5)
+            verdict = await _rest_and_judge(run, bus, seen)
+    assert verdict.steps_taken_again == 0, f"a cut network is no reason to start again: {verdict}"
+
+
+@contextlib.asynccontextmanager
+async def _witnessed(run: Parts) -> AsyncIterator[tuple[Bus, dict[int, str]]]:
+    """The bus, and message ids by sequence as they are stored in SAMPLES."""
+    seen: dict[int, str] = {}
+
+    async def watch(bus: Bus) -> None:
+        async for glimpse in bus.samples.tail(last=1 << 40, headers_only=True):
+            seen[glimpse.seq] = glimpse.headers["Nats-Msg-Id"]
+
+    async with run.bus() as bus:
+        watching = asyncio.create_task(watch(bus))
+        try:
+            async with asyncio.timeout(4 * PATIENCE_S):
+                yield bus, seen
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def _rest_and_judge(run: Parts, bus: Bus, seen: dict[int, str]) -> Verdict:
+    """Everybody drains, and says so with 0; then the books."""
+    for role in ("actor", "learner", "engine"):
+        for part in _running(run, role):
+            part.process.send_signal(signal.SIGTERM)
+            assert await part.code() == 0, part.log[-3000:]
+    verdict = await judge(run.url, bus.run, run.root / "checkpoints", seen)
+    assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
+    return verdict
+
+
+def _running(run: Parts, role: str) -> list[Part]:
+    return [part for part in run.started if part.role == role and part.process.poll() is None]
+
+
+async def _new_steps(bus: Bus, count: int) -> None:
+    """So many steps are done that were not done before."""
+    newest = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)], default=0)
+    async with asyncio.timeout(PATIENCE_S):
+        async for _, record in bus.plans.follow():
+            if isinstance(record, Done) and record.step >= newest + count:
+                return
+
+
+async def _limit(bus: Bus, max_bytes: int) -> None:
+    """Change the bound of SAMPLES, as an operator can."""
+    stream = subjects.stream(bus.run, subjects.SAMPLES)
+    config: dict[str, Any] = (await bus.jet.call(f"STREAM.INFO.{stream}"))["config"]
+    await bus.jet.call(f"STREAM.UPDATE.{stream}", {**config, "max_bytes": max_bytes})
+
+
+async def _row(bus: Bus, role: str, wanted: Callable[[LiveRow], bool]) -> LiveRow:
+    """The row of a live process of the role, once it is as wanted."""
+    view = LiveView(bus)
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            for row in await view.alive(role):
+                if wanted(row):
+                    return row
+            await asyncio.sleep(0.1)
+
+
+async def _cut_off(bus: Bus, part: Part) -> None:
+    """The bus hears nothing of it any more, and it has given its connection up and tries to make another."""
+    view = LiveView(bus)
+    async with asyncio.timeout(PATIENCE_S):
+        while any(row.id == part.name for row in await view.alive(part.role)) or "bus: disconnected" not in part.log:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)

@@ -1,0 +1,65 @@
+"""No decision is made by the clock on the wall: it may jump, and those of two machines differ. Who reads it says here what for."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
+
+WALL = {
+    "time": {"time", "time_ns", "localtime", "gmtime", "ctime", "strftime", "clock_gettime", "clock_gettime_ns"},
+    "datetime": {"now", "utcnow", "today", "fromtimestamp", "utcfromtimestamp"},
+    "date": {"today", "fromtimestamp"},
+}
+"""Functions by the module or class they are called on."""
+READ_FOR = {
+    "actors/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
+    "actors/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
+}
+STAMPS = {"created_s": {"actors/actor.py", "launch/looking.py"}, "stored_s": {"bus/jetstream.py", "bus/pull.py", "bus/samples.py"}}
+"""Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: who sets, carries or shows them."""
+
+
+def test_the_wall_clock_is_read_only_to_be_shown() -> None:
+    found: dict[str, list[str]] = {}
+    for file, tree in _modules():
+        if read := [
+            f"line {node.lineno}: {_name(node.func)}" for node in ast.walk(tree) if isinstance(node, ast.Call) and _reads(node.func)
+        ]:
+            found[file] = read
+        from_time = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "time"]
+        assert not from_time, f"{file}: want `import time`, so that what it reads can be seen, got line {from_time[0].lineno}"
+    assert found.keys() == READ_FOR.keys(), f"want the wall clock read in {sorted(READ_FOR)}, got {found}"
+
+
+def test_stamps_of_the_wall_clock_are_not_calculated_with() -> None:
+    """Files that touch a stamp are known; and none of them compares one, or adds or subtracts it."""
+    for file, tree in _modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in STAMPS:
+                assert file in STAMPS[node.attr], f"{file}:{node.lineno}: touches {node.attr}"
+            if isinstance(node, ast.BinOp | ast.Compare):
+                inside = [one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and one.attr in STAMPS]
+                assert not inside, f"{file}:{node.lineno}: calculates with {inside[0]}"
+
+
+def test_files_are_not_told_apart_by_their_times() -> None:
+    times = {"st_mtime", "st_ctime", "st_atime", "st_mtime_ns", "st_ctime_ns", "getmtime", "getctime", "getatime"}
+    for file, tree in _modules():
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in times]
+        assert not names, f"{file}:{names[0].lineno}: {names[0].attr}"
+
+
+def _modules() -> list[tuple[str, ast.Module]]:
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    assert len(files) > 100
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in files]
+
+
+def _reads(called: ast.expr) -> bool:
+    owner, _, function = _name(called).rpartition(".")
+    return function in WALL.get(owner.rpartition(".")[2], ())
+
+
+def _name(called: ast.expr) -> str:
+    return ast.unparse(called)
