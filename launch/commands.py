@@ -242,6 +242,10 @@ def stats(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
+    if args.train:
+        from launch.retrain import retrain
+
+        return retrain(args.run_dir, args.train, args.set)
     from launch.process import set_up_logging
     from launch.samples.replay import replay_file, replay_run
 
