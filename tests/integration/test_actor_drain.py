@@ -151,6 +151,33 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
         assert built.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
 
 
+async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    """kill -9 leaves no note of what the second one did; what the first one left is still there, and the third goes on from that."""
+    async with open_bus() as bus, engine(bus) as built:
+        sampling = await one_ends_early(built)
+        whole = await undisturbed(built, sampling)
+        tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
+        config = ActorConfig(drain_finish_s=0.0)
+        async with actor_process(nats_server.url, bus.run, config, id="drained") as drained, half_done(built):
+            drained.terminate()
+            assert await drained.exit_code() == 0
+        left = await bus.partials.of(tasks[0])
+        async with actor_process(nats_server.url, bus.run, config, id="killed") as killed, half_done(built, GROUP - 1, each=10):
+            killed.kill()
+            await killed.exit_code()
+        await at_work(built, 0)
+        assert {index: each.attempt for index, each in (await bus.partials.of(tasks[0])).items()} == dict.fromkeys(left, left[0].attempt)
+        before = built.scheduler.counters.tokens_generated
+        async with actor_process(nats_server.url, bus.run, config, id="last"):
+            await samples_until(bus, complete(tasks, GROUP))
+            await settled(bus)
+        found = await all_samples(bus)
+        assert Counter(sample.actor for sample in found) == {"drained": 1, "last": GROUP - 1}
+        assert_undisturbed(found, whole)
+        missing = sum(len(each.tokens) - len(left[index].tokens) for index, each in enumerate(whole) if not left[index].sample_seq)
+        assert built.scheduler.counters.tokens_generated - before == missing
+
+
 async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus(lease_s=30.0) as bus, engine(bus, id="second", phase="joining") as second:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED)
