@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from learner.algorithms.alarms import FLOAT32, THRESHOLDS, AlarmWatch, Context, check, refuse_unknown
+from learner.algorithms.alarms import FLOAT32, MIN_GAP, MIN_SPREAD, MIN_TOKENS, THRESHOLDS, AlarmWatch, Context, check, refuse_unknown
 from learner.algorithms.config import AlarmConfig
 from tests.metric_names import METRICS, undocumented
 
@@ -129,3 +129,37 @@ def test_the_document_lists_every_alarm_and_its_metric() -> None:
     text = METRICS.read_text()
     assert not [name for name in THRESHOLDS if f"`{name}`" not in text]
     assert not undocumented(row.metric for row in THRESHOLDS.values())
+
+
+def test_thresholds_are_two_numbers_the_worse_one_second() -> None:
+    below = next(name for name, row in THRESHOLDS.items() if row.below)
+    above = next(name for name, row in THRESHOLDS.items() if not row.below and name != "lag")
+    for name, pair in ((below, [0.3, 0.2]), (below, [0.2, 0.2]), (above, [1, 2]), (above, (2, 2))):
+        refuse_unknown(AlarmConfig(thresholds={name: pair}))
+    for name, pair in ((below, [0.2, 0.3]), (above, [2, 1]), (above, [1, 2, 3]), (above, [1]), (above, 1), (above, ["a", "b"])):
+        with pytest.raises(ValueError, match=rf"alarms.thresholds.{name}: want \[warn, error\]"):
+            refuse_unknown(AlarmConfig(thresholds={name: pair}))
+
+
+def test_what_is_just_enough_to_mean_something_is_judged() -> None:
+    bad = {"offpolicy/ess": 0.0, "offpolicy/pearson": 0.0, "offpolicy/entropy_gap_sigmas": 99.0}
+    tripped = [name for name, _ in names(bad)]
+    assert set(tripped) == {"ess", "pearson", "entropy_gap"}
+    tokens = float(MIN_TOKENS)
+    enough = {
+        "train/tokens": tokens,
+        "offpolicy/entropy_gap_tokens": tokens,
+        "offpolicy/entropy_gap": -MIN_GAP,
+        "offpolicy/prob_std": MIN_SPREAD,
+    }
+    assert [name for name, _ in names(bad | enough)] == tripped
+    without_gap = [name for name in tripped if name != "entropy_gap"]
+    for few in ({"offpolicy/entropy_gap_tokens": tokens - 1}, {"offpolicy/entropy_gap": 0.99 * MIN_GAP}):
+        assert [name for name, _ in names(bad | few)] == without_gap
+
+
+def test_a_step_that_tells_no_lag_is_judged_as_fresh() -> None:
+    name = next(name for name, row in THRESHOLDS.items() if row.ages)
+    row = THRESHOLDS[name]
+    metrics = {key: value for key, value in HEALTHY.items() if key != "offpolicy/lag_mean"} | {row.metric: 1.5 * row.error}
+    assert (name, "error") in [(alarm.name, alarm.level) for alarm in check(metrics, AlarmConfig(), CONTEXT)]

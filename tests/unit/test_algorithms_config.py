@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from launch.settings import load, render
-from learner.algorithms.config import PRESETS, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
+from learner.algorithms.config import PRESETS, AlarmConfig, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
 
@@ -122,3 +122,28 @@ def test_a_divergence_that_makes_no_sense_is_refused(settings: dict[str, Any], r
 )
 def test_what_trains_old_data_as_if_it_were_fresh_is_known(changes: dict[str, Any], wanted: bool) -> None:
     assert AlgorithmConfig(**changes).uncorrected is wanted
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"clip_dual": 1.01}, {"clip_dual": 1.0}),
+        ({"weight_low": 0.99, "weight_high": 1.01}, {"weight_low": 1.0, "weight_high": 1.0}),
+        ({"weight_low": 1.0, "weight_high": 2.0}, {"weight_low": 1.01, "weight_high": 2.0}),
+        ({"weight_low": 0.5, "weight_high": 1.0}, {"weight_low": 0.5, "weight_high": 0.99}),
+        ({"reject": ("k1 token 0.5 1",)}, {"reject": ("k1 token 0.5 0.99",)}),
+        ({"reject": ("k1 token 0.99 1",)}, {"reject": ("k1 token 1 1",)}),
+    ],
+)
+def test_where_a_setting_ends_to_be_good(good: dict[str, Any], bad: dict[str, Any]) -> None:
+    AlgorithmConfig(correction="decoupled", **good)
+    with pytest.raises(ValueError, match="want"):
+        AlgorithmConfig(correction="decoupled", **bad)
+
+
+def test_where_the_other_settings_end() -> None:
+    assert AlarmConfig(patience=1).patience == 1
+    assert KLConfig(coef=0.1, horizon=0.5).horizon == 0.5
+    for make in (lambda: AlarmConfig(patience=0), lambda: KLConfig(horizon=0.0), lambda: KLConfig(coef=-0.1)):
+        with pytest.raises(ValueError, match="want"):
+            make()
