@@ -43,9 +43,7 @@ async def _full(run: Parts) -> Verdict:
         await _limit(bus, (await bus.samples.info()).bytes)
         actor = await _row(bus, "actor", lambda row: row.waits_for.startswith("room in SAMPLES"))
         assert actor.phase in ("working", "waiting") and "samples wait" in actor.waits_for, actor
-        feeder = await _row(bus, "feeder", lambda row: "groups" in row.waits_for)
-        assert feeder.phase == "waiting", feeder
-        assert (await bus.samples.info()).messages > 0
+        await _row(bus, "feeder", lambda row: row.phase == "waiting" and "more groups" in row.waits_for and row.load["step"] > 0)
         await _limit(bus, bus.config.samples_max_bytes)
         await _new_steps(bus, 5)
         return await _rest_and_judge(run, bus, seen)
