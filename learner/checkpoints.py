@@ -21,7 +21,7 @@ from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 
-MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 1
+MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 2
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 _BLOCK = 1 << 22
 

@@ -60,6 +60,17 @@ class CheckpointCorrupt(LearnerError):
         return f"{self.directory}/{self.file}: want {self.want}, got {self.got}"
 
 
+class CheckpointUnwritten(LearnerError):
+    """A checkpoint cannot be written: the disk is full, or refuses. The one before it is what the next start begins with."""
+
+    def __init__(self, directory: str, reason: str) -> None:
+        super().__init__(directory, reason)
+        self.directory, self.reason = directory, reason
+
+    def __str__(self) -> str:
+        return f"{self.directory}: cannot be written: {self.reason}"
+
+
 class NoCheckpoint(LearnerError):
     """The run says that it has a checkpoint, and none of those on disk can be used."""
 

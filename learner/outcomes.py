@@ -119,8 +119,7 @@ class Outcomes:
     async def _commit(self, row: dict[str, Any]) -> None:
         rows = self._bus.rows("run")
         while True:
-            if (newest := await current_epoch(self._bus)) > self._epoch:
-                raise Fenced(f"run.{CHECKPOINT_KEY}", self._epoch, newest)
+            await self._refuse_if_replaced()
             standing = await rows.get(CHECKPOINT_KEY)
             try:
                 await rows.update(CHECKPOINT_KEY, row, 0 if standing is None else standing[1])
@@ -128,8 +127,14 @@ class Outcomes:
             except RowConflict:
                 continue
 
+    async def _refuse_if_replaced(self) -> None:
+        """Raises Fenced."""
+        if (newest := await current_epoch(self._bus)) > self._epoch:
+            raise Fenced(f"run.{CHECKPOINT_KEY}", self._epoch, newest)
+
     async def _trim(self, latest: Checkpoint, state: dict[str, Any]) -> None:
         """Forget what lies behind the oldest kept checkpoint, less the window of history."""
+        await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
         kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)
         oldest = read_state(await asyncio.to_thread(checkpoints.read_state, kept[-1].path))
         history = self._bus.config.history_samples

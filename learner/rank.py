@@ -28,7 +28,7 @@ from learner.algorithms.alarms import AlarmWatch, Context
 from learner.algorithms.config import AlgorithmConfig
 from learner.batch import StepBatch
 from learner.config import LearnerConfig, StalenessConfig
-from learner.errors import AlarmStop
+from learner.errors import AlarmStop, CheckpointUnwritten
 from learner.feed_client import FeedClient
 from learner.feed_messages import End, Start
 from learner.megatron import parallel, state
@@ -233,7 +233,7 @@ class Rank:
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
     def _checkpoint(self, batch: StepBatch, epoch: int) -> None:
-        """All ranks write; rank 0 adds the data's state, makes it durable and tells."""
+        """All ranks write; rank 0 adds the data's state, makes it durable and tells. Raises CheckpointUnwritten."""
         began = time.monotonic()
         root, rank = self._places.checkpoints, self._here.rank
         directory = [str(checkpoints.staging(root, step=batch.step, epoch=epoch))] if rank == 0 else [""]
@@ -249,7 +249,10 @@ class Rank:
         )
         dist.barrier()
         if rank == 0:
-            path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})
+            try:
+                path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})
+            except OSError as error:
+                raise CheckpointUnwritten(str(tmp), str(error)) from error
             self._feed.checkpointed(batch.step, str(path))
             log.info("checkpoint step=%d path=%s seconds=%.2f", batch.step, path, time.monotonic() - began)
 

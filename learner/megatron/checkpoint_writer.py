@@ -15,6 +15,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
+
+from learner.errors import CheckpointUnwritten
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
@@ -24,12 +27,16 @@ class InProcessSave(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards into one file, and the metadata on rank 0."""
+        """Write this rank's shards into one file, and the metadata on rank 0. Raises CheckpointUnwritten, on every rank."""
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*DTensor instead", category=FutureWarning)
-            torch_checkpoint.save(
-                mcore_to_pyt_state_dict(renamed, False),
-                storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-                planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
-            )
+            try:
+                torch_checkpoint.save(
+                    mcore_to_pyt_state_dict(renamed, False),
+                    storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+                    planner=MCoreSavePlanner(dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False),
+                )
+            except CheckpointException as error:
+                reasons = "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in error.failures.items())
+                raise CheckpointUnwritten(str(checkpoint_dir), reasons) from None

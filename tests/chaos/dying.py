@@ -1,9 +1,9 @@
 """A learner of one rank that is killed -9, feeder and rank together, at a named instant. Nothing of it is changed but one function's entry.
 
-    python -m tests.chaos.dying learner <instant> <n> <arguments of `tidemill learner`>
+    python -m tests.chaos.dying learner <instant> <signal> <arguments of `tidemill learner`>
 
-starts feeder and rank as `tidemill learner` does, one of them with the instant's function wrapped: at its n-th call the process kills its
-whole process group. The file <instant>.died beside the run's directory says that it came to that.
+starts feeder and rank as `tidemill learner` does, one of them with the instant's function wrapped: at its n-th call the process sends the
+signal (KILL or STOP) to its whole process group. The file <instant>.died beside the run's directory says that it came to that.
 """
 
 import importlib
@@ -49,14 +49,14 @@ pruned       older checkpoints are gone, task floor and streams are untouched
 """
 
 
-def learner(instant: str, nth: str, arguments: list[str]) -> int:
+def learner(instant: str, how: str, arguments: list[str]) -> int:
     """Both children; 0 when both have ended well. They are in this process' group: who kills it, kills all."""
     port = _free_port("127.0.0.1")
     tail = [*arguments, "--feeder-url", f"tcp://127.0.0.1:{_free_port('127.0.0.1')}"]
     environments = {"feeder": {}, "rank": _rank_environment(0, 1, "127.0.0.1", port, 1)}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.dying", role, instant, nth, *tail],
+            [sys.executable, "-m", "tests.chaos.dying", role, instant, how, *tail],
             env={**os.environ, **extra},
             preexec_fn=_die_with_parent(os.getpid()),
         )
@@ -65,10 +65,10 @@ def learner(instant: str, nth: str, arguments: list[str]) -> int:
     return max(child.wait() for child in children)
 
 
-def child(role: str, instant: str, nth: int, arguments: list[str]) -> int:
-    whose, where, _ = INSTANTS[instant]
+def child(role: str, instant: str, how: str, arguments: list[str]) -> int:
+    whose, where, nth = INSTANTS[instant]
     if whose == role:
-        _die_at(where, nth, _mark(arguments, instant))
+        _die_at(where, nth, signal.Signals[f"SIG{how}"], _mark(arguments, instant))
     return main([role, *arguments])
 
 
@@ -77,7 +77,7 @@ def _mark(arguments: list[str], instant: str) -> Path:
     return Path(directory).with_name(f"{instant}.died")
 
 
-def _die_at(where: str, nth: int, mark: Path) -> None:
+def _die_at(where: str, nth: int, how: signal.Signals, mark: Path) -> None:
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
@@ -90,12 +90,12 @@ def _die_at(where: str, nth: int, mark: Path) -> None:
         calls += 1
         if calls == nth:
             mark.touch()
-            os.killpg(0, signal.SIGKILL)
+            os.killpg(0, how)
         return original(*args, **kwargs)
 
     setattr(owner, name, dying)
 
 
 if __name__ == "__main__":
-    what, when, count, *rest = sys.argv[1:]
-    sys.exit(learner(when, count, rest) if what == "learner" else child(what, when, int(count), rest))
+    what, when, how, *rest = sys.argv[1:]
+    sys.exit(learner(when, how, rest) if what == "learner" else child(what, when, how, rest))

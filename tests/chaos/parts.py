@@ -14,11 +14,10 @@ import psutil
 
 from bus.connection import Bus, connect
 from launch.process import _die_with_parent
-from tests.chaos.dying import INSTANTS
 from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
-PATIENCE_S = 100.0
+PATIENCE_S = 200.0
 """Longest wait for what must come; wall time on shared cores."""
 
 
@@ -40,12 +39,12 @@ class Part:
         top = psutil.Process(self.process.pid)
         return [top, *top.children(recursive=True)]
 
-    def freeze(self) -> list[psutil.Process]:
-        """SIGSTOP to the whole family, which is given; `thaw` ends it."""
-        stopped = self.family()
-        for process in stopped:
-            process.suspend()
-        return stopped
+    async def frozen(self) -> list[psutil.Process]:
+        """The whole family, once SIGSTOP has reached all of it; `thaw` ends it."""
+        async with asyncio.timeout(PATIENCE_S):
+            while {process.status() for process in self.family()} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        return self.family()
 
     def kill(self) -> None:
         self.process.kill()
@@ -78,9 +77,9 @@ class Parts:
     def root(self) -> Path:
         return self.directory / "run"
 
-    def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "") -> Part:
-        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``: when a learner dies (see `dying`)."""
-        how = ["tests.chaos.dying", role, instant, str(INSTANTS[instant][2])] if instant else ["launch", role]
+    def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "", how: str = "KILL") -> Part:
+        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``: when a learner dies, and ``how`` (see `dying`)."""
+        how = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
         command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
         command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):

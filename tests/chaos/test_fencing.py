@@ -9,32 +9,37 @@ from bus import subjects
 from bus.connection import Bus
 from bus.errors import Fenced, NotFound
 from bus.fenced import epoch_of
+from bus.messages import Done, Plan
 from tests.chaos.auditor import judge
-from tests.chaos.parts import Parts, parts, thaw
+from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
 from tests.whole.running import records, until_step, up
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=5")
 
 
-async def test_a_learner_that_was_replaced_writes_nothing_and_ends_with_the_reason(tmp_path: Path) -> None:
-    """Replaced while it works; and replaced while it is frozen, with everything it was about to do still to be done when it thaws."""
+def test_a_learner_that_was_replaced_writes_nothing_and_ends_with_the_reason(tmp_path: Path) -> None:
+    """Replaced while it works; and replaced while it is frozen, with a checkpoint committed and the older ones still to be removed."""
+    asyncio.run(asyncio.wait_for(_replaced(tmp_path), 3 * PATIENCE_S))
+
+
+async def _replaced(tmp_path: Path) -> None:
     with parts(tmp_path, *SETTINGS) as run:
         await run.begin("engine", "actor")
         first = run.start("learner", name="first")
         async with run.bus() as bus:
             await until_step(bus, 8)
-            second = run.start("learner", name="second")
+            second = run.start("learner", name="second", instant="committed", how="STOP")
             assert await first.code() == Fenced.exit_code, first.log[-3000:]
             assert "epoch 1 is fenced off by epoch 2: another learner has taken over this run" in first.log.splitlines()[-1]
-            await _done_by(bus, 2)
 
-            frozen = second.freeze()
+            frozen = await second.frozen()
             third = run.start("learner", name="third")
             await _done_by(bus, 3)
             before = await _left_by(bus, run, 2)
             thaw(frozen)
             assert await second.code() == Fenced.exit_code, second.log[-3000:]
-            assert "epoch 2 is fenced off by epoch 3" in second.log.splitlines()[-1], second.log[-3000:]
+            assert "epoch 2 is fenced off by epoch 3" in second.log, second.log[-3000:]
+            assert "checkpoint removed" not in second.log
             after = await _left_by(bus, run, 2)
             assert all(before.get(place) == value for place, value in after.items()), (before, after)
             third.process.send_signal(signal.SIGTERM)
@@ -51,8 +56,12 @@ async def test_a_learner_that_was_replaced_writes_nothing_and_ends_with_the_reas
         assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
 
 
-async def test_up_ends_when_a_stranger_has_taken_its_learner_s_place(tmp_path: Path) -> None:
+def test_up_ends_when_a_stranger_has_taken_its_learner_s_place(tmp_path: Path) -> None:
     """To start it again would fence the other, whose keeper would start that again, and so on."""
+    asyncio.run(asyncio.wait_for(_up_and_a_stranger(tmp_path), 3 * PATIENCE_S))
+
+
+async def _up_and_a_stranger(tmp_path: Path) -> None:
     with up(tmp_path, *SETTINGS) as run, parts(tmp_path, *SETTINGS) as beside:
         async with run.bus() as bus:
             await until_step(bus, 3)
@@ -66,11 +75,12 @@ async def test_up_ends_when_a_stranger_has_taken_its_learner_s_place(tmp_path: P
 async def _done_by(bus: Bus, epoch: int) -> None:
     """A step that was not done before is done by the learner of this epoch."""
     newest = 0
-    async for _, record in bus.plans.follow():
-        if type(record).__name__ == "Plan" and record.epoch < epoch:
-            newest = max(newest, record.step)
-        if type(record).__name__ == "Done" and record.epoch == epoch and record.step > newest:
-            return
+    async with asyncio.timeout(PATIENCE_S):
+        async for _, record in bus.plans.follow():
+            if isinstance(record, Plan) and record.epoch < epoch:
+                newest = max(newest, record.step)
+            if isinstance(record, Done) and record.epoch == epoch and record.step > newest:
+                return
 
 
 async def _left_by(bus: Bus, run: Parts, epoch: int) -> dict[str, dict[str, Any]]:

@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from bus import subjects
 from bus.config import BusConfig
 from bus.connection import Bus, connect
@@ -17,6 +19,7 @@ from bus.live import LiveView
 from bus.messages import Done, LiveRow
 from bus.server import find_binary
 from launch.process import _die_with_parent
+from learner.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
@@ -40,9 +43,7 @@ async def _full(run: Parts) -> Verdict:
         await _limit(bus, (await bus.samples.info()).bytes)
         actor = await _row(bus, "actor", lambda row: row.waits_for.startswith("room in SAMPLES"))
         assert actor.phase in ("working", "waiting") and "samples wait" in actor.waits_for, actor
-        feeder = await _row(bus, "feeder", lambda row: "groups" in row.waits_for)
-        assert feeder.phase == "waiting", feeder
-        assert (await bus.samples.info()).messages > 0
+        await _row(bus, "feeder", lambda row: row.phase == "waiting" and "more groups" in row.waits_for and row.load["step"] > 0)
         await _limit(bus, bus.config.samples_max_bytes)
         await _new_steps(bus, 5)
         return await _rest_and_judge(run, bus, seen)
@@ -69,6 +70,31 @@ async def _no_disk(run: Parts, server: "Server") -> Verdict:
         server.restart(room_bytes=ROOM_BYTES)
         await _new_steps(bus, 5)
         return await _rest_and_judge(run, bus, seen)
+
+
+def test_no_room_for_a_checkpoint_ends_the_learner_with_the_reason(tmp_path: Path) -> None:
+    """The one before it stays what a start begins with; what was half written is removed."""
+    with parts(tmp_path, *SETTINGS) as run:
+        asyncio.run(_no_room_for_a_checkpoint(run))
+
+
+async def _no_room_for_a_checkpoint(run: Parts) -> None:
+    await run.begin("engine", "actor")
+    learner = run.start("learner")
+    async with _witnessed(run) as (bus, seen):
+        await _new_steps(bus, 7)
+        (rank,) = [process for process in learner.family() if "rank" in process.cmdline()]
+        rank.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))  # of every file it writes
+        assert await learner.code() == 1
+        told = "-epoch-1.tmp: cannot be written: rank 0: [Errno 27] File too large"
+        assert told in learner.log.splitlines()[-1], learner.log[-3000:]
+        row = await bus.rows("run").get(CHECKPOINT_KEY)
+        (torn,) = (run.root / "checkpoints").glob("*.tmp")
+        run.start("learner", name="again")
+        await _new_steps(bus, 12)
+        verdict = await _rest_and_judge(run, bus, seen)
+    assert row is not None and f"step={row[0]['step']} recorded=" in run.started[-1].log, "it resumes from the last that was written"
+    assert not torn.exists() and verdict.steps_taken_again > 0, verdict
 
 
 class Server:

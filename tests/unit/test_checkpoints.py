@@ -50,7 +50,7 @@ def test_a_taken_name_is_refused(tmp_path: Path) -> None:
         (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json"),
-        (lambda path: (path / "manifest.json").write_text(json.dumps({"schema": 2, "files": {}, "extra": {}})), "manifest.json"),
+        (lambda path: (path / "manifest.json").write_text(json.dumps({"schema": 1, "files": {}, "extra": {}})), "manifest.json"),
     ],
 )
 def test_verify_names_the_first_bad_file(tmp_path: Path, damage: object, file: str) -> None:
