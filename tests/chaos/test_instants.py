@@ -4,6 +4,8 @@ import asyncio
 import signal
 from pathlib import Path
 
+import pytest
+
 from bus.connection import Bus
 from bus.messages import Done
 from learner.restart import CHECKPOINT_KEY
@@ -21,9 +23,22 @@ SETTINGS = (
 """Nothing is trimmed, so that all of it can be trained again."""
 
 
+TELLING = ("stepped", "written", "named", "committed")
+"""Between step and report, in the middle of a checkpoint, between checkpoint and commit, between commit and trim."""
+
+
+def test_killed_at_the_telling_instants(tmp_path: Path) -> None:
+    _killed_at(tmp_path, TELLING)
+
+
+@pytest.mark.slow
 def test_killed_at_every_instant(tmp_path: Path) -> None:
+    _killed_at(tmp_path, tuple(INSTANTS))
+
+
+def _killed_at(tmp_path: Path, instants: tuple[str, ...]) -> None:
     with parts(tmp_path, *SETTINGS) as run:
-        asyncio.run(_killed_and_resumed(run))
+        asyncio.run(_killed_and_resumed(run, instants))
         disturbed = asyncio.run(_judged(run))
         assert disturbed.steps_taken_again > 0, disturbed
         asyncio.run(_trained_again(run, disturbed.steps))
@@ -31,9 +46,9 @@ def test_killed_at_every_instant(tmp_path: Path) -> None:
         assert again.steps_taken_again == disturbed.steps_taken_again + disturbed.steps_done, (disturbed, again)
 
 
-async def _killed_and_resumed(run: Parts) -> None:
+async def _killed_and_resumed(run: Parts, instants: tuple[str, ...]) -> None:
     await run.begin("engine", "actor")
-    for instant in INSTANTS:
+    for instant in instants:
         dying = run.start("learner", name=f"learner {instant}", instant=instant)
         assert await dying.code() == -signal.SIGKILL, f"{instant}: {dying.log[-3000:]}"
         assert (run.directory / f"{instant}.died").exists(), f"{instant}: killed by somebody else"
