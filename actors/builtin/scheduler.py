@@ -67,6 +67,8 @@ class Counters:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     idle_s: float = 0.0
+    decode_cpu_s: float = 0.0
+    """CPU time of the decoding thread."""
     """Waiting for requests."""
     paused_s: float = 0.0
 
@@ -183,6 +185,7 @@ class Scheduler:
                 if not self.paused:
                     self._step()
                 self._deliver()
+                self.counters.decode_cpu_s = time.thread_time()
         while not self._calls.empty():
             self._calls.get()[1].cancel()
 
