@@ -174,9 +174,8 @@ def report(way: Way, seen: Seen, clients: Clients) -> None:
     typical = median(quiet)
     durations = [end - begin for begin, end in seen.pushes]
     print(f"{way.name}: {len(seen.pushes)} pushes of {1e3 * median(durations):.0f} ms (median), {clients.broken} responses broken off")
-    print(
-        f"  gap between tokens: median {1e3 * typical:.2f} ms; in a push: median {1e3 * median(during):.2f}, longest {1e3 * max(during):.1f} ms"
-    )
+    in_push = f"median {1e3 * median(during):.2f}, longest {1e3 * max(during):.1f} ms"
+    print(f"  gap between tokens: median {1e3 * typical:.2f} ms; in a push: {in_push}")
     print(f"  tokens per CPU-second: quiet {median(seen.quiet):.0f}, pushing {median(seen.pushing):.0f}")
     print(f"RATIO {way.name}, tokens per CPU-second, pushing / quiet: {median(seen.pushing) / median(seen.quiet):.3f}")
     print(f"RATIO {way.name}, longest gap in a push / (2 x median + 20 ms): {max(during) / (2 * typical + FLOOR_S):.2f}", flush=True)
