@@ -1,9 +1,11 @@
-"""A learner of one rank that is killed -9, feeder and rank together, at a named instant. Nothing of it is changed but one function's entry.
+"""A learner or an engine that is killed -9, or frozen, at a named instant. Nothing of it is changed but one function's entry.
 
     python -m tests.chaos.dying learner <instant> <signal> <arguments of `tidemill learner`>
+    python -m tests.chaos.dying engine <phase> <signal> <arguments of `tidemill engine`>
 
-starts feeder and rank as `tidemill learner` does, one of them with the instant's function wrapped: at its n-th call the process sends the
-signal (KILL or STOP) to its whole process group. The file <instant>.died beside the run's directory says that it came to that.
+The learner has one rank; feeder and rank are started as `tidemill learner` does, one of them with the instant's function wrapped, and so
+is the engine: at its n-th call the process sends the signal (KILL or STOP) to its whole process group. The file <instant>.died (of an
+engine: <its name>.died) beside the run's directory says that it came to that.
 """
 
 import importlib
@@ -47,6 +49,24 @@ named        the directory has its name, nobody knows
 committed    the row names it, nothing is pruned or trimmed
 pruned       older checkpoints are gone, task floor and streams are untouched
 """
+
+
+PHASES = {
+    "joining": ("actors.builtin.updates:WeightUpdates.join", 1),
+    "beginning": ("actors.builtin.updates:WeightUpdates.begin", 2),
+    "receiving": ("actors.builtin.updates:WeightUpdates.bucket", 2),
+    "writing": ("actors.builtin.updates:WeightUpdates._write", 2),
+    "ending": ("actors.builtin.updates:WeightUpdates.end", 2),
+    "flipping": ("actors.builtin.updates:WeightUpdates._flip", 2),
+}
+"""Phase of a push: the engine's function, and at which of its calls it dies, as the call begins."""
+
+
+def engine(phase: str, how: str, arguments: list[str]) -> int:
+    where, nth = PHASES[phase]
+    name = arguments[arguments.index("--id") + 1]
+    _die_at(where, nth, signal.Signals[f"SIG{how}"], _mark(arguments, name))
+    return main(["engine", *arguments])
 
 
 def learner(instant: str, how: str, arguments: list[str]) -> int:
@@ -98,4 +118,6 @@ def _die_at(where: str, nth: int, how: signal.Signals, mark: Path) -> None:
 
 if __name__ == "__main__":
     what, when, how, *rest = sys.argv[1:]
-    sys.exit(learner(when, how, rest) if what == "learner" else child(what, when, how, rest))
+    if what in ("learner", "engine"):
+        sys.exit({"learner": learner, "engine": engine}[what](when, how, rest))
+    sys.exit(child(what, when, how, rest))

@@ -78,14 +78,14 @@ class Parts:
         return self.directory / "run"
 
     def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "", how: str = "KILL") -> Part:
-        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``: when a learner dies, and ``how`` (see `dying`)."""
+        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see `dying`)."""
         how = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
         command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
         command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
         for setting in (f"directory={self.root}", *self.settings, *settings):
             command += ["--set", setting]
         name = name or role
-        if role in ("actor", "engine", "learner") and not instant:
+        if role in ("actor", "engine") or (role == "learner" and not instant):
             command += ["--id", name]
         log_file = self.directory / f"{name}.log"
         with log_file.open("ab") as log:

@@ -54,7 +54,7 @@ async def _killed_and_resumed(run: Parts, instants: tuple[str, ...]) -> None:
         assert (run.directory / f"{instant}.died").exists(), f"{instant}: killed by somebody else"
     async with run.bus() as bus:
         last = run.start("learner")
-        await _new_steps(bus, 7)
+        await new_steps(bus, 7)
         last.process.send_signal(signal.SIGTERM)
         assert await last.code() == 0, last.log[-3000:]
     for part in run.started:
@@ -62,7 +62,7 @@ async def _killed_and_resumed(run: Parts, instants: tuple[str, ...]) -> None:
             part.kill()
 
 
-async def _new_steps(bus: Bus, count: int) -> None:
+async def new_steps(bus: Bus, count: int) -> None:
     """So many steps are done that were not done before."""
     newest = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)], default=0)
     async with asyncio.timeout(PATIENCE_S):
