@@ -37,6 +37,7 @@ class Heartbeat:
         self._rows, self._every_s = bus.rows(_BUCKET), every_s
         self._waiter = Waiter()
         self._beating: asyncio.Task[None] | None = None
+        self._ending = False
 
     def update(self, **changes: Any) -> None:
         """Change fields of the row; written at once."""
@@ -49,6 +50,10 @@ class Heartbeat:
 
     async def __aexit__(self, exc_type: object, *exc: object) -> None:
         assert self._beating is not None
+        self._ending = True
+        self._waiter.wake()
+        if exc_type is None:  # a row on its way may be stored behind its own removal: let it arrive
+            await asyncio.wait({self._beating}, timeout=self._every_s)
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
         if exc_type is not None:
@@ -60,7 +65,7 @@ class Heartbeat:
             _log.warning("live row left behind key=%s error=%s", _key(self.row), error)
 
     async def _beat(self) -> None:
-        while True:
+        while not self._ending:
             try:
                 async with asyncio.timeout(_PATIENCE * self._every_s):
                     await self._rows.put(_key(self.row), dataclasses.asdict(self.row))
