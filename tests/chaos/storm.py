@@ -19,6 +19,7 @@ import psutil
 
 from bus.connection import connect
 from bus.errors import BusError
+from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
@@ -151,6 +152,17 @@ async def _until_alone(directory: Path) -> None:
             return
         assert time.monotonic() < deadline, f"children of a killed `up` are alive after 30 s: {left}"
         await asyncio.sleep(0.05)
+
+
+async def drained_and_judged(run: Up) -> Verdict:
+    """End a run that has no end of its own; the auditor's verdict on what it leaves, which must be good."""
+    run.process.send_signal(signal.SIGTERM)
+    code = await asyncio.to_thread(run.wait)
+    assert code in (0, 75), run.log[-3000:]
+    async with standing_bus(run.directory) as url:
+        verdict = await judge(url, run.run, run.directory / "checkpoints", {})
+    assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
+    return verdict
 
 
 @contextlib.asynccontextmanager

@@ -9,7 +9,8 @@ from typing import Any
 
 from bus.connection import Bus
 from bus.messages import Dead, Plan, Requeue
-from tests.whole.running import ROOT, assert_books_balance, records, up
+from tests.chaos.storm import drained_and_judged
+from tests.whole.running import ROOT, up
 
 
 async def dead_tasks(bus: Bus, count: int) -> list[Dead]:
@@ -32,7 +33,7 @@ async def dead(run_dir: Path, *words: str) -> str:
 async def test_poisoned_prompts(tmp_path: Path) -> None:
     mended = tmp_path / "mended"
     poison = ("actor.reward=tests.poison:ones", f"actor.reward_options.mended={mended}", "bus.max_attempts=2")
-    with up(tmp_path, *poison, "learner.steps=200", "learner.keep_checkpoints=2") as run:
+    with up(tmp_path, *poison, "learner.steps=1000000") as run:
         async with run.bus() as bus:
             first, second, *_ = await dead_tasks(bus, 3)
             listed = [json.loads(line) for line in (await dead(run.directory, "--json")).splitlines()]
@@ -56,8 +57,5 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
                 if isinstance(record, Plan) and again[0] in record.tasks.tolist():
                     break
             assert [one.task async for _, one in bus.plans.scan() if isinstance(one, Requeue)] == [first.task]
-            _, done = await records(bus)
-            assert max(one.step for one in done) < 200, "while the run went on"
-        assert await asyncio.to_thread(run.wait) == 0, run.log
-        assert_books_balance(run.summary, max_lag=2)
-        assert run.summary["samples_dropped"]["failed"] >= 6, "two attempts of three dead tasks"
+        verdict = await drained_and_judged(run)
+        assert verdict.dropped["failed"] > 0
