@@ -5,6 +5,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bus import subjects
 from bus.connection import Bus
 from bus.errors import Fenced, NotFound
@@ -56,6 +58,7 @@ async def _replaced(tmp_path: Path) -> None:
         assert not (verdict.lost or verdict.twice or verdict.wrong), verdict
 
 
+@pytest.mark.slow
 def test_up_ends_when_a_stranger_has_taken_its_learner_s_place(tmp_path: Path) -> None:
     """To start it again would fence the other, whose keeper would start that again, and so on."""
     asyncio.run(asyncio.wait_for(_up_and_a_stranger(tmp_path), 3 * PATIENCE_S))

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.whole.running import ROOT, assert_books_balance, up
 
 
@@ -37,6 +39,7 @@ def test_a_learner_alone_comes_to_the_same_bits_and_with_another_rate_to_others(
     assert weights(other) != weights(run.directory)
 
 
+@pytest.mark.slow
 def test_where_samples_were_trimmed_it_begins_behind_the_oldest_checkpoint(tmp_path: Path) -> None:
     settings = ("learner.steps=8", "learner.checkpoint_every=2", "learner.keep_checkpoints=2", "bus.history_samples=0")
     with up(tmp_path, *settings) as run:
