@@ -305,6 +305,7 @@ def test_samples_are_counted_by_group() -> None:
     assert metrics["train/reward_mean"] == pytest.approx(3 / 7)
     assert metrics["train/reward_std"] == pytest.approx(math.sqrt(3 / 7 * 4 / 7))
     assert metrics["train/response_length_mean"] == 4
+    assert metrics["train/response_length_max"] == 7
     assert metrics["train/truncated_share"] == pytest.approx(1 / 7)
 
 
