@@ -14,6 +14,9 @@ WALL = {
 """Functions by the module or class they are called on."""
 READ_FOR = {
     "actors/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
+    "actors/builtin/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "actors/chat_template.py": "strftime_now of chat templates, as transformers has it",
+    "actors/router/exact.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
 STAMPS = {"created_s": {"actors/actor.py", "launch/looking.py"}, "stored_s": {"bus/jetstream.py", "bus/pull.py", "bus/samples.py"}}
