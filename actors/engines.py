@@ -159,6 +159,7 @@ class Engines:
         self._waiting: dict[int, tuple[int, float]] = {}
         """Ticket -> (version asked for, since when)."""
         self._look_now = asyncio.Event()
+        self._looks = 0
         self._closing = False
 
     async def run(self) -> None:
@@ -171,6 +172,8 @@ class Engines:
                         await self._update(await self._lookout.look())
                     except BusError as error:  # what was seen last is still the best guess
                         logger.debug("engines not seen error=%s", error)
+                    self._looks += 1
+                    self._wake()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S):
                             await self._look_now.wait()
@@ -214,6 +217,15 @@ class Engines:
         finally:
             place.in_flight -= 1
             self._wake()
+
+    async def look_again(self) -> None:
+        """Return when what the lookout says now is known; at once, whoever waits."""
+        async with asyncio.timeout(ANSWER_S):
+            for _ in range(2):  # the first may have begun before
+                seen = self._looks
+                self._look_now.set()
+                while self._looks == seen:
+                    await self._changed.wait()
 
     def give_up(self) -> None:
         """From now on nobody waits: who finds no engine at once gets NoEngine."""

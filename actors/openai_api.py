@@ -10,6 +10,7 @@ chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-pr
 import difflib
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ SAMPLING = {
     **{same: same for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim")},
 }
 """OpenAI's name, or the common one -> SGLang's."""
+OPENAIS = {theirs: name for name, theirs in reversed(SAMPLING.items())}
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
 COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids"}
 OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "response_format", "chat_template_kwargs", "add_generation_prompt"}
@@ -147,9 +149,11 @@ def prompt_ids(asked: Asked, text: Text | None, template: ChatTemplate | None) -
 def error(message: str, status: int) -> dict[str, Any]:
     """In OpenAI's shape."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    where, found, _ = message.partition(":")
-    named = found and where.replace("_", "").replace(".", "").isalnum()
-    return {"error": {"message": message, "type": kind, "param": where if named and status == 400 else None, "code": status}}
+    where, found, what = message.partition(":")
+    if where.startswith("sampling_params."):
+        where = OPENAIS.get(where.removeprefix("sampling_params."), where)
+    named = found and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
+    return {"error": {"message": where + found + what, "type": kind, "param": where if named else None, "code": status}}
 
 
 class Told:

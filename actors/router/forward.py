@@ -28,7 +28,7 @@ GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 NOT_FORWARDED = frozenset(
     (
         *("host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "expect"),
-        *("proxy-authenticate", "proxy-authorization", "accept-encoding"),  # an engine's words come as they are, not compressed
+        *("proxy-authenticate", "proxy-authorization", "accept-encoding"),
         *(name.lower() for name in SESSION_HEADERS),
     )
 )
@@ -136,6 +136,7 @@ class Forwarder:
         """A response whose status and headers are there."""
         where = url + request.path + (f"?{request.query}" if request.query else "")
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
+        headers["Accept-Encoding"] = "identity"  # an engine's words come as they are, each when it is said
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 response = await stack.enter_async_context(

@@ -113,12 +113,14 @@ class Router:
 
     async def _add(self, request: web.Request) -> web.Response:
         await self.lookout.add(await _worker_in(request))
+        await self.engines.look_again()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
         if not self.lookout.remove(url):
             raise BadRequest(f"url: want one of {', '.join(self.lookout.urls()) or 'none, there is no worker'}, got {url!r}")
+        await self.engines.look_again()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
     async def _list(self, request: web.Request) -> web.Response:
