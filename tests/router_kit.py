@@ -69,14 +69,15 @@ async def routing(*urls: str, view: LiveView | None = None, wait: bool = True, *
 
 
 class Faulty:
-    """Says that it is healthy, and meets requests as told: break (the connection), 503, 500, hang, half (then breaks), ok."""
+    """Says that it is healthy, and meets requests as told: break (the connection), 503, version, 500, hang, half (then breaks), ok."""
 
     def __init__(self) -> None:
         self.does, self.healthy, self.asked = "ok", True, list[str]()
         self.paths: list[str] = []
         self.gone = asyncio.Event()
         """Set when the client of a hanging request has gone."""
-        self.url = ""
+        self.url, self.leave = "", _nothing
+        """``leave``: be gone from its address."""
 
     async def meet(self, request: web.Request) -> web.StreamResponse:
         if request.path == "/health":
@@ -92,6 +93,9 @@ class Faulty:
                 request.transport.abort()
             case "503":
                 return web.json_response({"error": {"message": "full", "code": 503}}, status=503)
+            case "version":
+                refused = {"error": {"message": "version 9 is not served", "code": 503}, "unavailable": "VersionUnavailable"}
+                return web.json_response(refused, status=503)
             case "500":
                 return web.json_response({"error": {"message": "broken", "code": 500}}, status=500)
             case "hang":
@@ -118,6 +122,7 @@ async def faulty() -> AsyncIterator[Faulty]:
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.leave = runner.cleanup
     engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     try:
         yield engine
@@ -160,6 +165,9 @@ async def engine_process(model_dir: Path) -> AsyncIterator[EngineProcess]:
         yield process
     finally:
         await process.kill()
+
+
+async def _nothing() -> None: ...
 
 
 async def _content(response: aiohttp.ClientResponse) -> Any:

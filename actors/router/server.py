@@ -180,9 +180,7 @@ class Router:
                         await response.write(chunk)
         except (EngineError, TimeoutError) as error:
             log.warning("answer broken off path=%s error=%s", given.path, error or "the client does not read")
-            if given.transport is not None:
-                given.transport.abort()
-            raise ConnectionResetError("answer broken off") from error
+            raise ConnectionResetError("answer broken off") from error  # the client sees that there is no end
         await response.write_eof()
         return response
 

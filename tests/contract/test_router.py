@@ -115,23 +115,27 @@ async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_ba
 
 async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(model_dir: Path) -> None:
     """Its first check has shown it serving, and then it went."""
-    async with serving(model_dir) as well, AsyncExitStack() as stack:
-        gone = await stack.enter_async_context(faulty())
-        door = await stack.enter_async_context(routing(gone.url, well.engine.url, health_every_s=1000.0))
-        leaving = stack.pop_all()
-        try:
-            await leaving_first(leaving)
-            answers = [await door.post("/flush_cache") for _ in range(3)]
-            assert [status for status, _ in answers] == [200] * 3, answers
-        finally:
-            await leaving.aclose()
+    async with faulty() as gone, serving(model_dir) as well, routing(gone.url, well.engine.url, health_every_s=1000.0) as door:
+        await gone.leave()
+        answers = [await door.post("/flush_cache") for _ in range(3)]
+        assert [status for status, _ in answers] == [200] * 3, answers
 
 
-async def leaving_first(stack: AsyncExitStack) -> None:
-    """Leave what was entered first; the rest stays."""
-    kind, leave = stack._exit_callbacks.popleft()  # type: ignore[attr-defined]
-    assert not kind, "async"
-    await leave(None, None, None)
+async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
+    """That is no reason for a quarantine, so nothing but the refusal itself sends it elsewhere."""
+    async with faulty() as old, faulty() as new, routing(old.url, new.url) as door:
+        for engine in (old, new):
+            engine.does = "version"
+        answers = await asyncio.gather(*(door.generate(session="s") for _ in range(2)))
+        assert [status for status, _ in answers] == [503, 503]
+        new.does = "ok"
+        assert (await door.generate(session="s"))[0] == 200
+        old.asked.clear()
+        old.does, new.does = "ok", "version"
+        assert (await door.generate(session="s"))[0] == 200
+        assert old.asked == ["ok"]
+        workers = await door.until(lambda _: True)
+        assert [worker["failures"] for worker in workers.values()] == [0, 0]
 
 
 @pytest.mark.parametrize(
