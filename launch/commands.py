@@ -132,10 +132,18 @@ def router(args: argparse.Namespace) -> int:
     process.set_up_logging("router", id)
     address = _address(args, None, id) if args.bus else ""
 
-    async def body(draining: asyncio.Event) -> None:
-        await roles.run_router(wanted, args.run, address, id, draining, drain_s=ROUTER_DRAIN_S)
+    refused: list[ValueError] = []
 
-    return process.run(body, drain_s=ROUTER_DRAIN_S + 5)
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.run_router(wanted, args.run, address, id, draining, drain_s=ROUTER_DRAIN_S)
+        except ValueError as error:
+            refused.append(error)
+
+    code = process.run(body, drain_s=ROUTER_DRAIN_S + 5)
+    if refused:
+        raise refused[0]
+    return code
 
 
 def host(args: argparse.Namespace) -> int:

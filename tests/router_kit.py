@@ -72,7 +72,9 @@ class Faulty:
     """Says that it is healthy, and meets requests as told: break (the connection), 503, version, 500, hang, half (then breaks), ok."""
 
     def __init__(self) -> None:
-        self.does, self.healthy, self.asked = "ok", True, list[str]()
+        self.does, self.asked = "ok", list[str]()
+        self.healthy, self.silent = True, False
+        """What it says when it is asked for its health, and that it says nothing."""
         self.paths: list[str] = []
         self.gone = asyncio.Event()
         """Set when the client of a hanging request has gone."""
@@ -80,6 +82,9 @@ class Faulty:
         """``leave``: be gone from its address."""
 
     async def meet(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        if request.path == "/health" and self.silent:
+            request.transport.abort()
         if request.path == "/health":
             return web.Response(status=200 if self.healthy else 503)
         if request.path == "/model_info":
@@ -87,7 +92,6 @@ class Faulty:
         self.asked.append(self.does)
         self.paths.append(request.path)
         body = await request.read()
-        assert request.transport is not None
         match self.does:
             case "break":
                 request.transport.abort()

@@ -212,6 +212,11 @@ async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
         assert (await door.get("/health"))[0] == 503
         well.healthy = True
         await door.serving(well.url)
+        well.silent = True
+        workers = await door.until(lambda workers: not workers[well.url]["serving"])
+        assert workers[well.url]["failures"] == 0, "no request was needed to find that out"
+        well.silent = False
+        await door.serving(well.url)
 
 
 async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the_engine(model_dir: Path) -> None:
@@ -287,6 +292,10 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
                     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "min_version": 5}
                     assert (await door.post("/generate", body))[0] == 200
                 assert (finished(one), finished(other)) == (0, 3)
+                heartbeat.update(address=unused_url())
+                await door.serving(other.engine.url)
+                heartbeat.update(address=one.engine.url)
+                await door.serving(one.engine.url, other.engine.url)
                 heartbeat.update(phase="stale")
                 await door.serving(other.engine.url)
                 heartbeat.update(phase="serving")
