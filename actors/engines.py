@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from actors.errors import EngineError, EngineFailed, EngineUnavailable, VersionUnavailable
 from actors.port import Engine
@@ -123,6 +123,8 @@ class _Place:
     failures: int = 0
     """In a row."""
     quarantined_until: float = 0.0
+    chosen: int = 0
+    """When it was chosen last, as a count of all choices."""
 
     def remark(self, min_version: int) -> str:
         if not self.sighting.serving:
@@ -138,15 +140,26 @@ class Engines:
     ``run`` keeps looking; it must be running while requests are made.
     """
 
-    def __init__(self, lookout: Lookout, engine: Callable[[str], Engine], *, quarantine_s: tuple[float, float] = QUARANTINE_S) -> None:
-        """``engine(url)`` gives a client; it is closed when its engine is gone, and by ``run`` at the end."""
-        self._lookout, self._engine, self._quarantine_s = lookout, engine, quarantine_s
+    def __init__(
+        self,
+        lookout: Lookout,
+        engine: Callable[[str], Engine],
+        *,
+        quarantine_s: tuple[float, float] = QUARANTINE_S,
+        in_turn: bool = False,
+    ) -> None:
+        """``engine(url)`` gives a client; it is closed when its engine is gone, and by ``run`` at the end.
+
+        ``in_turn``: of equally busy ones the one chosen longest ago, else the first by id.
+        """
+        self._lookout, self._engine, self._quarantine_s, self._in_turn = lookout, engine, quarantine_s, in_turn
         self._places: dict[str, _Place] = {}
         self._changed = asyncio.Event()
-        self._tickets = itertools.count()
+        self._tickets, self._choices = itertools.count(), itertools.count(1)
         self._waiting: dict[int, tuple[int, float]] = {}
         """Ticket -> (version asked for, since when)."""
         self._look_now = asyncio.Event()
+        self._looks = 0
         self._closing = False
 
     async def run(self) -> None:
@@ -159,6 +172,8 @@ class Engines:
                         await self._update(await self._lookout.look())
                     except BusError as error:  # what was seen last is still the best guess
                         logger.debug("engines not seen error=%s", error)
+                    self._looks += 1
+                    self._wake()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S):
                             await self._look_now.wait()
@@ -181,14 +196,16 @@ class Engines:
             logger.warning("changes of engines are not noticed, only looked for error=%s", error)
 
     @asynccontextmanager
-    async def one(self, *, min_version: int = 0, timeout_s: float, avoid: str = "") -> AsyncIterator[tuple[str, Engine]]:
-        """Give (id, client) of an engine that serves ``min_version`` or newer, rather not the one with the id ``avoid``.
+    async def one(self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = "") -> AsyncIterator[tuple[str, Engine]]:
+        """Give (id, client) of an engine that serves ``min_version`` or newer: rather not the one with the id ``avoid``, then
+        ``prefer`` if that one can, else one with the fewest requests.
 
         EngineUnavailable and EngineFailed that leave the block put the engine into quarantine (not when only its version is too old).
         Raises NoEngine when there is none within ``timeout_s``, or none at once and ``give_up`` was called.
         """
-        place = await self._wait(min_version, timeout_s, avoid)
+        place = await self._wait(min_version, timeout_s, avoid, prefer)
         place.in_flight += 1
+        place.chosen = next(self._choices)
         try:
             yield place.sighting.id, place.engine
         except (EngineUnavailable, EngineFailed) as error:
@@ -200,6 +217,15 @@ class Engines:
         finally:
             place.in_flight -= 1
             self._wake()
+
+    async def look_again(self) -> None:
+        """Return when what the lookout says now is known; at once, whoever waits."""
+        async with asyncio.timeout(ANSWER_S):
+            for _ in range(2):  # the first may have begun before
+                seen = self._looks
+                self._look_now.set()
+                while self._looks == seen:
+                    await self._changed.wait()
 
     def give_up(self) -> None:
         """From now on nobody waits: who finds no engine at once gets NoEngine."""
@@ -213,11 +239,27 @@ class Engines:
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
         return f"{self._wanted(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
 
-    async def _wait(self, min_version: int, timeout_s: float, avoid: str) -> _Place:
+    def overview(self) -> list[dict[str, Any]]:
+        """What is known of each engine, for onlookers."""
+        now = time.monotonic()
+        return [
+            {
+                "url": place.sighting.url,
+                "id": place.sighting.id,
+                "serving": place.sighting.serving and place.quarantined_until <= now,
+                "version": place.sighting.version,
+                "in_flight": place.in_flight,
+                "failures": place.failures,
+                "remark": place.remark(0) if not place.sighting.serving or place.quarantined_until > now else "",
+            }
+            for place in self._places.values()
+        ]
+
+    async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> _Place:
         begin = time.monotonic()
         ticket = next(self._tickets)
         try:
-            while (place := self._best(min_version, avoid)) is None:
+            while (place := self._best(min_version, avoid, prefer)) is None:
                 left_s = begin + timeout_s - time.monotonic()
                 if self._closing or left_s <= 0:
                     raise NoEngine(self._wanted(min_version), time.monotonic() - begin)
@@ -231,14 +273,19 @@ class Engines:
         finally:
             self._waiting.pop(ticket, None)
 
-    def _best(self, min_version: int, avoid: str) -> _Place | None:
+    def _best(self, min_version: int, avoid: str, prefer: str) -> _Place | None:
         now = time.monotonic()
         able = [
             place
             for place in self._places.values()
             if place.sighting.serving and place.sighting.version >= min_version and place.quarantined_until <= now
         ]
-        return min(able, key=lambda place: (place.sighting.id == avoid, place.in_flight, place.sighting.id), default=None)
+
+        def rank(place: _Place) -> tuple[bool, bool, int, int, str]:
+            id = place.sighting.id
+            return id == avoid, id != prefer, place.in_flight, place.chosen if self._in_turn else 0, id
+
+        return min(able, key=rank, default=None)
 
     def _next_return_s(self) -> float:
         """Time until the next engine leaves quarantine; long when none is in it."""

@@ -26,7 +26,9 @@ ACCOUNT = "TIDEMILL"
 NO_ACCOUNT = "$G"
 POOLS = ("actor", "engine", "host")
 """Roles with numbered users."""
-LEARNER, VIEWER, OPERATOR = "learner", "viewer", "operator"
+LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
+SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
+"""Roles with one user, named as the role is."""
 USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
 CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
 """Path of a file that says the other two."""
@@ -58,8 +60,8 @@ class Permissions:
 def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
     """What a process of this role and name needs, and no more. Raises ValueError for an unknown role."""
     rights = _Rights(run, config, subjects.token(name))
-    if role not in (LEARNER, VIEWER, OPERATOR, *POOLS):
-        raise ValueError(f"role: want one of {', '.join((LEARNER, VIEWER, OPERATOR, *POOLS))}, got {role!r}")
+    if role not in (*SINGLE, *POOLS):
+        raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
     publish, heard, never = getattr(rights, role)()
     unique = tuple(dict.fromkeys(publish))
     return Permissions(publish=unique, heard=tuple(heard), inbox=f"{inbox_prefix(name)}.>", never=tuple(never))
@@ -113,6 +115,10 @@ class _Rights:
     def host(self) -> _Lists:
         """Keeps the actors and engines of its machine, its own children: reads what is wanted."""
         return list(self._member("host")), self._hears("host", live=(), weights=()), []
+
+    def router(self) -> _Lists:
+        """Sees where the engines are."""
+        return list(self._member("router")), self._hears("router", live=("engine",), weights=()), []
 
     def viewer(self) -> _Lists:
         """Reads everything. A consumer of its own to read with is all it makes; those that hand out tasks it may not touch."""
@@ -171,9 +177,7 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
     wanted = {
-        LEARNER: LEARNER,
-        VIEWER: VIEWER,
-        OPERATOR: OPERATOR,
+        **{role: role for role in SINGLE},
         **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
     }
     file = directory / USERS_FILE

@@ -317,7 +317,7 @@ class LiveRow:
     """What a process says of itself, every heartbeat."""
 
     role: str
-    """bus | engine | actor | feeder | learner | host."""
+    """bus | engine | actor | feeder | learner | host | router."""
     id: str
     host: str
     pid: int

@@ -61,6 +61,21 @@ def _parser() -> argparse.ArgumentParser:
         worker.add_argument("--id", default="", help="its name on the bus")
         _configured(worker, required=False)
 
+    router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
+    router.add_argument("--bus", default="", metavar="URL", help="NATS URL: engines of a run are found there")
+    router.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+    router.add_argument("--id", default="", help="its name on the bus")
+    router.add_argument("--host", default="127.0.0.1", help="address it listens on")
+    router.add_argument("--port", type=int, default=8001, help="0 = any free one")
+    router.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine, besides those on the bus; may be repeated")
+    router.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep clients that work with text token-exact, by this tokenizer")
+    router.add_argument(
+        "--middleware", action="append", default=[], metavar="PACKAGE.MODULE:FACTORY", help="around every request; may be repeated"
+    )
+    router.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, to its last byte")
+    router.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds that a request waits for an engine that serves")
+    router.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
+
     host = commands.add_parser("host", help="engines and actors of this machine, as many as `tidemill scale` says")
     _on_bus(host)
     host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")

@@ -14,6 +14,8 @@ from launch.settings import Loaded, load, render
 if TYPE_CHECKING:
     from bus.connection import Bus
 
+ROUTER_DRAIN_S = 30.0
+
 
 def _loaded(args: argparse.Namespace) -> Loaded:
     return load(args.config, args.set, os.environ)
@@ -107,6 +109,41 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
     body = roles.run_engine if role == "engine" else roles.run_actor
     return process.run(lambda draining: body(wanted, run, address, id, draining), drain_s=drain_s)
+
+
+def router(args: argparse.Namespace) -> int:
+    from actors.router.config import RouterConfig, check_url
+    from launch import process, roles
+
+    exact = ["actors.router.exact:TokenExact"] if args.exact else []
+    wanted = RouterConfig(
+        host=args.host,
+        port=args.port,
+        workers=tuple(check_url(url) for url in args.worker),
+        middleware=(*args.middleware, *exact),
+        model=args.exact,
+        timeout_s=args.timeout,
+        wait_s=args.wait,
+        retries=args.retries,
+    )
+    if not args.bus and not args.worker:
+        raise ValueError("want --bus URL, --worker URL, or both")
+    id = _id(args)
+    process.set_up_logging("router", id)
+    address = _address(args, None, id) if args.bus else ""
+
+    refused: list[ValueError] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.run_router(wanted, args.run, address, id, draining, drain_s=ROUTER_DRAIN_S)
+        except ValueError as error:
+            refused.append(error)
+
+    code = process.run(body, drain_s=ROUTER_DRAIN_S + 5)
+    if refused:
+        raise refused[0]
+    return code
 
 
 def host(args: argparse.Namespace) -> int:

@@ -6,10 +6,14 @@ import logging
 import os
 import socket
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
 from launch.process import first_of
+
+if TYPE_CHECKING:
+    from actors.router.config import RouterConfig
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +145,17 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     await actor_process.run_actor(
         bus_url, run, config.actor if config is not None else None, config.bus if config is not None else None, draining, id or None
     )
+
+
+async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+    """One address for the engines of a run, and for those named in ``config``."""
+    from actors.router import process
+
+    if bus_url:
+        run = run or await found_run(bus_url, "router", draining)
+        if not run:
+            return
+    await process.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:

@@ -163,6 +163,11 @@ class BuiltinEngine:
     def servable(self) -> bool:
         return self._phase == "serving" and self.scheduler.alive
 
+    def want_servable(self) -> None:
+        """Raises EngineUnavailable when it does not serve now."""
+        if not self.servable:
+            raise EngineUnavailable(self.url, f"it does not serve now: phase {self.phase}, version {self.version}")
+
     def stats(self) -> dict[str, float]:
         """Counters since the start, and gauges: running, waiting, waiting_share (of the last seconds), version."""
         counters = self.scheduler.counters

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from actors.builtin.answer import answer
+from actors.builtin.openai_server import OpenAiRoutes
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, parse_generate
 from actors.builtin.scheduler import ABORTED_BY_ID
@@ -38,7 +39,7 @@ class Server:
     def __init__(self, engine: "BuiltinEngine") -> None:
         self._engine, self._updates = engine, engine.updates
         self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[translate])
-        for path, handler in self._routes().items():
+        for path, handler in {**self._routes(), **OpenAiRoutes(engine).routes()}.items():
             method, _, where = path.partition(" ")
             self._app.router.add_route(method, where, handler)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
@@ -81,10 +82,10 @@ class Server:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         engine = self._engine
-        self._want_servable()
+        self._engine.want_servable()
         generate = parse_generate(await body_of(request), engine.limits)
         await engine.serve_version(generate.min_version, generate.min_version_timeout_s)
-        self._want_servable()  # again: it may have begun to drain while this waited
+        self._engine.want_servable()  # again: it may have begun to drain while this waited
         progress = engine.submit(generate)
         try:
             if generate.stream:
@@ -148,13 +149,8 @@ class Server:
     # -- what it is -------------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        self._want_servable()
+        self._engine.want_servable()
         return web.Response()
-
-    def _want_servable(self) -> None:
-        engine = self._engine
-        if not engine.servable:
-            raise EngineUnavailable(engine.url, f"it does not serve now: phase {engine.phase}, version {engine.version}")
 
     async def _health_generate(self, request: web.Request) -> web.Response:
         await self._health(request)

@@ -29,8 +29,9 @@ class Text:
         eos_id = tokenizer.token_to_id(eos) if eos else None
         return cls(tokenizer, () if eos_id is None else (eos_id,))
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """``add_special``: with what the tokenizer puts before and behind every text (a chat template has it in it already)."""
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))

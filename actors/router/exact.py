@@ -1,0 +1,258 @@
+"""Middleware that keeps multi-turn clients token-exact: text that an engine has sampled is sent back to it as the very ids it sampled.
+
+A client that works with text puts an earlier response into its next prompt. Tokenised anew, that text seldom has the ids that were sampled:
+the model then reads what it never wrote, and what is trained on is not what was generated. Here the prompt is made of what is remembered
+(``actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines are asked by token ids.
+
+``/retrieve_from_text`` gives the token ids, log-probs and versions of a text, for whoever trains on it.
+"""
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors import openai_api
+from actors.builtin.text import Text
+from actors.chat_template import ChatTemplate
+from actors.errors import BadRequest
+from actors.router.config import RouterConfig
+from actors.router.exchange import Answer, Handler, Request
+from actors.router.tree import Piece, TokenTree, columns
+
+MAX_CONTEXT = 1 << 15
+"""Tokens, where the model does not say."""
+
+
+class TokenExact:
+    """A ``Middleware``; one for all requests of a router. Texts of one session are not mixed up with those of another."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises ValueError for a model directory without a tokenizer.json."""
+        directory = Path(config.model)
+        text = Text.read(directory) if config.model else None
+        if text is None:
+            raise ValueError(f"router.model: want a directory with a tokenizer.json, got {config.model!r}")
+        self._text, self._template, self._model = text, ChatTemplate.read(directory), directory.resolve().name
+        self._max_context = _max_context(directory)
+        self.tree = TokenTree(config.max_text)
+
+    async def __call__(self, request: Request, handler: Handler) -> Answer:
+        paths = {
+            "/generate": self._generate,
+            "/v1/chat/completions": self._openai,
+            "/v1/completions": self._openai,
+            "/retrieve_from_text": self._retrieve,
+        }
+        answering = paths.get(request.path)
+        if request.method != "POST" or answering is None:
+            return await handler(request)
+        if not (body := request.map):
+            raise BadRequest("body: want a JSON map")
+        return await answering(request, body, handler)
+
+    def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
+        """A text as what is known of it and, tokenised, the rest."""
+        known, end = self.tree.find(text, session)
+        if end == len(text) and known:
+            return known
+        ids = self._text.encode(text[end:], add_special=add_special and end == 0)
+        return [*known, Piece(text=text[end:], tokens=tuple(ids))]
+
+    # -- /generate ------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: Request, body: dict[str, Any], handler: Handler) -> Answer:
+        text = body.pop("text", None)
+        if text is None:
+            return await handler(request)
+        texts = text if isinstance(text, list) else [text]
+        if not texts or not all(isinstance(each, str) for each in texts):
+            raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
+        prompts = [self.pieces(each, request.session) for each in texts]
+        owners = _repeated(prompts, body.get("sampling_params"))
+        ids = [_ids(prompt) for prompt in prompts]
+        asking = request.asking({**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True})
+        answer = await handler(asking)
+        async with answer:
+            if answer.status != 200:
+                return answer.with_(answer.chunks)
+            if answer.streamed:
+                return answer.with_(self._listening(answer.chunks, owners, request.session))
+            raw = await answer.read()
+            self._note(json.loads(raw), owners, request.session)
+            return answer.with_(raw)
+
+    async def _listening(self, chunks: AsyncIterator[bytes], owners: Sequence[list[Piece]], session: str) -> AsyncIterator[bytes]:
+        """The chunks as they are; the last state of each response is remembered."""
+        rest = b""
+        async for chunk in chunks:
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for state in map(_state, events):
+                if state is not None and state["meta_info"].get("finish_reason") is not None:
+                    self._note_one(state.get("index", 0), state, owners, session)
+            yield chunk
+
+    def _note(self, answers: Any, owners: Sequence[list[Piece]], session: str) -> None:
+        for place, answer in enumerate(answers if isinstance(answers, list) else [answers]):
+            self._note_one(place, answer, owners, session)
+
+    def _note_one(self, place: int, answer: Mapping[str, Any], owners: Sequence[list[Piece]], session: str) -> None:
+        if place < len(owners) and all(piece.text for piece in owners[place]):  # a prompt of ids has no text to be found by
+            self.remember(owners[place], answer, session)
+
+    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, Any], session: str = "") -> None:
+        """Take in a finished response; one that does not tell its ids and log-probs is passed over."""
+        self.tree.remember([*prompt, *self._sampled(answer)], session)
+
+    def _sampled(self, answer: Mapping[str, Any]) -> list[Piece]:
+        """A response as what the client sees of it, and what ended it and may be put back by the client: ``<|im_end|>``, a stop string."""
+        ids, meta = list(answer.get("output_ids") or ()), answer["meta_info"]
+        log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+        if not ids or len(log_probs) != len(ids) or None in log_probs:
+            return []
+        versions = _versions(meta, len(ids))
+        cut, seen, tail = self._cut(ids, str(answer.get("text") or ""), (meta.get("finish_reason") or {}).get("matched"))
+        if cut and not seen:  # ids that show nothing belong to what shows
+            cut, seen, tail = len(ids), tail, ""
+        columns = (tuple(ids), tuple(log_probs), tuple(versions))
+        first, second = (tuple(column[:cut] for column in columns), tuple(column[cut:] for column in columns))
+        pieces = [Piece(text=seen, tokens=first[0], log_probs=first[1], versions=first[2])] if first[0] else []
+        return [*pieces, Piece(text=tail, tokens=second[0], log_probs=second[1], versions=second[2])] if second[0] else pieces
+
+    def _cut(self, ids: list[int], seen: str, matched: object) -> tuple[int, str, str]:
+        """(tokens that are seen, their text, the text of the others)."""
+        if isinstance(matched, int) and ids[-1] == matched:
+            return len(ids) - 1, seen, self._text.decode(ids[-1:], skip_special=False)
+        whole = self._text.decode(ids)
+        if not isinstance(matched, str) or whole == seen:
+            return len(ids), seen, ""
+        cut = len(ids)
+        while cut and not seen.startswith(self._text.decode(ids[:cut])):
+            cut -= 1
+        shown = self._text.decode(ids[:cut])
+        return cut, shown, whole[len(shown) :]
+
+    # -- OpenAI's paths -------------------------------------------------------------------------------------------------
+
+    async def _openai(self, request: Request, body: dict[str, Any], handler: Handler) -> Answer:
+        try:
+            asked = openai_api.parse(body, chat=request.path == "/v1/chat/completions")
+            if asked.chat:
+                text = openai_api.chat_text(asked, self._template)
+                prompts = [self.pieces(text, request.session, add_special=False)]
+            else:
+                prompts = [self._prompt(each, request.session) for each in asked.prompts]
+        except BadRequest as error:
+            return Answer.of(400, openai_api.error(str(error), 400))
+        owners = _repeated(prompts, asked.sampling)
+        generate = asked.generate([_ids(prompt) for prompt in prompts], max_context=self._max_context)
+        told = openai_api.Told(
+            asked,
+            id=secrets.token_hex(12),
+            model=self._model,
+            created=int(time.time()),
+            piece=lambda token: self._text.decode([token], skip_special=False),
+        )
+        answer = await handler(request.asking(generate, "/generate"))
+        async with answer:
+            if answer.status != 200:
+                return await _refused(answer)
+            if answer.streamed:
+                return answer.with_(self._told_parts(answer.chunks, told, owners, request.session))
+            answers = json.loads(await answer.read())
+            self._note(answers, owners, request.session)
+            return answer.with_(json.dumps(told.whole(answers if isinstance(answers, list) else [answers])).encode())
+
+    def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
+        return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
+
+    async def _told_parts(
+        self, chunks: AsyncIterator[bytes], told: openai_api.Told, owners: Sequence[list[Piece]], session: str
+    ) -> AsyncIterator[bytes]:
+        rest = b""
+        async for chunk in chunks:
+            *events, rest = (rest + chunk).split(b"\n\n")
+            for each in events:
+                if (state := _state(each)) is None:
+                    if b'"error"' in each:
+                        yield each + b"\n\n"
+                    continue
+                if state["meta_info"].get("finish_reason") is not None:
+                    self._note_one(state.get("index", 0), state, owners, session)
+                for part in told.parts(state):
+                    yield openai_api.event(part)
+        for part in told.last():
+            yield openai_api.event(part)
+        yield openai_api.DONE
+
+    # -- /retrieve_from_text --------------------------------------------------------------------------------------------
+
+    async def _retrieve(self, request: Request, body: dict[str, Any], handler: Handler) -> Answer:
+        """Of ``text``, or of ``messages`` as the template renders them."""
+        text, add_special = body.get("text"), True
+        if text is None and "messages" in body:
+            body.setdefault("add_generation_prompt", False)
+            text, add_special = openai_api.chat_text(openai_api.parse(body, chat=True), self._template), False
+        if not isinstance(text, str):
+            raise BadRequest(f"text: want a string, got {text!r}")
+        found = list(columns(self.pieces(text, request.session, add_special=add_special))) if text else []
+        tokens, log_probs, versions, mask = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [], [])
+        return Answer.of(
+            200,
+            {
+                "tokens": tokens,
+                "response": text,
+                "loss_mask": mask,
+                "token_length": len(tokens),
+                "loss_mask_length": len(mask),
+                "rollout_logp": log_probs,
+                "versions": versions,
+            },
+        )
+
+
+def _ids(pieces: Sequence[Piece]) -> list[int]:
+    return [token for piece in pieces for token in piece.tokens]
+
+
+def _repeated(prompts: Sequence[list[Piece]], params: Any) -> list[list[Piece]]:
+    """The prompt of each response: ``n`` of the first, ``n`` of the second, ..."""
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
+    return [prompt for prompt, count in zip(prompts, counts, strict=False) for _ in range(count if isinstance(count, int) else 1)]
+
+
+def _state(event: bytes) -> dict[str, Any] | None:
+    """A response as far as it is; None for what is none ([DONE], an error)."""
+    if not event.startswith(b"data: {"):
+        return None
+    state = json.loads(event[6:])
+    return state if "meta_info" in state else None
+
+
+def _versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
+    """Of each token; -1 where it is not told as a number."""
+    spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
+    versions = [-1] * num_tokens
+    for span in spans:
+        number = int(span["version"]) if str(span["version"]).isdecimal() else -1
+        versions[span["start"] : span["end"]] = [number] * (span["end"] - span["start"])
+    return versions[:num_tokens]
+
+
+async def _refused(answer: Answer) -> Answer:
+    """An engine's refusal in OpenAI's shape."""
+    raw = await answer.read()
+    try:
+        told = json.loads(raw)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        told = raw[:500].decode(errors="replace")
+    return answer.with_(json.dumps(openai_api.error(str(told), answer.status)).encode())
+
+
+def _max_context(directory: Path) -> int:
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return int(config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings") or MAX_CONTEXT)

@@ -1,0 +1,109 @@
+"""A proxied request and its answer, as middleware sees them. Knows no engine.
+
+A middleware is ``async (request, handler) -> Answer``: it may change the request, ask the handler any number of times, change the answer,
+or give one of its own. Who gets an Answer leaves it by ``async with``, read or not: that frees the engine.
+"""
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Self
+
+SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
+SESSION_FIELD = "session_id"
+REQUEST_HEADER = "X-Request-Id"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a client asked for."""
+
+    method: str
+    path: str
+    """Begins with a slash; without the query."""
+    query: str = ""
+    headers: Mapping[str, str]
+    """Case does not matter."""
+    body: bytes = b""
+    session: str = ""
+    """Requests of one session go to one engine, as long as it serves; empty = none."""
+
+    @property
+    def map(self) -> dict[str, Any]:
+        """Its body as a JSON map; empty when it is none."""
+        if not self.body.lstrip().startswith(b"{"):
+            return {}
+        try:
+            found = json.loads(self.body)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def asking(self, body: Mapping[str, Any], path: str | None = None) -> "Request":
+        """The same with another body."""
+        return replace(self, body=json.dumps(body).encode(), path=self.path if path is None else path)
+
+
+class Answer:
+    """Status, headers, and chunks that can be read once."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None) -> None:
+        """``held`` is closed, with the error if there was one, when the answer is left."""
+        self.status, self.headers, self.chunks = status, headers, chunks
+        self._held = held or AsyncExitStack()
+
+    @classmethod
+    def of(cls, status: int, content: Any) -> "Answer":
+        """JSON."""
+        return cls(status, {"Content-Type": "application/json"}, _once(json.dumps(content).encode()))
+
+    @property
+    def streamed(self) -> bool:
+        """Server-sent events."""
+        return self.headers.get("Content-Type", "").startswith("text/event-stream")
+
+    async def read(self) -> bytes:
+        """All of it."""
+        return b"".join([chunk async for chunk in self.chunks])
+
+    def with_(self, chunks: AsyncIterator[bytes] | bytes) -> "Answer":
+        """The same with other content; leaving it leaves this one."""
+        headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
+        return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, self._held.pop_all())
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return await self._held.__aexit__(kind, error, traceback)
+
+
+Handler = Callable[[Request], Awaitable[Answer]]
+Middleware = Callable[[Request, Handler], Awaitable[Answer]]
+
+
+def wrapped(handler: Handler, middleware: list[Middleware]) -> Handler:
+    """The handler inside all of them, the first one outermost."""
+    for layer in reversed(middleware):
+        handler = _around(layer, handler)
+    return handler
+
+
+def _around(layer: Middleware, inner: Handler) -> Handler:
+    async def handle(request: Request) -> Answer:
+        return await layer(request, inner)
+
+    return handle
+
+
+def refusal(status: int, message: str, kind: str) -> Answer:
+    """An error in a shape that SGLang's and OpenAI's clients read."""
+    return Answer.of(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
+
+
+async def _once(content: bytes) -> AsyncIterator[bytes]:
+    yield content

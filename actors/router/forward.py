@@ -1,0 +1,211 @@
+"""One request to one engine, and to another where repeating is safe. Knows HTTP both ways; nothing of what is asked.
+
+Repeated is, before anything was answered:
+- a request that was never sent (connection refused, or not made in time): always;
+- one answered 503, when it is GET, HEAD, a generation, or carries a request id: the engine has not begun it;
+- one whose connection broke: only when it is GET or HEAD, or carries a request id.
+Not repeated is what took too long: the engine may be at work on it. After the first byte nothing is repeated.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack
+from http import HTTPStatus
+
+import aiohttp
+
+from actors.engine_client import HttpEngine
+from actors.engines import Engines, NoEngine
+from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
+from actors.port import Engine
+from actors.router.config import RouterConfig
+from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
+from actors.router.lookout import NotServing
+
+GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
+NOT_FORWARDED = frozenset(
+    (
+        *("host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "expect"),
+        *("proxy-authenticate", "proxy-authorization", "accept-encoding"),
+        *(name.lower() for name in SESSION_HEADERS),
+    )
+)
+UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
+MAX_REFUSAL_BYTES = 1 << 16
+
+
+class NotSent(EngineUnavailable):
+    """There was no connection: the engine knows nothing of the request."""
+
+
+class Refused(EngineUnavailable):
+    """The engine answered 503."""
+
+    def __init__(self, engine: str, headers: Mapping[str, str], body: bytes) -> None:
+        super().__init__(engine, body[:500].decode(errors="replace"))
+        self.headers, self.body = headers, body
+
+    def answer(self) -> Answer:
+        return Answer(UNAVAILABLE, self.headers, _once(self.body))
+
+
+class RefusedVersion(Refused, VersionUnavailable):
+    """The engine answered 503 because it has not the version asked for: no reason for a quarantine."""
+
+
+class TookTooLong(EngineError):
+    """A bound on the time of a request was passed; whether the engine is well is for its health checks to find out."""
+
+
+class Sessions:
+    """Which engine a session is at; the longest unused are forgotten."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._engines: OrderedDict[str, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def engine(self, session: str) -> str:
+        """Its id; empty when the session is new."""
+        return self._engines.get(session, "") if session else ""
+
+    def note(self, session: str, engine: str) -> None:
+        if not session:
+            return
+        self._engines[session] = engine
+        self._engines.move_to_end(session)
+        if len(self._engines) > self._limit:
+            self._engines.popitem(last=False)
+
+
+class Forwarder:
+    """The innermost handler. ``async with`` it."""
+
+    def __init__(self, config: RouterConfig, engines: Engines) -> None:
+        self._config, self._engines = config, engines
+        self.sessions = Sessions(config.max_sessions)
+        # A connection a request: one that was kept may be dead, and to find that out looks like an engine that broke off its work.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_s),
+            auto_decompress=False,
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def handle(self, request: Request) -> Answer:
+        """The engine's answer, or the reason why there is none."""
+        deadline, avoid = time.monotonic() + self._config.timeout_s, ""
+        for left in range(self._config.retries, -1, -1):
+            try:
+                return await self._attempt(request, deadline, avoid)
+            except NoEngine as error:
+                return refusal(503, str(error), "no_available_workers")
+            except TookTooLong as error:
+                return refusal(504, str(error), "timeout")
+            except EngineUnavailable as error:
+                if left == 0 or not _repeatable(request, error):
+                    return error.answer() if isinstance(error, Refused) else refusal(502, str(error), "bad_gateway")
+                avoid = error.engine
+        raise AssertionError("the last attempt returns")
+
+    async def _attempt(self, request: Request, deadline: float, avoid: str) -> Answer:
+        """Raises EngineUnavailable with the engine's id, NoEngine, TookTooLong."""
+        config = self._config
+        wait_s = min(config.wait_s, deadline - time.monotonic())
+        min_version = request.map.get("min_version")
+        async with AsyncExitStack() as stack:
+            id, engine = await stack.enter_async_context(
+                self._engines.one(
+                    min_version=min_version if isinstance(min_version, int) else 0,
+                    timeout_s=wait_s,
+                    avoid=avoid,
+                    prefer=self.sessions.engine(request.session),
+                )
+            )
+            response = await self._open(stack, request, id, _url(engine), deadline)
+            self.sessions.note(request.session, id)
+            return Answer(response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all())
+
+    async def _open(self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float) -> aiohttp.ClientResponse:
+        """A response whose status and headers are there."""
+        where = url + request.path + (f"?{request.query}" if request.query else "")
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
+        headers["Accept-Encoding"] = "identity"  # an engine's words come as they are, each when it is said
+        try:
+            async with asyncio.timeout(deadline - time.monotonic()):
+                response = await stack.enter_async_context(
+                    self._session.request(request.method, where, data=request.body or None, headers=headers, allow_redirects=False)
+                )
+                if response.status == UNAVAILABLE:
+                    raise _refused(id, response, await response.content.read(MAX_REFUSAL_BYTES))
+                return response
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotSent(id, f"{type(error).__name__}: {error}") from error
+        except TimeoutError as error:
+            raise TookTooLong(f"engine {id}: no answer within {self._config.timeout_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineGone(id, f"{type(error).__name__}: {error}") from error
+
+    async def _chunks(self, response: aiohttp.ClientResponse, id: str, deadline: float) -> AsyncIterator[bytes]:
+        """As they come. Raises EngineGone when the connection breaks, TookTooLong."""
+        while True:
+            try:
+                async with asyncio.timeout(min(self._config.idle_s, deadline - time.monotonic())):
+                    chunk = await response.content.readany()
+            except TimeoutError as error:
+                raise TookTooLong(f"engine {id}: nothing more came in time") from error
+            except (aiohttp.ClientError, OSError) as error:
+                raise EngineGone(id, f"{type(error).__name__}: {error}") from error
+            if not chunk:
+                return
+            yield chunk
+
+
+class Asker:
+    """Asks an engine whether it serves, and which version."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+
+    async def __call__(self, url: str) -> int:
+        """Raises NotServing, EngineUnavailable."""
+        try:
+            async with self._session.get(url + "/health") as response:
+                if response.status != HTTPStatus.OK:
+                    raise NotServing(url, f"/health: HTTP {response.status}")
+            async with self._session.get(url + "/model_info") as response:
+                version = (await response.json()).get("weight_version") if response.status == HTTPStatus.OK else None
+        except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
+            raise EngineUnavailable(url, f"{type(error).__name__}: {error}") from error
+        return int(version) if isinstance(version, str) and version.isdecimal() else 0
+
+
+def _url(engine: Engine) -> str:
+    assert isinstance(engine, HttpEngine)
+    return engine.url
+
+
+def _repeatable(request: Request, error: EngineUnavailable) -> bool:
+    if isinstance(error, NotSent):
+        return True
+    named = request.method in ("GET", "HEAD") or REQUEST_HEADER in request.headers or bool(request.map.get("rid"))
+    return named or (isinstance(error, Refused) and request.path in GENERATING)
+
+
+def _refused(id: str, response: aiohttp.ClientResponse, body: bytes) -> Refused:
+    kind = RefusedVersion if b'"VersionUnavailable"' in body else Refused
+    return kind(id, _passed_on(response.headers), body)
+
+
+def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in NOT_FORWARDED and name.lower() not in ("date", "server")}
+
+
+async def _once(content: bytes) -> AsyncIterator[bytes]:
+    yield content

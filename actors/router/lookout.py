@@ -1,0 +1,126 @@
+"""Which engines a router knows: those on the bus and those added by hand, each asked again and again whether it serves."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
+
+from actors.engines import LiveLookout, Sighting
+from actors.errors import EngineError, EngineUnavailable
+from actors.router.config import RouterConfig
+from bus.errors import BusError
+from bus.live import LiveView
+
+log = logging.getLogger(__name__)
+
+Ask = Callable[[str], Awaitable[int]]
+"""Gives the version that the engine at a URL serves. Raises NotServing when it says that it does not, EngineError when it is silent."""
+
+
+class NotServing(EngineUnavailable):
+    """The engine is there, and says that it does not serve now."""
+
+
+@dataclass(slots=True)
+class _Health:
+    """What the checks of one engine have shown."""
+
+    version: int = -1
+    """-1 = it has never answered."""
+    failures: int = 0
+    """Checks in a row without an answer."""
+    said: str = ""
+    """Why it does not serve, by its own word."""
+
+
+class WorkerLookout:
+    """A Lookout (``actors.engines``). ``check_for_ever`` must be running."""
+
+    def __init__(self, config: RouterConfig, ask: Ask, view: LiveView | None = None) -> None:
+        self._config, self._ask = config, ask
+        self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
+        self._removed: set[str] = set()
+        self._on_bus = LiveLookout(view) if view is not None else None
+        self._rows: dict[str, Sighting] = {}
+        """By URL, as last seen."""
+        self._health: dict[str, _Health] = {}
+        self._wake: Callable[[], None] = lambda: None
+
+    async def add(self, url: str) -> None:
+        """Know an engine; asked at once, so that it serves from now on if it can."""
+        self._removed.discard(url)
+        self._by_hand[url] = None
+        await self._check(url)
+        self._wake()
+
+    def remove(self, url: str) -> bool:
+        """Give an engine no more requests, wherever it is known from; False when it is not known."""
+        known = url in self.urls()
+        self._by_hand.pop(url, None)
+        if known:
+            self._removed.add(url)
+        return known
+
+    def urls(self) -> list[str]:
+        """Of all engines known."""
+        return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
+
+    async def look(self) -> list[Sighting]:
+        if self._on_bus is not None:
+            try:
+                self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.look()}
+            except BusError as error:  # what was seen last is still the best guess, and the checks go on
+                log.debug("engines on the bus not seen error=%s", error)
+        self._removed &= {*self._rows, *self._by_hand}
+        return [self._sighting(url) for url in self.urls()]
+
+    @asynccontextmanager
+    async def noticing(self, wake: Callable[[], None]) -> AsyncIterator[None]:
+        self._wake = wake
+        on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.noticing(wake)
+        async with on_bus:
+            yield
+
+    async def close(self) -> None:
+        pass
+
+    async def check_for_ever(self) -> None:
+        """Ask every engine every ``health_every_s``; one that is silent delays no other's requests."""
+        while True:
+            urls = self.urls()
+            await asyncio.gather(*(self._check(url) for url in urls))
+            for gone in self._health.keys() - set(self.urls()):
+                del self._health[gone]
+            await asyncio.sleep(self._config.health_every_s)
+
+    async def _check(self, url: str) -> None:
+        health = self._health.setdefault(url, _Health())
+        before = self._serves(health)
+        try:
+            async with asyncio.timeout(self._config.health_timeout_s):
+                health.version = await self._ask(url)
+            health.failures, health.said = 0, ""
+        except NotServing as error:
+            health.version, health.failures, health.said = max(health.version, 0), 0, error.reason
+        except (EngineError, TimeoutError) as error:
+            health.failures += 1
+            if health.failures == self._config.health_failures:
+                log.warning("worker quarantined url=%s checks without an answer=%d error=%s", url, health.failures, error or "time-out")
+        if self._serves(health) != before:
+            log.info("worker url=%s serves=%s", url, not before)
+            self._wake()
+
+    def _serves(self, health: _Health) -> bool:
+        return health.version >= 0 and health.failures < self._config.health_failures and not health.said
+
+    def _sighting(self, url: str) -> Sighting:
+        row, health = self._rows.get(url), self._health.get(url, _Health())
+        remark = f"{health.failures} health checks without an answer" if health.failures else health.said
+        if row is None:
+            version = max(health.version, 0)
+            return Sighting(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not asked yet")
+        well = health.failures < self._config.health_failures and not health.said
+        return Sighting(
+            url=url, id=row.id, serving=row.serving and well, version=row.version, remark=row.remark if not row.serving else remark
+        )

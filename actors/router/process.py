@@ -1,0 +1,58 @@
+"""The body of a router process: find engines on the bus, if there is one, and serve until drained."""
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+
+from actors.membership import connected, default_id, first_row
+from actors.router.config import RouterConfig
+from actors.router.server import Router
+from bus.config import BusConfig
+from bus.live import Heartbeat, LiveView
+
+log = logging.getLogger(__name__)
+
+TELL_EVERY_S = 1.0
+
+
+async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+    """Without ``bus_url`` it knows the engines it is told of, and no others.
+
+    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that there is not.
+    """
+    async with AsyncExitStack() as stack:
+        view, heartbeat = None, None
+        if bus_url:
+            bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
+            if bus is None:
+                return
+            view = LiveView(bus)
+            heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("router", id or default_id())))
+        router = Router(config, view)
+        url = await router.start()
+        log.info("listening url=%s", url)
+        works = [
+            asyncio.create_task(_tell(router, heartbeat), name="router: live row"),
+            asyncio.create_task(router.failed(), name="router: works"),
+            asyncio.create_task(draining.wait(), name="router: draining"),
+        ]
+        try:
+            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            for work in done:
+                work.result()
+        finally:
+            for work in works:
+                work.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            await router.close(drain_s)
+
+
+async def _tell(router: Router, heartbeat: Heartbeat | None) -> None:
+    while True:
+        if heartbeat is not None:
+            seen = router.engines.overview()
+            serving = sum(each["serving"] for each in seen)
+            load = {"workers": len(seen), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            phase = "serving" if serving else "waiting"
+            heartbeat.update(phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load)
+        await asyncio.sleep(TELL_EVERY_S)

@@ -1,0 +1,213 @@
+"""The router's own paths, and every other one passed on to an engine. Knows no bus.
+
+                      /add_worker /remove_worker /list_workers /health /abort_request
+client -> Router --- |
+                      any other path -> middleware ... -> Forwarder -> engine
+"""
+
+import asyncio
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from actors.engine_client import HttpEngine
+from actors.engines import Engines
+from actors.errors import BadRequest, EngineError
+from actors.http_api import body_of, translate
+from actors.router.config import RouterConfig, check_url
+from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
+from actors.router.forward import Asker, Forwarder
+from actors.router.lookout import WorkerLookout
+from bus.live import LiveView
+
+log = logging.getLogger(__name__)
+
+CONTROL = (
+    *("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/init_weights_update_group"),
+    *("/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker"),
+)
+"""Besides ``/update_weight...``: commands to one engine, which its learner gives it itself."""
+SHUTDOWN_S = 5.0
+HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "keep-alive"))
+
+
+class Router:
+    """``start``, and ``close`` at the end."""
+
+    def __init__(self, config: RouterConfig, view: LiveView | None = None) -> None:
+        """Raises ValueError for a middleware that there is not."""
+        self._config, self._view = config, view
+        self._middleware = [load_middleware(path, config) for path in config.middleware]
+        self._works: list[asyncio.Task[None]] = []
+        self._app = web.Application(client_max_size=config.max_body_bytes, middlewares=[translate])
+        routes = {
+            "GET /health": self._health,
+            "POST /add_worker": self._add,
+            "POST /remove_worker": self._remove,
+            "GET /list_workers": self._list,
+            "POST /abort_request": self._abort,
+            "* /{path:.*}": self._pass_on,
+        }
+        for path, handler in routes.items():
+            method, _, where = path.partition(" ")
+            self._app.router.add_route(method, where, handler)
+        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self.url, self._draining = "", False
+
+    async def start(self) -> str:
+        """Look for engines and listen; gives the URL."""
+        config = self._config
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
+        self.lookout = WorkerLookout(config, Asker(self._session), self._view)
+        self.engines = Engines(self.lookout, HttpEngine, in_turn=True)
+        self.forwarder = Forwarder(config, self.engines)
+        self._handle = wrapped(self.forwarder.handle, self._middleware)
+        self._works = [
+            asyncio.create_task(self.engines.run(), name="router: look"),
+            asyncio.create_task(self.lookout.check_for_ever(), name="router: health"),
+        ]
+        await self._runner.setup()
+        await web.TCPSite(self._runner, config.host, config.port, backlog=4096).start()
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        return self.url
+
+    async def failed(self) -> None:
+        """Return or raise when it looks for engines no more."""
+        done, _ = await asyncio.wait(self._works, return_when=asyncio.FIRST_COMPLETED)
+        for work in done:
+            work.result()
+
+    async def close(self, drain_s: float = 0.0) -> None:
+        """Take nothing more, let what is under way end within ``drain_s``, break off the rest, stop listening."""
+        self._draining = True
+        try:
+            async with asyncio.timeout(drain_s):
+                while self.in_flight:  # noqa: ASYNC110 - bounded, and once
+                    await asyncio.sleep(0.05)
+        except TimeoutError:
+            log.warning("requests broken off count=%d", self.in_flight)
+        await self._runner.cleanup()
+        for work in self._works:
+            work.cancel()
+        await asyncio.gather(*self._works, return_exceptions=True)
+        await self.forwarder.close()
+        await self._session.close()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests at engines."""
+        return sum(each["in_flight"] for each in self.engines.overview())
+
+    # -- its own paths --------------------------------------------------------------------------------------------------
+
+    async def _health(self, request: web.Request) -> web.Response:
+        serving = 0 if self._draining else sum(each["serving"] for each in self.engines.overview())
+        body = {"status": "ok" if serving else "no engine serves", "serving": serving, "workers": len(self.lookout.urls())}
+        return web.json_response(body, status=200 if serving else 503)
+
+    async def _add(self, request: web.Request) -> web.Response:
+        await self.lookout.add(await _worker_in(request))
+        await self.engines.look_again()
+        return web.json_response({"status": "success", "worker_urls": self._loads()})
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        url = await _worker_in(request)
+        if not self.lookout.remove(url):
+            raise BadRequest(f"url: want one of {', '.join(self.lookout.urls()) or 'none, there is no worker'}, got {url!r}")
+        await self.engines.look_again()
+        return web.json_response({"status": "success", "worker_urls": self._loads()})
+
+    async def _list(self, request: web.Request) -> web.Response:
+        urls = self.lookout.urls()
+        seen = {each["url"]: each for each in self.engines.overview()}
+        unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not looked at yet"}
+        workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
+        return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
+
+    def _loads(self) -> dict[str, int]:
+        seen = {each["url"]: each["in_flight"] for each in self.engines.overview()}
+        return {url: seen.get(url, 0) for url in self.lookout.urls()}
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """To all engines: which of them has the request is not known here."""
+        body = await body_of(request)
+        urls = self.lookout.urls()
+        reached = await asyncio.gather(*(self._abort_at(url, body) for url in urls))
+        if urls and not any(reached):
+            return web.json_response({"error": {"message": "no engine could be reached", "code": 502}}, status=502)
+        return web.Response()
+
+    async def _abort_at(self, url: str, body: Any) -> bool:
+        try:
+            async with self._session.post(url + "/abort_request", json=body) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            log.info("abort did not reach url=%s error=%s", url, error)
+            return False
+
+    # -- what is passed on ----------------------------------------------------------------------------------------------
+
+    async def _pass_on(self, given: web.Request) -> web.StreamResponse:
+        path = given.path
+        if self._draining:
+            return await self._give(given, refusal(503, "the router drains", "no_available_workers"))
+        if path in CONTROL or path.startswith("/update_weight"):
+            return await self._give(given, refusal(403, f"{path}: a command to one engine; give it to that engine itself", "forbidden"))
+        request = _request(given, await given.read())
+        try:
+            answer = await self._handle(request)
+        except EngineError as error:
+            if isinstance(error, BadRequest):
+                raise
+            answer = refusal(502, str(error), "bad_gateway")
+        return await self._give(given, answer)
+
+    async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
+        """Chunk by chunk. When the engine breaks off, so does this: the client must not take half an answer for a whole one."""
+        headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
+        response = web.StreamResponse(status=answer.status, headers=headers)
+        try:
+            async with answer:
+                await response.prepare(given)
+                async for chunk in answer.chunks:
+                    async with asyncio.timeout(self._config.idle_s):
+                        await response.write(chunk)
+        except (EngineError, TimeoutError) as error:
+            log.warning("answer broken off path=%s error=%s", given.path, error or "the client does not read")
+            raise ConnectionResetError("answer broken off") from error  # the client sees that there is no end
+        await response.write_eof()
+        return response
+
+
+def load_middleware(path: str, config: RouterConfig) -> Middleware:
+    """``package.module:factory``, called with the settings."""
+    module, _, name = path.partition(":")
+    try:
+        factory: Callable[[RouterConfig], Middleware] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"middleware: want package.module:factory, got {path!r}: {error}") from error
+    return factory(config)
+
+
+def _request(given: web.Request, body: bytes) -> Request:
+    """The session is taken out of header or body: engines know nothing of it."""
+    request = Request(method=given.method, path=given.path, query=given.query_string, headers=given.headers, body=body)
+    session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
+    if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
+        named = fields.pop(SESSION_FIELD)
+        request, session = request.asking(fields), session or str(named or "")
+    return replace(request, session=session)
+
+
+async def _worker_in(request: web.Request) -> str:
+    url = request.query.get("url") or request.query.get("worker_url") or (await body_of(request)).get("url")
+    try:
+        return check_url(url)
+    except ValueError as error:
+        raise BadRequest(str(error)) from error

@@ -1,0 +1,158 @@
+"""Text -> the token ids that engines were given and have sampled for it. Pure: knows no tokenizer, no HTTP.
+
+A radix tree over characters. A node that ends a *piece* (a prompt, a response, what ended the response) has the piece's tokens; only whole
+pieces are ever found again: text that leaves a piece in its middle is another text, and is tokenised as such.
+
+    "1+1=" -> [16, 10, 16, 28]  --+-- " 2" -> [220, 17] ---- "<|im_end|>" -> [151645]
+                                  +-- " two" -> [1378]
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A stretch of text and its tokens."""
+
+    text: str
+    tokens: tuple[int, ...]
+    log_probs: tuple[float, ...] = ()
+    """Of sampled tokens; empty for those that were given."""
+    versions: tuple[int, ...] = ()
+    """Of the weights that made each; empty for those that were given."""
+
+    def __post_init__(self) -> None:
+        if self.log_probs and not len(self.log_probs) == len(self.versions) == len(self.tokens):
+            raise ValueError(f"piece: want equal lengths, got {len(self.tokens)}, {len(self.log_probs)}, {len(self.versions)}")
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.log_probs)
+
+
+class _Node:
+    __slots__ = ("children", "edge", "parent", "piece")
+
+    def __init__(self, edge: str, parent: "_Node | None") -> None:
+        self.edge, self.parent = edge, parent
+        """Characters between the parent and this node."""
+        self.children: dict[str, _Node] = {}
+        """By the first character of their edges."""
+        self.piece: Piece | None = None
+        """The piece that ends here; it begins where the one before it on the way from the root ends."""
+
+
+class TokenTree:
+    """Holds at most ``max_text`` characters and as many tokens; what was not asked for longest goes first."""
+
+    def __init__(self, max_text: int) -> None:
+        self._max_text = max_text
+        self._roots: dict[str, _Node] = {}
+        """By scope."""
+        self._ends: OrderedDict[_Node, str] = OrderedDict()
+        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands behind its ancestors' pieces."""
+        self.size = 0
+        """Characters, and tokens, of all pieces."""
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def remember(self, pieces: Sequence[Piece], scope: str = "") -> None:
+        """A text from its beginning, as pieces. A piece known before is replaced: its ids were sampled later.
+
+        ``scope``: texts of different scopes are not mixed up.
+        """
+        shown = [piece for piece in pieces if piece.text]  # ids without text cannot be found again by themselves
+        if not shown:
+            return
+        node, touched = self._roots.setdefault(scope, _Node("", None)), []
+        for piece in shown:
+            node = self._descend(node, piece.text)
+            self.size += _cost(piece) - (_cost(node.piece) if node.piece is not None else 0)
+            node.piece = piece
+            self._ends[node] = scope
+            touched.append(node)
+        self._touch(touched)
+        self._shrink()
+
+    def find(self, text: str, scope: str = "") -> tuple[list[Piece], int]:
+        """The longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
+        node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
+        while node is not None and at < len(text):
+            node = node.children.get(text[at])
+            if node is None or not text.startswith(node.edge, at):
+                break
+            at += len(node.edge)
+            if node.piece is not None and at - len(node.piece.text) == best:
+                path.append(node)
+                best = at
+        self._touch(path)
+        return [node.piece for node in path if node.piece is not None], best
+
+    def _descend(self, node: _Node, text: str) -> _Node:
+        """The node at the end of ``text`` below ``node``; edges are split where they must be."""
+        while text:
+            child = node.children.get(text[0])
+            if child is None:
+                child = node.children[text[0]] = _Node(text, node)
+                return child
+            common = _common(child.edge, text)
+            if common < len(child.edge):
+                child = self._split(child, common)
+            node, text = child, text[common:]
+        return node
+
+    def _split(self, child: _Node, at: int) -> _Node:
+        parent = child.parent
+        assert parent is not None, "a root has no edge"
+        middle = _Node(child.edge[:at], parent)
+        parent.children[child.edge[0]] = middle
+        child.edge, child.parent = child.edge[at:], middle
+        middle.children[child.edge[0]] = child
+        return middle
+
+    def _touch(self, path: Sequence[_Node]) -> None:
+        for node in reversed(path):  # deeper ones are older: they go before what they stand on
+            self._ends.move_to_end(node)
+
+    def _shrink(self) -> None:
+        while self.size > self._max_text and self._ends:
+            node, scope = self._ends.popitem(last=False)
+            assert node.piece is not None, "only ends are listed"
+            self.size -= _cost(node.piece)
+            node.piece = None
+            self._prune(node, scope)
+
+    def _prune(self, node: _Node, scope: str) -> None:
+        """Take out nodes that lead nowhere, and join one that only leads on."""
+        while node.parent is not None and node.piece is None and not node.children:
+            del node.parent.children[node.edge[0]]
+            node = node.parent
+        if node.parent is None:
+            if not node.children:
+                self._roots.pop(scope, None)
+        elif node.piece is None and len(node.children) == 1:
+            (child,) = node.children.values()
+            child.edge, child.parent = node.edge + child.edge, node.parent
+            node.parent.children[child.edge[0]] = child
+
+
+def _cost(piece: Piece) -> int:
+    return len(piece.text) + len(piece.tokens)
+
+
+def _common(one: str, other: str) -> int:
+    """Characters that both begin with."""
+    if other.startswith(one):
+        return len(one)
+    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def columns(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, int, int]]:
+    """(token id, log-prob, version, 1 where it was sampled) of all pieces; 0.0 and -1 where it was given."""
+    for piece in pieces:
+        given = ((token, 0.0, -1, 0) for token in piece.tokens)
+        made = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
+        yield from made if piece.sampled else given

@@ -1,0 +1,266 @@
+"""OpenAI's paths of the built-in engine, over plain HTTP, against what /generate and the tokenizer say."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors import openai_api
+from actors.chat_template import ChatTemplate
+from actors.errors import BadRequest
+from tests.actor_kit import at_work
+from tests.engine_serving import Served, serving
+from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is three plus four?"}]
+RENDERED = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is three plus four?<|im_end|>\n<|im_start|>assistant\n"  # by hand
+)
+TEMPLATES = {
+    "tiny": CHAT_TEMPLATE,
+    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content | trim }}\n  {% endif %}\n{% endfor %}\n{{ eos_token }}",
+    "tools": "{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}{{ messages | tojson }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}",
+    "loops": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
+    "arguments": "{{ thinking is defined and thinking }}{{ add_generation_prompt }}{{ messages[0]['content'].split(' ')[-1] }}",
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_model(tmp_path_factory.mktemp("openai") / "model")
+
+
+@asynccontextmanager
+async def engine(model_dir: Path) -> AsyncIterator[Served]:
+    async with serving(model_dir) as served:
+        yield served
+
+
+async def asked(served: Served, path: str, body: dict[str, Any]) -> Any:
+    status, answer = await served.post(path, body)
+    assert status == 200, answer
+    return answer
+
+
+async def events(served: Served, path: str, body: dict[str, Any]) -> list[Any]:
+    async with served.session.post(served.engine.url + path, json={**body, "stream": True}) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        told = (await response.text()).split("\n\n")
+    assert told[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in told[:-2]]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_are_rendered_as_transformers_renders_them(name: str, model_dir: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    tools = [{"type": "function", "function": {"name": "add", "description": "a < b & ü", "parameters": {}}}] if name == "tools" else None
+    wanted = tokenizer.apply_chat_template(
+        CHAT, tools=tools, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True, thinking=True
+    )
+    assert ChatTemplate(TEMPLATES[name], {"eos_token": EOS}).render(CHAT, tools=tools, thinking=True) == wanted
+
+
+def test_a_template_is_found_where_models_keep_it(tmp_path: Path) -> None:
+    config = {
+        "eos_token": {"content": "<e>"},
+        "chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "{{ eos_token }}"}],
+    }
+    assert ChatTemplate.read(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ChatTemplate.read(tmp_path)
+    assert found is not None and found.render([]) == "<e>"
+    (tmp_path / "chat_template.jinja").write_text("alone {{ messages | length }}")
+    found = ChatTemplate.read(tmp_path)
+    assert found is not None and found.render([]) == "alone 0"
+    (tmp_path / "chat_template.jinja").write_text("a\n{% for %}")
+    with pytest.raises(ValueError, match="chat template, line 2"):
+        ChatTemplate.read(tmp_path)
+
+
+@pytest.mark.parametrize("source", ["{{ raise_exception('no system') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"])
+def test_what_a_template_refuses_is_the_clients_fault(source: str) -> None:
+    with pytest.raises(BadRequest, match="chat template refuses"):
+        ChatTemplate(source, {}).render(CHAT)
+
+
+async def test_a_chat_is_its_rendered_text_generated(model_dir: Path) -> None:
+    async with engine(model_dir) as served:
+        text = served.engine.text
+        assert text is not None
+        prompt = text.encode(RENDERED)
+        whole = await served.generate(prompt, max_new_tokens=9, sampling_seed=4, temperature=0.7, top_p=0.9, top_k=50, ignore_eos=True)
+        body = {
+            "model": "m",
+            "messages": CHAT,
+            "max_tokens": 9,
+            "seed": 4,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "top_k": 50,
+            "ignore_eos": True,
+        }
+        answer = await asked(served, "/v1/chat/completions", {**body, "logprobs": True, "return_token_ids": True, "user": "u"})
+        (choice,) = answer["choices"]
+        assert choice["message"] == {"role": "assistant", "content": whole["text"]}
+        assert (choice["index"], choice["finish_reason"]) == (0, "length")
+        assert (answer["object"], answer["model"]) == ("chat.completion", "m")
+        assert answer["id"].startswith("chatcmpl-")
+        assert {name: answer["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")} == {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": 9,
+            "total_tokens": len(prompt) + 9,
+        }
+        log_probs = [entry[0] for entry in whole["meta_info"]["output_token_logprobs"]]
+        assert choice["token_ids"] == whole["output_ids"]
+        np.testing.assert_allclose(choice["token_logprobs"], log_probs, atol=1e-5)
+        assert choice["weight_versions"] == [{"version": "0", "start": 0, "end": 9}]
+        told = choice["logprobs"]["content"]
+        np.testing.assert_allclose([each["logprob"] for each in told], log_probs, atol=1e-5)
+        pieces = [text.decode([token], skip_special=False) for token in whole["output_ids"]]
+        assert [each["token"] for each in told] == pieces
+        assert [each["bytes"] for each in told] == [None if "\ufffd" in piece else list(piece.encode()) for piece in pieces]
+        parts = [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}, CHAT[1]]
+        again = await asked(served, "/v1/chat/completions", {**body, "messages": parts})
+        assert again["choices"][0]["message"] == choice["message"]
+        assert again["choices"][0]["logprobs"] is None
+
+
+async def test_completions_of_text_ids_and_several(model_dir: Path) -> None:
+    async with engine(model_dir) as served:
+        text = served.engine.text
+        assert text is not None
+        body = {"max_tokens": 6, "seed": 7, "ignore_eos": True, "n": 2}
+        prompts = ["What is", "The answer"]
+        answer = await asked(served, "/v1/completions", {**body, "prompt": prompts, "logprobs": 0})
+        assert (answer["object"], answer["model"]) == ("text_completion", "model")
+        assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+        for place, choice in enumerate(answer["choices"]):
+            one = await served.generate(text.encode(prompts[place // 2]), max_new_tokens=6, sampling_seed=7 + place % 2, ignore_eos=True)
+            assert choice["text"] == one["text"]
+            told = choice["logprobs"]
+            np.testing.assert_allclose(told["token_logprobs"], [entry[0] for entry in one["meta_info"]["output_token_logprobs"]], atol=1e-5)
+            assert told["text_offset"] == [len("".join(told["tokens"][:at])) for at in range(6)]
+        num_prompt = sum(len(text.encode(prompt)) for prompt in prompts)
+        assert answer["usage"]["prompt_tokens"] == num_prompt, "a prompt counts once, however many responses it has"
+        assert answer["usage"]["completion_tokens"] == 24
+        as_ids = await asked(served, "/v1/completions", {**body, "prompt": [text.encode(prompt) for prompt in prompts]})
+        assert [choice["text"] for choice in as_ids["choices"]] == [choice["text"] for choice in answer["choices"]]
+        default = await asked(served, "/v1/completions", {"prompt": "a", "ignore_eos": True})
+        assert default["usage"]["completion_tokens"] == 16
+        room = await asked(served, "/v1/chat/completions", {"messages": CHAT, "ignore_eos": True})
+        assert room["usage"]["total_tokens"] == 256, "a chat may fill the context"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_stream_adds_up_to_the_whole(model_dir: Path, path: str) -> None:
+    async with engine(model_dir) as served:
+        body: dict[str, Any] = {"max_tokens": 40, "seed": 3, "n": 2, "ignore_eos": True, "return_token_ids": True}
+        body |= {"messages": CHAT} if "chat" in path else {"prompt": RENDERED}
+        whole = await asked(served, path, body)
+        told = await events(served, path, {**body, "stream_options": {"include_usage": True}})
+        assert told[-1]["choices"] == []
+        assert told[-1]["usage"] == whole["usage"] | {"prompt_tokens_details": told[-1]["usage"]["prompt_tokens_details"]}
+        assert {event["object"] for event in told} == {"chat.completion.chunk" if "chat" in path else "text_completion"}
+        assert len({event["id"] for event in told}) == 1
+        for place in range(2):
+            choices = [event["choices"][0] for event in told[:-1] if event["choices"][0]["index"] == place]
+            text = "".join(choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in choices)
+            expected = whole["choices"][place]
+            assert text == (expected["message"]["content"] if "chat" in path else expected["text"])
+            assert [token for choice in choices for token in choice.get("token_ids", ())] == expected["token_ids"]
+            assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+            if "chat" in path:
+                assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+        without = await events(served, path, body)
+        assert all(event["choices"] for event in without)
+
+
+async def test_stop_strings_end_a_response_and_are_never_shown(model_dir: Path) -> None:
+    async with engine(model_dir) as served:
+        body = {"messages": CHAT, "max_tokens": 60, "seed": 3, "ignore_eos": True}
+        free = (await asked(served, "/v1/chat/completions", body))["choices"][0]["message"]["content"]
+        stop = next(free[at : at + 3] for at in range(8, 50) if "\ufffd" not in free[at : at + 3])
+        stopped = (await asked(served, "/v1/chat/completions", {**body, "stop": stop}))["choices"][0]
+        assert (stopped["message"]["content"], stopped["finish_reason"]) == (free[: free.find(stop)], "stop")
+        told = await events(served, "/v1/chat/completions", {**body, "stop": ["never seen", stop]})
+        assert "".join(event["choices"][0]["delta"].get("content", "") for event in told) == free[: free.find(stop)]
+
+
+def test_what_may_be_taken_back_is_held_back() -> None:
+    """A part of a character, and of a stop string; and what was held back is told when it was none."""
+    told = openai_api.Told(openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None)
+
+    def shown(text: str, finish: str | None = None) -> str:
+        meta = {"prompt_tokens": 1, "completion_tokens": 1, "finish_reason": finish and {"type": finish}}
+        return "".join(part["choices"][0]["text"] for part in told.parts({"text": text, "output_ids": [1], "meta_info": meta}))
+
+    assert [shown(text) for text in ("one\ufffd", "oneü <", "oneü </en", "oneü </er", "oneü </er<")] == ["one", "ü ", "", "</er", ""]
+    assert shown("oneü </er</end") == "", "what ends with a stop string's beginning is not told before its end"
+    assert shown("oneü </er</ends", "length") == "</ends"
+
+
+async def test_models_are_named(model_dir: Path) -> None:
+    async with engine(model_dir) as served:
+        status, answer = await served.get("/v1/models")
+        assert (status, answer["object"], [model["id"] for model in answer["data"]]) == (200, "list", ["model"])
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("chat/completions", {"messages": None}, "messages"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0]"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        ("chat/completions", {"max_tokns": 3}, "max_tokns"),
+        ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"temperature": -1}, "temperature"),
+        ("chat/completions", {"frequency_penalty": 0.5}, "frequency_penalty"),
+        ("chat/completions", {"n": 0}, "n"),
+        ("chat/completions", {"stream": "yes"}, "stream"),
+        ("completions", {"prompt": []}, "prompt"),
+        ("completions", {"prompt": [1, "a"]}, "prompt"),
+        ("completions", {"echo": True}, "echo"),
+        ("completions", {"logprobs": 5}, "logprobs"),
+        ("completions", {"best_of": 3}, "best_of"),
+        ("completions", {"max_tokens": 0}, "max_tokens"),
+        ("completions", {"stop": [""]}, "stop"),
+    ],
+)
+async def test_refusals_have_openais_shape_and_name_the_parameter(model_dir: Path, path: str, change: dict[str, Any], param: str) -> None:
+    async with engine(model_dir) as served:
+        body = {"messages": CHAT} if "chat" in path else {"prompt": "a"}
+        status, answer = await served.post(f"/v1/{path}", {**body, **change})
+        assert status == 400, answer
+        error = answer["error"]
+        assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", 400, param), answer
+        assert error["message"].startswith(f"{param}: ")
+
+
+async def test_an_engine_that_does_not_serve_says_so_and_a_client_that_goes_frees_it(model_dir: Path) -> None:
+    async with engine(model_dir) as served:
+        served.engine.phase = "stale"
+        status, answer = await served.post("/v1/chat/completions", {"messages": CHAT})
+        assert (status, answer["error"]["type"], answer["unavailable"]) == (503, "server_error", "EngineUnavailable")
+        served.engine.phase = "serving"
+        await served.client.pause()
+        waiting = [
+            asyncio.create_task(served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True, "stream": streamed}))
+            for streamed in (False, True)
+        ]
+        async with asyncio.timeout(60):
+            await at_work(served.engine, 2)
+        for each in waiting:
+            each.cancel()
+        async with asyncio.timeout(60):
+            await at_work(served.engine, 0)
+        assert served.engine.stats()["requests_aborted"] == 2

@@ -1,0 +1,379 @@
+"""The router over real engines: who gets a request, what is repeated, what passes through, and what a death changes."""
+
+import asyncio
+import json
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from actors.builtin.engine import BuiltinEngine
+from actors.router.config import RouterConfig
+from actors.router.exchange import Answer, Handler, Middleware, Request
+from actors.router.forward import Sessions
+from actors.router.server import load_middleware
+from bus.live import Heartbeat, LiveView
+from tests.actor_kit import at_work, engine_row
+from tests.bus_fixtures import BusOpener
+from tests.engine_serving import Served, serving
+from tests.router_kit import Door, engine_process, faulty, routing
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write_tiny_model(tmp_path_factory.mktemp("router") / "model")
+
+
+def finished(served: Served) -> int:
+    return int(served.engine.stats()["requests_finished"])
+
+
+async def unfinished(engine: BuiltinEngine, count: int) -> None:
+    async with asyncio.timeout(60):
+        await at_work(engine, count)
+
+
+def unused_url() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{found.getsockname()[1]}"
+
+
+async def test_requests_go_to_where_least_is_under_way(model_dir: Path) -> None:
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(serving(model_dir)) for _ in range(3)]
+        door = await stack.enter_async_context(routing(*(each.engine.url for each in engines)))
+        for each in engines:
+            await each.client.pause()
+        asked = [asyncio.create_task(door.generate()) for _ in range(6)]
+        for each in engines:
+            await unfinished(each.engine, 2)
+        assert [worker["in_flight"] for worker in (await door.until(lambda _: True)).values()] == [2, 2, 2]
+        await engines[1].client.resume()
+        await door.until(lambda workers: [worker["in_flight"] for worker in workers.values()] == [2, 0, 2])
+        asked += [asyncio.create_task(door.generate()) for _ in range(2)]
+        await engines[1].until(lambda: finished(engines[1]) == 4)
+        for each in (engines[0], engines[2]):
+            await each.client.resume()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 8
+        assert [finished(each) for each in engines] == [2, 4, 2]
+
+
+async def test_a_session_stays_at_its_engine_as_long_as_that_serves(model_dir: Path) -> None:
+    async with serving(model_dir) as one, serving(model_dir) as other, routing(one.engine.url, other.engine.url) as door:
+        for _ in range(4):
+            assert (await door.generate())[0] == 200
+        assert (finished(one), finished(other)) == (2, 2), "without a session: in turn"
+        for _ in range(4):
+            await door.generate(session="s")
+        mine, its = (one, other) if finished(one) == 6 else (other, one)
+        assert (finished(mine), finished(its)) == (6, 2)
+        status, _ = await door.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": "s"})
+        assert (status, finished(mine)) == (200, 7), "the field of the body is the same, and the engine does not see it"
+        mine.engine.phase = "stale"
+        await door.serving(its.engine.url)
+        await door.generate(session="s")
+        mine.engine.phase = "serving"
+        await door.serving(one.engine.url, other.engine.url)
+        await door.generate(session="s")
+        assert (finished(mine), finished(its)) == (7, 4), "it has moved, and stays"
+
+
+def test_sessions_are_forgotten_when_there_are_too_many() -> None:
+    sessions = Sessions(2)
+    for name in ("a", "b", "a", "c"):
+        sessions.note(name, f"engine of {name}")
+    assert [sessions.engine(name) for name in ("a", "b", "c", "")] == ["engine of a", "", "engine of c", ""]
+    assert len(sessions) == 2
+
+
+async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_back(model_dir: Path) -> None:
+    async with engine_process(model_dir) as dying, serving(model_dir) as other, routing(dying.url, other.engine.url) as door:
+        body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 250, "ignore_eos": True}}
+        other.engine.phase = "stale"
+        await door.serving(dying.url)
+        async with door.session.post(door.url + "/generate", json=body, headers={"X-Session-Id": "s"}) as response:
+            assert b"output_ids" in await response.content.readany()
+            await dying.kill()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                assert b"[DONE]" not in await response.content.read()
+        other.engine.phase = "serving"
+        await door.serving(other.engine.url)
+        assert [(await door.generate(session="s"))[0] for _ in range(3)] == [200] * 3
+        assert finished(other) == 3
+        await dying.start()
+        await door.serving(dying.url, other.engine.url)
+        assert [(await door.generate())[0] for _ in range(4)] == [200] * 4
+        assert finished(other) == 5, "it has its share again"
+
+
+async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(model_dir: Path) -> None:
+    """Its first check has shown it serving, and then it went."""
+    async with faulty() as gone, serving(model_dir) as well, routing(gone.url, well.engine.url, health_every_s=1000.0) as door:
+        await gone.leave()
+        answers = [await door.post("/flush_cache") for _ in range(3)]
+        assert [status for status, _ in answers] == [200] * 3, answers
+
+
+async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
+    """That is no reason for a quarantine, so nothing but the refusal itself sends it elsewhere."""
+    async with faulty() as old, faulty() as new, routing(old.url, new.url) as door:
+        for engine in (old, new):
+            engine.does = "version"
+        answers = await asyncio.gather(*(door.generate(session="s") for _ in range(2)))
+        assert [status for status, _ in answers] == [503, 503]
+        new.does = "ok"
+        assert (await door.generate(session="s"))[0] == 200
+        old.asked.clear()
+        old.does, new.does = "ok", "version"
+        assert (await door.generate(session="s"))[0] == 200
+        assert old.asked == ["ok"]
+        workers = await door.until(lambda _: True)
+        assert [worker["failures"] for worker in workers.values()] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("does", "path", "body", "attempts", "status"),
+    [
+        ("break", "/generate", {"input_ids": [5]}, 1, 502),
+        ("break", "/generate", {"input_ids": [5], "rid": "r"}, 3, 502),
+        ("break", "/other", {}, 1, 502),
+        ("503", "/generate", {"input_ids": [5]}, 3, 503),
+        ("503", "/other", {}, 1, 503),
+        ("503", "/other", {"rid": "r"}, 3, 503),
+        ("500", "/generate", {"input_ids": [5], "rid": "r"}, 1, 500),
+        ("hang", "/generate", {"input_ids": [5], "rid": "r"}, 1, 504),
+    ],
+)
+async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, body: dict[str, Any], attempts: int, status: int) -> None:
+    bounds = {"timeout_s": 1.0} if does == "hang" else {}
+    async with faulty() as engine, routing(engine.url, retries=2, **bounds) as door:
+        engine.does = does
+        told, answer = await door.post(path, body)
+        assert (told, len(engine.asked)) == (status, attempts), answer
+        assert "message" in answer["error"]
+
+
+async def test_a_repeated_request_goes_to_another_engine() -> None:
+    async with faulty() as bad, faulty() as good, routing(bad.url, good.url) as door:
+        bad.does = "503"
+        answers = [await door.generate() for _ in range(4)]
+        assert [status for status, _ in answers] == [200] * 4
+        assert len(good.asked) == 4
+        assert len(bad.asked) <= 2, "in quarantine after the first"
+
+
+async def test_after_the_first_byte_nothing_is_repeated() -> None:
+    async with faulty() as engine, routing(engine.url) as door:
+        engine.does = "half"
+        async with door.session.post(door.url + "/generate", json={"rid": "r", "stream": True}) as response:
+            assert await response.content.readany() == b'data: {"text": "a"}\n\n'
+            engine.gone.set()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.content.read()
+        assert engine.asked == ["half"]
+
+
+async def test_silence_between_two_chunks_is_bounded() -> None:
+    async with faulty() as engine, routing(engine.url, idle_s=0.3) as door:
+        engine.does = "half"
+        async with door.session.post(door.url + "/generate", json={}) as response:
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await response.content.read()
+        engine.gone.set()
+
+
+async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir: Path) -> None:
+    async with routing(wait_s=0.2) as door:
+        assert (await door.get("/health"))[0] == 503
+        status, answer = await door.generate()
+        assert status == 503
+        assert "waited 0.2 s for an engine" in answer["error"]["message"]
+    async with serving(model_dir, phase="joining") as late, routing(late.engine.url, wait=False) as door:
+        asked = asyncio.create_task(door.generate())
+        await door.until(lambda workers: workers[late.engine.url]["remark"] == "/health: HTTP 503")
+        late.engine.phase = "serving"
+        assert (await asked)[0] == 200
+        assert (await door.get("/health"))[0] == 200
+
+
+async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
+    async with faulty() as well, routing(well.url, unreachable := unused_url(), wait=False, health_failures=2) as door:
+        workers = await door.until(lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"])
+        assert not workers[unreachable]["serving"]
+        well.healthy = False
+        await door.serving()
+        assert (await door.get("/health"))[0] == 503
+        well.healthy = True
+        await door.serving(well.url)
+        well.silent = True
+        workers = await door.until(lambda workers: not workers[well.url]["serving"])
+        assert workers[well.url]["failures"] == 0, "no request was needed to find that out"
+        well.silent = False
+        await door.serving(well.url)
+
+
+async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the_engine(model_dir: Path) -> None:
+    async with serving(model_dir) as served, routing(served.engine.url) as door:
+        params = {"max_new_tokens": 12, "sampling_seed": 3, "ignore_eos": True}
+        body = {"input_ids": [5, 6], "sampling_params": params, "stream": True, "return_logprob": True}
+        whole = await served.generate([5, 6], **params)
+        async with door.session.post(door.url + "/generate", json=body) as response:
+            assert response.headers["Content-Type"].startswith("text/event-stream")
+            events = (await response.read()).split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        assert json.loads(events[-3][6:])["output_ids"] == whole["output_ids"]
+
+        body["sampling_params"] = {**params, "max_new_tokens": 200}
+        async with door.session.post(door.url + "/generate", json=body) as response:
+            first = await response.content.readuntil(b"\n\n")
+            assert len(json.loads(first[6:])["output_ids"]) < 200
+            await served.client.pause()  # it would end by itself
+            await unfinished(served.engine, 1)
+        await unfinished(served.engine, 0)
+        assert served.engine.stats()["requests_aborted"] == 1
+
+        waiting = asyncio.create_task(door.generate(max_new_tokens=200))
+        await unfinished(served.engine, 1)
+        waiting.cancel()
+        await unfinished(served.engine, 0)
+        assert served.engine.stats()["requests_aborted"] == 2
+        await door.until(lambda workers: workers[served.engine.url]["in_flight"] == 0)
+
+
+async def test_an_abort_finds_its_request_wherever_it_is(model_dir: Path) -> None:
+    async with serving(model_dir) as one, serving(model_dir) as other, routing(one.engine.url, other.engine.url) as door:
+        for each in (one, other):
+            await each.client.pause()
+        asked = [asyncio.create_task(door.generate(rid=rid)) for rid in ("a", "b")]
+        for each in (one, other):
+            await unfinished(each.engine, 1)
+        assert await door.post("/abort_request", {"rid": "b"}) == (200, "")
+        status, answer = await asked[1]
+        assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+        assert not asked[0].done()
+        for each in (one, other):
+            await each.client.resume()
+        assert (await asked[0])[1]["meta_info"]["finish_reason"]["type"] == "length"
+
+
+async def test_workers_come_and_go_by_hand(model_dir: Path) -> None:
+    async with serving(model_dir) as one, serving(model_dir) as other, routing() as door:
+        for path in (f"/add_worker?url={one.engine.url}/", f"/add_worker?worker_url={one.engine.url}"):
+            status, answer = await door.post(path)
+            assert (status, answer) == (200, {"status": "success", "worker_urls": {one.engine.url: 0}})
+        assert (await door.post("/add_worker", {"url": other.engine.url}))[0] == 200
+        await door.serving(one.engine.url, other.engine.url)
+        assert (await door.get("/list_workers"))[1]["urls"] == [one.engine.url, other.engine.url]
+        assert (await door.post("/remove_worker", {"url": one.engine.url}))[0] == 200
+        await door.serving(other.engine.url)
+        for _ in range(3):
+            await door.generate()
+        assert (finished(one), finished(other)) == (0, 3)
+        for path in ("/remove_worker?url=http://nobody:1", "/add_worker?url=nobody", "/add_worker"):
+            status, answer = await door.post(path)
+            assert status == 400, answer
+
+
+async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path) -> None:
+    async with open_bus() as bus, serving(model_dir, version=3) as one, serving(model_dir, version=7) as other:
+        async with routing(other.engine.url, view=LiveView(bus, dead_after_s=60.0)) as door:
+            async with Heartbeat(bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2) as heartbeat:
+                workers = await door.until(lambda workers: len(workers) == 2 and all(each["serving"] for each in workers.values()))
+                assert workers[one.engine.url]["id"] == "e1"
+                assert workers[other.engine.url]["version"] == 7
+                for _ in range(3):
+                    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "min_version": 5}
+                    assert (await door.post("/generate", body))[0] == 200
+                assert (finished(one), finished(other)) == (0, 3)
+                heartbeat.update(address=unused_url())
+                await door.serving(other.engine.url)
+                heartbeat.update(address=one.engine.url)
+                await door.serving(one.engine.url, other.engine.url)
+                heartbeat.update(phase="stale")
+                await door.serving(other.engine.url)
+                heartbeat.update(phase="serving")
+                await door.serving(one.engine.url, other.engine.url)
+                await door.post("/remove_worker", {"url": one.engine.url})
+                await door.serving(other.engine.url)
+                await door.post("/add_worker", {"url": one.engine.url})
+                await door.serving(one.engine.url, other.engine.url)
+
+
+async def test_commands_to_an_engine_are_not_passed_on_and_what_is_keeps_its_words() -> None:
+    async with faulty() as engine, routing(engine.url) as door:
+        for path in ("/pause_generation", "/update_weights_from_disk", "/release_memory_occupation"):
+            assert (await door.post(path, {}))[0] == 403
+        assert engine.asked == []
+        headers = {"Authorization": "Bearer t", "X-Session-Id": "s", "Accept-Encoding": "gzip"}
+        status, answer = await door.post("/some/where?a=1", {"b": 2}, headers=headers)
+        assert (status, answer["echo"]) == (200, {"b": 2})
+        assert engine.paths == ["/some/where"]
+        assert answer["headers"]["Authorization"] == "Bearer t"
+        assert "X-Session-Id" not in answer["headers"]
+        assert answer["headers"]["Accept-Encoding"] == "identity", "compressed, events would be held back"
+
+
+async def test_middleware_changes_requests_repeats_them_and_answers_itself() -> None:
+    async with faulty() as engine, routing(engine.url, middleware=(f"{__name__}:outer", f"{__name__}:inner")) as door:
+        status, answer = await door.post("/x", {})
+        assert (status, answer["echo"]) == (200, {"seen": ["outer", "inner", "outer", "inner"]}), "asked twice; the second answer counts"
+        assert len(engine.asked) == 2
+        assert await door.post("/mine", {}) == (418, {"by": "inner"})
+        await door.until(lambda workers: workers[engine.url]["in_flight"] == 0)
+
+
+def outer(config: RouterConfig) -> Middleware:
+    async def handle(request: Request, handler: Handler) -> Answer:
+        if request.path != "/x":
+            return await handler(request)
+        async with await handler(_signed(request, "outer")) as first:
+            seen = json.loads(await first.read())["echo"]
+        return await handler(_signed(request.asking(seen), "outer"))
+
+    return handle
+
+
+def inner(config: RouterConfig) -> Middleware:
+    async def handle(request: Request, handler: Handler) -> Answer:
+        if request.path == "/mine":
+            return Answer.of(418, {"by": "inner"})
+        return await handler(_signed(request, "inner"))
+
+    return handle
+
+
+def _signed(request: Request, name: str) -> Request:
+    return request.asking({"seen": [*request.map.get("seen", ()), name]})
+
+
+@pytest.mark.parametrize("path", ["nowhere:f", "actors.router.exact:Nothing", "json", ""])
+def test_a_middleware_that_there_is_not_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=r"middleware: want package.module:factory"):
+        load_middleware(path, RouterConfig())
+
+
+async def test_who_drains_finishes_and_takes_nothing_more(model_dir: Path) -> None:
+    async with serving(model_dir) as served, routing(served.engine.url) as door:
+        await served.client.pause()
+        asked = asyncio.create_task(door.generate())
+        await unfinished(served.engine, 1)
+        closing = asyncio.create_task(door.router.close(60.0))
+        await refused(door)
+        await served.client.resume()
+        assert (await asked)[0] == 200
+        await closing
+        assert Counter({"done": finished(served)}) == Counter(done=1)
+
+
+async def refused(door: Door) -> None:
+    async with asyncio.timeout(60):
+        while (await door.get("/health"))[0] != 503:  # noqa: ASYNC110 - the router tells nobody
+            await asyncio.sleep(0.01)
+    assert (await door.generate())[0] == 503

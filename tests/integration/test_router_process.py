@@ -1,0 +1,53 @@
+"""``tidemill router`` as a process: it finds an engine on the bus, says so in its live row, answers a chat, and drains."""
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+
+from bus.live import Heartbeat
+from bus.server import EmbeddedServer
+from launch.process import Child
+from tests.actor_kit import engine_row, row_until
+from tests.bus_fixtures import BusOpener
+from tests.engine_serving import serving
+from tests.tiny_models import write_tiny_model
+
+
+async def test_a_router_finds_engines_on_the_bus_and_drains(
+    nats_server: EmbeddedServer, open_bus: BusOpener, run_id: str, tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    arguments = ["--bus", nats_server.url, "--run", run_id, "--id", "door", "--port", "0", "--exact", str(model)]
+    child = Child("router", ["router", *arguments], tmp_path / "router.log")
+    async with open_bus() as bus, aiohttp.ClientSession() as session:
+        await child.start()
+        try:
+            row = await row_until(bus.rows("live"), "router.door", lambda row: bool(row["address"]))
+            assert (row["phase"], row["waits_for"]) == ("waiting", "an engine that serves")
+            async with serving(model) as served, Heartbeat(bus, engine_row(served.engine.url), every_s=0.2):
+                row = await row_until(bus.rows("live"), "router.door", lambda row: row["phase"] == "serving")
+                assert (row["load"]["workers"], row["load"]["serving"]) == (1, 1)
+                body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True}
+                async with session.post(row["address"] + "/v1/chat/completions", json=body) as response:
+                    assert (await response.json())["usage"]["completion_tokens"] == 3
+                child.ask_to_end()
+                assert await child.wait() == 0, child.last_lines()
+            assert await bus.rows("live").get("router.door") is None
+        finally:
+            await child.end(0)
+
+
+async def test_a_wrong_use_is_said_at_once(tmp_path: Path) -> None:
+    for wrong, said in (
+        ([], "want --bus URL, --worker URL, or both"),
+        (["--worker", "nowhere"], "worker: want a URL like http://host:port, got 'nowhere'"),
+        (["--worker", "http://h:1", "--exact", str(tmp_path)], "want a directory with a tokenizer.json"),
+        (["--worker", "http://h:1", "--middleware", "no.module:f"], "middleware: want package.module:factory, got 'no.module:f'"),
+    ):
+        child = Child("router", ["router", "--port", "0", *wrong], tmp_path / "router.log")
+        await child.start()
+        async with asyncio.timeout(60):
+            code = await child.wait()
+        assert code == 2, wrong
+        assert said in child.last_lines(200), wrong

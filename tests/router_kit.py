@@ -1,0 +1,178 @@
+"""A router over real engines, a client of it, engines that misbehave as told, and an engine process that can be killed."""
+
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from actors.router.config import RouterConfig
+from actors.router.server import Router
+from bus.live import LiveView
+
+LIMIT_S = 60.0
+
+
+class Door:
+    """A client of a router."""
+
+    def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
+        self.router, self.session, self.url = router, session, router.url
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
+        async with self.session.post(self.url + path, json=body, **options) as response:
+            return response.status, await _content(response)
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self.session.get(self.url + path) as response:
+            return response.status, await _content(response)
+
+    async def generate(self, *, session: str = "", rid: str = "", text: str = "", **params: Any) -> tuple[int, Any]:
+        body: dict[str, Any] = {"text": text} if text else {"input_ids": [5, 6, 7]}
+        body |= {"sampling_params": {"max_new_tokens": 4, "ignore_eos": True, **params}}
+        return await self.post("/generate", body | ({"rid": rid} if rid else {}), headers={"X-Session-Id": session} if session else {})
+
+    async def until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
+        """The workers by URL, as soon as they are as wanted."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                _, listed = await self.get("/list_workers")
+                workers = {worker["url"]: worker for worker in listed["workers"]}
+                if reached(workers):
+                    return workers
+                await asyncio.sleep(0.02)
+
+    async def serving(self, *urls: str) -> None:
+        """Return when these, and no others, serve."""
+        await self.until(lambda workers: {url for url, worker in workers.items() if worker["serving"]} == set(urls))
+
+
+@asynccontextmanager
+async def routing(*urls: str, view: LiveView | None = None, wait: bool = True, **config: Any) -> AsyncIterator[Door]:
+    """A router that knows these engines; they serve from the beginning if ``wait``."""
+    settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, **config}
+    router = Router(RouterConfig(workers=urls, **settings), view)
+    await router.start()
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+            door = Door(router, session)
+            if wait and urls:
+                await door.serving(*urls)
+            yield door
+    finally:
+        await router.close()
+
+
+class Faulty:
+    """Says that it is healthy, and meets requests as told: break (the connection), 503, version, 500, hang, half (then breaks), ok."""
+
+    def __init__(self) -> None:
+        self.does, self.asked = "ok", list[str]()
+        self.healthy, self.silent = True, False
+        """What it says when it is asked for its health, and that it says nothing."""
+        self.paths: list[str] = []
+        self.gone = asyncio.Event()
+        """Set when the client of a hanging request has gone."""
+        self.url, self.leave = "", _nothing
+        """``leave``: be gone from its address."""
+
+    async def meet(self, request: web.Request) -> web.StreamResponse:
+        assert request.transport is not None
+        if request.path == "/health" and self.silent:
+            request.transport.abort()
+        if request.path == "/health":
+            return web.Response(status=200 if self.healthy else 503)
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": "0"})
+        self.asked.append(self.does)
+        self.paths.append(request.path)
+        body = await request.read()
+        match self.does:
+            case "break":
+                request.transport.abort()
+            case "503":
+                return web.json_response({"error": {"message": "full", "code": 503}}, status=503)
+            case "version":
+                refused = {"error": {"message": "version 9 is not served", "code": 503}, "unavailable": "VersionUnavailable"}
+                return web.json_response(refused, status=503)
+            case "500":
+                return web.json_response({"error": {"message": "broken", "code": 500}}, status=500)
+            case "hang":
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.gone.set()
+                    raise
+            case "half":
+                response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                await response.prepare(request)
+                await response.write(b'data: {"text": "a"}\n\n')
+                await self.gone.wait()
+                request.transport.abort()
+                return response
+        return web.json_response({"echo": json.loads(body) if body else None, "headers": dict(request.headers)})
+
+
+@asynccontextmanager
+async def faulty() -> AsyncIterator[Faulty]:
+    engine = Faulty()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", engine.meet)
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.leave = runner.cleanup
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+class EngineProcess:
+    """A built-in engine in a process of its own: to be killed."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir, self.url = model_dir, ""
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Serve; the second time at the address of the first."""
+        port = self.url.rpartition(":")[2] or "0"
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.engine_child", str(self._model_dir), port),
+            cwd=Path(__file__).parents[1],
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert self._process.stdout is not None
+        async with asyncio.timeout(LIMIT_S):
+            self.url = (await self._process.stdout.readline()).decode().strip()
+        assert self.url.startswith("http://"), "the engine process has ended"
+
+    async def kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+@asynccontextmanager
+async def engine_process(model_dir: Path) -> AsyncIterator[EngineProcess]:
+    process = EngineProcess(model_dir)
+    try:
+        await process.start()
+        yield process
+    finally:
+        await process.kill()
+
+
+async def _nothing() -> None: ...
+
+
+async def _content(response: aiohttp.ClientResponse) -> Any:
+    return await response.json() if response.content_type == "application/json" else await response.text()
