@@ -85,7 +85,7 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
             assert report.stall_s == {"a": 0.001, "b": 0.001}
             assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
             for id in ("a", "b"):
-                assert state(engines[id][0]) == {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "groups": 1}
+                assert state(engines[id][0]) == {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "groups": 1, "asked": 1}
             assert state(engines["away"][0])["version"] == 0
             head = publisher.latest()
             assert head is not None and (head.version, head.step, head.state) == (2, 5, "published")
