@@ -18,7 +18,7 @@ from bus.errors import BusError, Fenced
 from bus.live import LiveView
 from bus.messages import VersionRow
 from weightstore.config import WeightsConfig
-from weightstore.errors import PushFailed, ReceiverFailed
+from weightstore.errors import BadManifest, PushFailed, ReceiverFailed
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Member, Updated
 from weightstore.membership import Membership
@@ -42,6 +42,8 @@ class Pusher:
         self._registry = VersionRegistry(bus)
         self._shelf = Shelf(directory, self._registry, host=config.host, keep=config.keep_snapshots, model_dir=model_dir)
         self._head_staging: Staging | None = None
+        self._deltas: asyncio.Queue[tuple[Staging, Staging]] = asyncio.Queue()
+        """A version and its base, both held."""
         self.head: VersionRow | None = None
 
     async def open(self, stack: AsyncExitStack) -> None:
@@ -167,9 +169,24 @@ class Pusher:
         self.head = await self._registry.publish(row)
         old, self._head_staging = self._head_staging, staging.hold()
         if old is not None:
-            old.release()
+            if self._config.deltas:
+                self._deltas.put_nowait((staging.hold(), old))
+            else:
+                old.release()
         if self._config.snapshot_every and row.version % self._config.snapshot_every == 0:
             await self._snapshot_head()
+
+    async def write_deltas(self) -> None:
+        """For ever: what has changed with each version. One that cannot be written is missed by nobody: there are snapshots."""
+        while True:
+            staging, base = await self._deltas.get()
+            try:
+                await self._shelf.put_delta(staging, base, keep=self._config.deltas)
+            except (BusError, OSError, BadManifest) as error:
+                _log.error("delta failed version=%d error=%s", staging.version, error)
+            finally:
+                staging.release()
+                base.release()
 
     async def _give_up(self, row: VersionRow | None, error: Exception) -> None:
         _log.error("push failed version=%s error=%s", None if row is None else row.version, error)

@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.builtin.scheduler import Scheduler
 from actors.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
 from actors.errors import StaleEpoch, UpdateRefused
-from weightstore import snapshot
+from weightstore import delta, snapshot
 from weightstore.checksums import Told, sha256, told_of
 from weightstore.errors import WeightstoreError
 from weightstore.manifest import Bucket, TensorSpec
@@ -177,7 +177,7 @@ class WeightUpdates:
                 raise
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Take weights from a directory with safetensors, whole or not at all; gives the seconds that decoding was held up."""
+        """Take weights from a directory with safetensors, or a delta on what is served, whole or not at all; seconds as of ``end``."""
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")
         update = Update(self.epoch, version)
@@ -185,7 +185,7 @@ class WeightUpdates:
         async with self._writing:
             try:
                 standby = await self._ensure_standby()
-                await asyncio.to_thread(fill_from_directory, standby, directory)
+                await asyncio.to_thread(self._fill, standby, directory)
                 self._check_current(update)
                 update.received.update(standby.named)
                 self._check_complete(update)
@@ -194,6 +194,18 @@ class WeightUpdates:
                 if update is self._open:
                     self._discard(str(error))
                 raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
+
+    def _fill(self, standby: Weights, directory: Path) -> None:
+        changes = delta.read(directory)
+        if changes is None:
+            fill_from_directory(standby, directory)
+            return
+        if changes.base != self._scheduler.version:
+            raise UpdateRefused(f"{directory}: a delta on version {changes.base}, and version {self._scheduler.version} is served")
+        for name, tensor in self._served.named.items():
+            standby.named[name].copy_(tensor)
+        delta.apply(directory, changes, standby.named)
+        _seal(standby)
 
     async def checksums(self) -> dict[str, str]:
         """A digest of the bytes of every served tensor, by name, as SGLang has it."""

@@ -239,7 +239,7 @@ class Loader:
         self.version = version
 
 
-def catch_up(bus_url: str, run: str, directory: Path, loader: Loader, deadline_s: float = 20) -> Any:
+def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float = 20, **settings: Any) -> Any:
     async def run_it() -> Any:
         async with connect(bus_url, run, BusConfig(), name="late", wait_s=10) as bus:
             return await joining.catch_up(
@@ -250,6 +250,7 @@ def catch_up(bus_url: str, run: str, directory: Path, loader: Loader, deadline_s
                 directory=directory,
                 deadline_s=deadline_s,
                 say=loader.said.append,
+                **settings,
             )
 
     return asyncio.run(run_it())
