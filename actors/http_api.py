@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, StaleEpoch, UpdateRefused
+from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, NotLent, StaleEpoch, UpdateRefused
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,8 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 400)}, status=400)
     except StaleEpoch as error:
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409)
+    except NotLent as error:
+        return web.json_response(error_of(str(error), 404), status=404)
     except CannotTell as error:
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 501)}, status=501)
     except EngineUnavailable as error:

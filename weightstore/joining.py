@@ -1,6 +1,6 @@
 """The engine's way to the head: what a process does when it starts, and when pushes have passed it by.
 
-version < head  ->  want a snapshot of it  ->  wait for its URL  ->  download, verify, load
+version < head  ->  ask an engine that serves it  ->  or want a snapshot of it, wait for its URL  ->  download, verify, load
                     (a push may bring the engine there meanwhile: then all is well, too)
 
 Where every version between has left what it changed (``VersionRow.delta``), an engine that can take that takes one after the other instead.
@@ -8,6 +8,7 @@ Where every version between has left what it changed (``VersionRow.delta``), an 
 
 import asyncio
 import logging
+import random
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.live import LiveView
 from bus.messages import VersionRow
 from bus.nonce import nonce
 from weightstore.download import fetch
@@ -124,7 +126,7 @@ class _Catcher:
     def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, say: Say, deltas: bool) -> None:
         self._rows, self._registry = bus.rows("weights"), VersionRegistry(bus)
         self._engine, self._version, self._load, self._directory, self._say = engine, version, load, directory, say
-        self._deltas = deltas
+        self._view, self._deltas = LiveView(bus), deltas
         self._refused: set[str] = set()
         """Where snapshots should have been and were not."""
         self.waits_for, self.failure = "the bus", ""
@@ -133,6 +135,8 @@ class _Catcher:
         goal = await self._registry.head()
         while goal is not None and self._version() < goal.version:
             if await self._take_deltas(goal):
+                continue
+            if await self._take_from_engine(goal):
                 continue
             found = await self._registry.snapshot()
             if found is None or found.version < goal.version or found.snapshot in self._refused:
@@ -173,6 +177,23 @@ class _Catcher:
             chain.append(row)
             at = row.base
         return chain[::-1] if at == self._version() else []
+
+    async def _take_from_engine(self, goal: VersionRow) -> bool:
+        """Take the whole weights from one of the engines that serve the goal or a later version; False when none has them to give."""
+        peers = [row for row in await self._view.alive("engine") if row.load.get("lends") and row.phase == "serving"]
+        for peer in random.sample(peers, len(peers)):  # so that those who come late together do not all ask the same one
+            if peer.version < goal.version or peer.id == self._engine:
+                continue
+            row = await self._registry.row(peer.version)
+            if row is None or row.state != "published" or not row.digest:
+                continue
+            url = f"{peer.address}/snapshots/v{row.version}-{row.digest}"
+            if url in self._refused:
+                continue
+            if await self._fetch_and_load(row, url, self._directory / f"v{row.version}"):
+                return True
+            self._refused.add(url)
+        return False
 
     async def _take(self, row: VersionRow) -> bool:
         """Load the snapshot; False when it cannot be had where it should be."""

@@ -76,6 +76,7 @@ class Server:
             "POST /update_weights_from_disk": self._update_from_disk,
             "POST /weights_checker": self._weights_checker,
             "POST /weights_checksums": self._weights_checksums,
+            "GET /snapshots/{name}/{file}": self._snapshot,
         }
 
     # -- generating -----------------------------------------------------------------------------------------------------
@@ -285,6 +286,9 @@ class Server:
         of_update = of_update_in(await self._command(request))
         version, told = await self._updates.carry_out(self._updates.told(of_update=of_update))
         return done("Success.", weight_version=None if version is None else str(version), **told.to_json())
+
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(await self._engine.lending.file(request.match_info["name"], request.match_info["file"]))
 
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first."""

@@ -202,6 +202,7 @@ class WeightUpdates:
             return
         if changes.base != self._scheduler.version:
             raise UpdateRefused(f"{directory}: a delta on version {changes.base}, and version {self._scheduler.version} is served")
+        standby.writes += 1
         for name, tensor in self._served.named.items():
             standby.named[name].copy_(tensor)
         delta.apply(directory, changes, standby.named)
@@ -211,6 +212,11 @@ class WeightUpdates:
         """A digest of the bytes of every served tensor, by name, as SGLang has it."""
         async with self._writing:  # whoever flips holds it, so these tensors are not written while they are read
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in self._served.named.items()})
+
+    async def served(self) -> tuple[int, Weights]:
+        """The version that is served, and its weights; the next push but one writes into them (``Weights.writes``)."""
+        async with self._writing:
+            return self._scheduler.version, self._served
 
     async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
         """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
@@ -316,6 +322,7 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
     if (directory / snapshot.MANIFEST).exists():
         snapshot.verify(directory)
     filled: set[str] = set()
+    weights.writes += 1
     for name, tensor in read_safetensors(directory):
         target = weights.named.get(name)
         if target is None and name == HEAD and weights.shape.tied:
@@ -345,6 +352,7 @@ def _seal(weights: Weights) -> None:
 
 
 def _copy(update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
+    standby.writes += 1
     for spec, place in bucket.places():
         part, dtype = message[place], getattr(torch, spec.dtype)
         if part.storage_offset() % dtype.itemsize:
