@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from yarl import URL
 
 from actors.builtin.engine import BuiltinEngine
 from actors.builtin.lending import Lending
@@ -16,11 +17,13 @@ from actors.config import EngineConfig
 from actors.engine_process import run_engine
 from bus.config import BusConfig
 from bus.connection import connect
-from bus.live import LiveView
+from bus.live import Heartbeat, LiveView
 from bus.messages import LiveRow
 from bus.server import EmbeddedServer
+from tests.contract.test_engine_updates import joined
 from tests.engine_serving import serving
-from tests.integration.test_weightstore_publisher import look, publishing
+from tests.integration.test_weightstore_deltas import Loader
+from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore import snapshot
 from weightstore.checksums import Told, differences, sum_of
@@ -117,6 +120,24 @@ async def test_a_late_engine_asks_another_engine_and_not_the_learner(bus_url: st
         assert [path.name for path in shelf.iterdir()] == ["v1"]
 
 
+async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path / "model")
+    with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir) as publisher:
+        await asyncio.to_thread(lambda: publisher.publish(1, weights(1).items(), wait=True).result(0))
+        assert (await asyncio.to_thread(look, bus_url, run_id, "reserve", 2, 1)).state == "pushing"
+        row = {"host": "test", "pid": 1, "phase": "serving", "load": {"lends": 1.0}, "address": "http://127.0.0.1:9"}
+        async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
+            async with Heartbeat(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
+                await until(lambda: there(bus_url, run_id, "torn"))
+                loader = Loader(-1)
+                await asyncio.to_thread(catch_up, bus_url, run_id, tmp_path / "late", loader)
+    assert loader.version == 1 and not any("127.0.0.1:9" in text for text in loader.said), loader.said
+
+
+async def there(bus_url: str, run: str, id: str) -> bool:
+    return id in await rows(bus_url, run)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 async def test_what_is_lent_is_a_model_directory_of_that_version_alone(tmp_path: Path, tied: bool) -> None:
     directory = write_tiny_model(tmp_path / "model", tied=tied)
@@ -132,13 +153,14 @@ async def test_what_is_lent_is_a_model_directory_of_that_version_alone(tmp_path:
         async with served.session.get(f"{url}/v8-{digest_of(sent)}/model.safetensors", headers={"Range": "bytes=100-199"}) as part:
             whole = (tmp_path / "got" / "model.safetensors").read_bytes()
             assert (part.status, await part.read()) == (206, whole[100:200])
-        for name in (f"v6-{digest_of(sent)}", f"v8-{'0' * 64}", "..", f"v8-{digest_of(sent)}/..%2fmanifest.json"):
-            async with served.session.get(f"{url}/{name}/manifest.json") as refused:
-                assert refused.status == 404, name
+        name = f"v8-{digest_of(sent)}"
+        for path in (f"v6-{digest_of(sent)}/manifest.json", f"v8-{'0' * 64}/manifest.json", f"{name}/..%2f{name}%2fmanifest.json"):
+            async with served.session.get(URL(f"{url}/{path}", encoded=True)) as refused:
+                assert refused.status == 404, path
 
 
-@pytest.mark.parametrize("pushes", [1, 2])
-async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: Path, pushes: int) -> None:
+@pytest.mark.parametrize(("way", "pushes"), [("load", 1), ("load", 2), ("push", 2)])
+async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: Path, way: str, pushes: int) -> None:
     directories = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(3)]
     begun, go_on = threading.Event(), threading.Event()
 
@@ -151,9 +173,13 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
         served.engine.lending = Lending(served.engine.updates.served, directories[0], write=slowly)
         asked = asyncio.create_task(fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got"))
         await asyncio.to_thread(begun.wait, LIMIT_S)
-        for version in range(1, pushes + 1):
-            await served.engine.load_snapshot(directories[version], version)
-            assert served.engine.version == version
+        async with joined(served) as push:
+            for version in range(1, pushes + 1):
+                if way == "load":
+                    await served.engine.load_snapshot(directories[version], version)
+                else:
+                    await push.whole(tiny_model(seed=version), version)
+                assert served.engine.version == version
         go_on.set()
         if pushes == 1:  # into the standby copy; the one that is read is not touched
             info = await asked

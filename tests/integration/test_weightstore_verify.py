@@ -51,13 +51,14 @@ def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_
 @pytest.mark.parametrize(("verify", "caught"), [("always", True), ("first", False), ("never", False)])
 def test_what_the_setting_says(bus_url: str, run_id: str, tmp_path: Path, verify: str, caught: bool) -> None:
     with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path, verify=verify) as publisher:
-        reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2)]
-        assert [bool(report.verified) for report in reports] == [verify != "never", verify == "always"]
-        assert state(engines["a"][0])["asked"] == [0, 1, 2][("never", "first", "always").index(verify)]
+        reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3, 4)]
+        assert [report.engines for report in reports] == [("a",)] * 4  # copies are used again, their sums are not
+        assert [bool(report.verified) for report in reports] == [verify != "never", *[verify == "always"] * 3]
+        assert state(engines["a"][0])["asked"] == {"never": 0, "first": 1, "always": 4}[verify]
     flips = Behaviour(fails="flip", at="checksums", once_served=1)
     with receivers(bus_url, run_id, {"b": flips}), publishing(bus_url, run_id, tmp_path, verify=verify, epoch=2) as publisher:
-        publisher.publish(3, tiny_tensors(3).items(), wait=True).result(0)
-        assert ("b" in publisher.publish(4, tiny_tensors(4).items(), wait=True).result(0).evicted) == caught
+        publisher.publish(5, tiny_tensors(5).items(), wait=True).result(0)
+        assert ("b" in publisher.publish(6, tiny_tensors(6).items(), wait=True).result(0).evicted) == caught
 
 
 def test_an_engine_that_cannot_tell_serves_and_is_not_called_verified(
