@@ -30,6 +30,7 @@ from weightstore.checksums import Told, differences, sum_of
 from weightstore.download import fetch
 from weightstore.errors import SnapshotUnavailable
 from weightstore.manifest import Manifest
+from weightstore.registry import VersionRegistry
 
 LIMIT_S = 60.0
 
@@ -124,9 +125,9 @@ async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus
     model_dir = write_tiny_model(tmp_path / "model")
     with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir) as publisher:
         await asyncio.to_thread(lambda: publisher.publish(1, weights(1).items(), wait=True).result(0))
-        assert (await asyncio.to_thread(look, bus_url, run_id, "reserve", 2, 1)).state == "pushing"
         row = {"host": "test", "pid": 1, "phase": "serving", "load": {"lends": 1.0}, "address": "http://127.0.0.1:9"}
         async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
+            assert (await VersionRegistry(bus).reserve(2, 1, digest="0" * 64)).state == "pushing"
             async with Heartbeat(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
                 await until(lambda: there(bus_url, run_id, "torn"))
                 loader = Loader(-1)
