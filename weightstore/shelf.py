@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"v(\d+)")
 _DELTA_NAME = re.compile(r"v(\d+)-delta")
 _SHUTDOWN_S = 1.0
+_WORTH = 0.5
+"""Share of the whole above which what has changed is not kept: several of them are taken one after the other."""
 
 
 class Shelf:
@@ -71,12 +73,18 @@ class Shelf:
             return where
 
     async def put_delta(self, staging: Staging, base: Staging, *, keep: int) -> None:
-        """Write what has changed since the base, tell the version's row, remove the oldest. The caller holds both."""
+        """Write what has changed since the base, if that is much less than the whole; tell the version's row, remove the oldest.
+
+        The caller holds both.
+        """
         path = self._directory / f"v{staging.version}-delta"
         tensors, base_tensors = dict(staging.tensors()), dict(base.tensors())
         about = {"base_version": base.version, "version": staging.version, "step": staging.step}
         info = await asyncio.to_thread(lambda: delta.write(path, base_tensors, tensors, **about))
         _log.info("delta written version=%d base=%d bytes=%d of=%d", *info.versions, info.num_bytes, staging.manifest.num_bytes)
+        if info.num_bytes > _WORTH * staging.manifest.num_bytes:
+            await asyncio.to_thread(shutil.rmtree, path)
+            return
         await self._registry.set_delta(staging.version, base.version, f"{self.url}/{path.name}")
         for version in self._versions(_DELTA_NAME)[:-keep]:
             await self._registry.set_delta(version, -1, "")

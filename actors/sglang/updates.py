@@ -154,7 +154,10 @@ class WeightUpdates:
             raise UpdateRefused("checksums: there is no open update")
         if of_update:
             self._check_whole("checksums")
-        return version, told_of(await self.checksums(), self._layout)
+        told = told_of(await self.checksums(), self._layout)
+        if unknown := self._names - {name for part in told.parts for name in part.names}:
+            raise CannotTell(self._api.url, f"SGLang keeps {len(unknown)} tensors under names unknown here, among them {min(unknown)}")
+        return version, told
 
     def _check_whole(self, what: str) -> None:
         if missing := self._names - self._received - {HEAD}:

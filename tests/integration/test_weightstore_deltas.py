@@ -38,11 +38,15 @@ def stepped(seed: int, versions: int) -> list[dict[str, torch.Tensor]]:
     model = {name: tensor.to(torch.bfloat16) for name, tensor in tiny_model(seed=seed, **SIZES).state_dict().items()}
     found, generator = [model], torch.Generator().manual_seed(seed)
     for _ in range(versions):
-        model = {name: tensor.clone() for name, tensor in model.items()}
-        for tensor in model.values():
-            hit = torch.rand(tensor.shape, generator=generator) < 0.02
-            tensor[hit] *= 1.01
+        model = changed(model, 0.02, generator)
         found.append(model)
+    return found
+
+
+def changed(model: dict[str, torch.Tensor], share: float, generator: torch.Generator | None = None) -> dict[str, torch.Tensor]:
+    found = {name: tensor.clone() for name, tensor in model.items()}
+    for tensor in found.values():
+        tensor[torch.rand(tensor.shape, generator=generator) < share] *= 1.01
     return found
 
 
@@ -159,6 +163,12 @@ def test_a_learner_that_starts_again_leaves_no_delta_on_a_version_of_before(bus_
         loader = Loader(3)
         catch_up(bus_url, run_id, tmp_path / "late", loader, deltas=True)
         assert loader.loaded == ["v4-delta", "v6-delta"]
+        # Where everything has changed, nothing is kept of it.
+        other = {name: torch.randn(tensor.shape).to(torch.bfloat16) for name, tensor in models[1].items()}
+        assert publisher.publish(5, other.items(), wait=True).result(0).version == 7
+        publish(publisher, bus_url, run_id, 6, changed(other, 0.02))
+        assert (look(bus_url, run_id, "row", 7).delta, look(bus_url, run_id, "row", 8).base) == ("", 7)
+        assert sorted(path.name for path in (tmp_path / "shelf").glob("*-delta")) == ["v4-delta", "v6-delta", "v8-delta"]
 
 
 class Loader:
