@@ -31,6 +31,8 @@ class ServedEngine(Protocol):
 
     phase: str
     url: str
+    takes_deltas: bool
+    """``load_snapshot`` can be given what has changed since the version that is served."""
 
     @property
     def version(self) -> int: ...
@@ -146,6 +148,7 @@ class _Served:
                 directory=directory,
                 deadline_s=CATCH_UP_S,
                 say=self._say,
+                deltas=engine.takes_deltas,
             )
             if engine.version < 0:
                 self._say("the learner to publish version 0")
@@ -165,6 +168,7 @@ class _Served:
             stale=stale,
             say=self._say,
             grace_s=grace_s,
+            deltas=engine.takes_deltas,
         )
 
     def _say(self, text: str) -> None:

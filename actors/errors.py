@@ -68,6 +68,28 @@ class UpdateRefused(EngineError):
         return f"weight update refused: {self.reason}"
 
 
+class CannotTell(EngineError):
+    """The engine has no checksums that could be compared with anybody else's."""
+
+    def __init__(self, engine: str, reason: str) -> None:
+        super().__init__(engine, reason)
+        self.engine, self.reason = engine, reason
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}: no checksums: {self.reason}"
+
+
+class NotLent(EngineError):
+    """A snapshot that this engine does not have to give; another one may."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"snapshot {self.reason}"
+
+
 class UnsupportedModel(EngineError, ValueError):
     """The built-in engine has no decoder for this model directory; says which setting it cannot follow."""
 

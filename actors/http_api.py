@@ -1,6 +1,7 @@
 """What our engines' HTTP servers share: bodies and errors in SGLang's JSON.
 
-400 = the request is wrong (it says why), 409 = its learner epoch is stale, 500 = the engine failed, 503 = it does not serve now.
+400 = the request is wrong (it says why), 409 = its learner epoch is stale, 500 = the engine failed, 501 = it has no such thing,
+503 = it does not serve now.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from actors.errors import BadRequest, EngineError, EngineUnavailable, StaleEpoch, UpdateRefused
+from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, NotLent, StaleEpoch, UpdateRefused
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,10 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 400)}, status=400)
     except StaleEpoch as error:
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409)
+    except NotLent as error:
+        return web.json_response(error_of(str(error), 404), status=404)
+    except CannotTell as error:
+        return web.json_response({"success": False, "message": str(error), **error_of(str(error), 501)}, status=501)
     except EngineUnavailable as error:
         return web.json_response({**error_of(error.reason, 503), "unavailable": type(error).__name__}, status=503)
     except EngineError as error:
@@ -69,6 +74,14 @@ def version_in(body: Mapping[str, Any]) -> int | None:
     if version < 0 or isinstance(given, bool | float):
         raise BadRequest(f'weight_version: want a number >= 0 as a string, like "3", got {given!r}')
     return version
+
+
+def of_update_in(body: Mapping[str, Any]) -> bool:
+    """Which weights a request for checksums means: those of the open update, or those that are served."""
+    of = body.get("of", "served")
+    if of not in ("served", "update"):
+        raise BadRequest(f"of: want served or update, got {of!r}")
+    return bool(of == "update")
 
 
 def done(message: str, **more: Any) -> web.Response:

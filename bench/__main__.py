@@ -14,6 +14,7 @@ NAMES = {
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
+    "snapshot": "what has changed with a version, against the whole of it, after real optimizer steps",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",

@@ -348,3 +348,6 @@ class VersionRow:
     """Digest of the manifest (names, shapes, dtypes)."""
     snapshot: str = ""
     """URL or directory of a snapshot of these weights, when there is one."""
+    delta: str = ""
+    """URL of what has changed since version ``base``, when there is such a thing."""
+    base: int = -1

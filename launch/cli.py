@@ -114,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
     _looking(status)
     status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
 
+    weights = commands.add_parser("weights", help="which engine serves which version, and whether those of one have the same bits")
+    _looking(weights)
+    weights.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
     samples.add_tail(commands.add_parser("tail", help="what the model says"))
     samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and what became of it"))
     samples.add_stats(commands.add_parser("stats", help="rates, lengths, rewards, lags and pass@k of the newest samples"))

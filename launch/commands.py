@@ -260,6 +260,12 @@ def status(args: argparse.Namespace) -> int:
     return asyncio.run(show_status(url, run, as_json=args.json))
 
 
+def weights(args: argparse.Namespace) -> int:
+    from launch.weights import show_weights
+
+    return _look(args, show_weights)
+
+
 def tail(args: argparse.Namespace) -> int:
     from launch.samples.tail import show_tail
 

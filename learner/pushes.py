@@ -135,6 +135,7 @@ class Pushes:
         return {
             "push/version": report.version,
             "push/engines": len(report.engines),
+            "push/engines_verified": len(report.verified),
             "push/prepare_seconds": report.prepare_s,
             "push/seconds": report.seconds,
             "push/transfer_seconds": report.transfer_s,

@@ -23,11 +23,15 @@ from bus.connection import connect
 from bus.live import Heartbeat
 from bus.messages import LiveRow
 from weightstore.broadcast import BroadcastGroup
+from weightstore.checksums import told_of
+from weightstore.manifest import Manifest
+from weightstore.staging import Staging, StagingPool
 
 PATHS = {
     "/init_weights_update_group": "join",
     "/begin_weight_update": "begin",
     "/update_weights_from_distributed": "bucket",
+    "/weights_checksums": "checksums",
     "/end_weight_update": "end",
     "/destroy_weights_update_group": "leave",
 }
@@ -40,12 +44,14 @@ class Behaviour:
 
     phase: str = "serving"
     fails: str = ""
-    """kill | stop | refuse | "" = never."""
+    """kill | stop | refuse | flip (a bit of the tensor received last) | "" = never."""
     at: str = ""
-    """join | begin | bucket | end."""
+    """join | begin | bucket | checksums | end."""
     once_served: int = -1
     """Only when it serves this version or a later one."""
     only_once: bool = False
+    mute: bool = False
+    """It knows nothing of checksums."""
 
 
 @dataclass
@@ -58,6 +64,7 @@ class Engine:
     received: set[str] = field(default_factory=set)
     groups: dict[str, BroadcastGroup] = field(default_factory=dict)
     failed: int = 0
+    asked: int = 0
 
     async def handle(self, request: web.Request) -> web.Response:
         body, phase = await request.json(), PATHS[request.path]
@@ -76,6 +83,9 @@ class Engine:
         self.failed += 1
         if behaviour.fails == "refuse":
             return True
+        if behaviour.fails == "flip":
+            self.standby[max(self.received)].view(-1).view(torch.uint8)[-1] ^= 1
+            return False
         os.kill(os.getpid(), SIGNALS[behaviour.fails])
         return False
 
@@ -111,6 +121,11 @@ class Engine:
 
         await asyncio.to_thread(receive)
 
+    async def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        assert body["of"] == "update" and self.received == self.standby.keys()
+        self.asked += 1
+        return told_of(self.standby).to_json()
+
     async def end(self, body: Mapping[str, Any]) -> dict[str, float]:
         assert self.received == self.standby.keys()
         self.tensors, self.standby = self.standby, self.tensors
@@ -123,7 +138,9 @@ class Engine:
             group.close()
 
     async def state(self, request: web.Request) -> web.Response:
-        return web.json_response({"version": self.version, "epoch": self.epoch, "digest": digest(self.tensors), "groups": len(self.groups)})
+        return web.json_response(
+            {"version": self.version, "epoch": self.epoch, "digest": digest(self.tensors), "groups": len(self.groups), "asked": self.asked}
+        )
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -139,7 +156,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
     engine = Engine(behaviour)
     app = web.Application()
     app.router.add_get("/state", engine.state)
-    for path in PATHS:
+    for path in PATHS if not behaviour.mute else PATHS.keys() - {"/weights_checksums"}:
         app.router.add_post(path, engine.handle)
     runner = web.AppRunner(app)
     await runner.setup()
@@ -192,6 +209,13 @@ def tiny_tensors(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.randn(33, generator=generator),
         "model.scale": torch.tensor(float(seed)),
     }
+
+
+def staged(tensors: Mapping[str, torch.Tensor]) -> Staging:
+    """Ready to be pushed, in several buckets."""
+    staging = StagingPool(Manifest.of(tensors.items()), 20_000).take(1)
+    staging.fill(tensors.items())
+    return staging
 
 
 def write_tiny_companions(directory: Path) -> Path:

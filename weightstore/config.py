@@ -27,12 +27,20 @@ class WeightsConfig:
     """Address on which the learner serves process-group rendezvous and snapshots."""
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
+    deltas: int = 0
+    """Newest versions also kept as what has changed since the one before (0 = none; they take a third copy of the weights in memory)."""
+    verify: str = "first"
+    """Whether an engine's checksums are compared with what was sent before it serves it: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
         for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
+        if self.deltas < 0:
+            raise ValueError(f"deltas: want >= 0, got {self.deltas!r}")
         if self.transport != "broadcast":
             raise ValueError(f"transport: want broadcast, got {self.transport!r}")
         if self.backend not in ("auto", "gloo", "nccl"):
             raise ValueError(f"backend: want auto, gloo or nccl, got {self.backend!r}")
+        if self.verify not in ("first", "always", "never"):
+            raise ValueError(f"verify: want first, always or never, got {self.verify!r}")

@@ -8,11 +8,14 @@ from typing import Any
 import aiohttp
 
 from bus.errors import Fenced
+from weightstore.checksums import Told
 from weightstore.errors import ReceiverFailed
 from weightstore.manifest import TensorSpec
 from weightstore.port import Rendezvous
 
 STALE_EPOCH = 409
+CANNOT_TELL = (404, 405, 501)
+"""Statuses of an engine that has no checksums to show: plain SGLang has no such path, ours cannot compare every layout."""
 
 
 class HttpReceiver:
@@ -58,6 +61,15 @@ class HttpReceiver:
             },
         )
 
+    async def checksums(self) -> Told | None:
+        try:
+            answer = await self._post("weights_checksums", {"of": "update"})
+            return Told.parse(answer)
+        except _CannotTell:
+            return None
+        except ValueError as error:
+            raise ReceiverFailed(self.url, "weights_checksums", str(error)) from None
+
     async def end(self) -> float:
         answer = await self._post("end_weight_update", {"weight_version": str(self._version)})
         return float(answer.get("stall_s", 0.0))
@@ -84,9 +96,15 @@ class HttpReceiver:
         answer = _json_map(text)
         if status == STALE_EPOCH:
             raise Fenced(f"engine {self.url}: {path}", self._epoch, int(answer.get("epoch", self._epoch)))
+        if status in CANNOT_TELL:
+            raise _CannotTell(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}")
         if status != 200 or answer.get("success") is False:
             raise ReceiverFailed(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}")
         return answer
+
+
+class _CannotTell(ReceiverFailed):
+    """There is no such path, or nothing behind it."""
 
 
 def _json_map(text: str) -> dict[str, Any]:

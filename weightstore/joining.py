@@ -1,11 +1,14 @@
 """The engine's way to the head: what a process does when it starts, and when pushes have passed it by.
 
-version < head  ->  want a snapshot of it  ->  wait for its URL  ->  download, verify, load
+version < head  ->  ask an engine that serves it  ->  or want a snapshot of it, wait for its URL  ->  download, verify, load
                     (a push may bring the engine there meanwhile: then all is well, too)
+
+Where every version between has left what it changed (``VersionRow.delta``), an engine that can take that takes one after the other instead.
 """
 
 import asyncio
 import logging
+import random
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -14,6 +17,7 @@ from pathlib import Path
 
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.live import LiveView
 from bus.messages import VersionRow
 from bus.nonce import nonce
 from weightstore.download import fetch
@@ -31,18 +35,29 @@ _ASK_AGAIN_S = 2.0
 _LOOK_S = 0.5
 _FETCH_S = 600.0
 GRACE_S = 10.0
+_LONGEST_CHAIN = 32
+"""Versions behind, from which on whole weights are taken without looking further."""
 
 
 async def catch_up(
-    bus: Bus, *, engine: str, version: Callable[[], int], load: Load, directory: Path, deadline_s: float, say: Say = lambda text: None
+    bus: Bus,
+    *,
+    engine: str,
+    version: Callable[[], int],
+    load: Load,
+    directory: Path,
+    deadline_s: float,
+    say: Say = lambda text: None,
+    deltas: bool = False,
 ) -> VersionRow | None:
     """Bring the engine to the head as it is now, or further; that head, None when nothing has been published yet.
 
     From there on the pushes carry it, for they reach engines that catch up, too. ``version()`` is what the engine serves now, ``say`` is
-    told what is waited for ("" = nothing). A ``load`` that raises is tried again: a push may have come between. Raises CatchUpTimeout
-    saying what was waited for, and what went wrong last; call again then.
+    told what is waited for ("" = nothing). With ``deltas`` the directory may be one (``weightstore.delta``) on what is served. A ``load``
+    that raises is tried again: a push may have come between. Raises CatchUpTimeout saying what was waited for, and what went wrong last;
+    call again then.
     """
-    catcher = _Catcher(bus, engine, version, load, directory, say)
+    catcher = _Catcher(bus, engine, version, load, directory, say, deltas)
     try:
         async with asyncio.timeout(deadline_s):
             return await catcher.run()
@@ -82,6 +97,7 @@ async def keep_up(
     stale: Callable[[bool], None],
     say: Say = lambda text: None,
     grace_s: float = GRACE_S,
+    deltas: bool = False,
 ) -> None:
     """For ever: when the head has been ahead for ``grace_s`` with no push arriving, be ``stale(True)``, catch up, be ``stale(False)``."""
     rows, behind_since, was_stale = bus.rows("weights"), 0.0, False
@@ -99,15 +115,18 @@ async def keep_up(
             if time.monotonic() - behind_since < grace_s:
                 continue
             stale(was_stale := True)
-            await catch_up(bus, engine=engine, version=version, load=load, directory=directory, deadline_s=deadline_s, say=say)
+            await catch_up(
+                bus, engine=engine, version=version, load=load, directory=directory, deadline_s=deadline_s, say=say, deltas=deltas
+            )
         except (CatchUpTimeout, BusError) as error:
             _log.warning("engine behind the head, trying on engine=%s error=%s", engine, error)
 
 
 class _Catcher:
-    def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, say: Say) -> None:
+    def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, say: Say, deltas: bool) -> None:
         self._rows, self._registry = bus.rows("weights"), VersionRegistry(bus)
         self._engine, self._version, self._load, self._directory, self._say = engine, version, load, directory, say
+        self._view, self._deltas = LiveView(bus), deltas
         self._refused: set[str] = set()
         """Where snapshots should have been and were not."""
         self.waits_for, self.failure = "the bus", ""
@@ -115,6 +134,10 @@ class _Catcher:
     async def run(self) -> VersionRow | None:
         goal = await self._registry.head()
         while goal is not None and self._version() < goal.version:
+            if await self._take_deltas(goal):
+                continue
+            if await self._take_from_engine(goal):
+                continue
             found = await self._registry.snapshot()
             if found is None or found.version < goal.version or found.snapshot in self._refused:
                 await self._ask(goal, found)
@@ -134,6 +157,44 @@ class _Catcher:
         except TimeoutError:
             self._refused.clear()  # the learner has heard of it: the same place may be good by now
 
+    async def _take_deltas(self, goal: VersionRow) -> bool:
+        """Take what each version up to the goal has changed; False when one of them is missing, and whole weights are wanted."""
+        chain = await self._chain(goal) if self._deltas and self._version() >= 0 else []
+        for row in chain:
+            if self._version() < row.version and not await self._fetch_and_load(row, row.delta, self._directory / f"v{row.version}-delta"):
+                self._refused.add(row.delta)
+                return False
+        return bool(chain)
+
+    async def _chain(self, goal: VersionRow) -> list[VersionRow]:
+        """The rows of the versions that lead from what is served to the goal, oldest first; [] when they do not."""
+        chain: list[VersionRow] = []
+        at = goal.version
+        while at > self._version() and len(chain) < _LONGEST_CHAIN:
+            row = await self._registry.row(at)
+            if row is None or not row.delta or row.delta in self._refused:
+                return []
+            chain.append(row)
+            at = row.base
+        return chain[::-1] if at == self._version() else []
+
+    async def _take_from_engine(self, goal: VersionRow) -> bool:
+        """Take the whole weights from one of the engines that serve the goal or a later version; False when none has them to give."""
+        peers = [row for row in await self._view.alive("engine") if row.load.get("lends") and row.phase == "serving"]
+        for peer in random.sample(peers, len(peers)):  # so that those who come late together do not all ask the same one
+            if peer.version < goal.version or peer.id == self._engine:
+                continue
+            row = await self._registry.row(peer.version)
+            if row is None or row.state != "published" or not row.digest:
+                continue
+            url = f"{peer.address}/snapshots/v{row.version}-{row.digest}"
+            if url in self._refused:
+                continue
+            if await self._fetch_and_load(row, url, self._directory / f"v{row.version}"):
+                return True
+            self._refused.add(url)
+        return False
+
     async def _take(self, row: VersionRow) -> bool:
         """Load the snapshot; False when it cannot be had where it should be."""
         if not row.snapshot.startswith("http"):
@@ -141,10 +202,12 @@ class _Catcher:
             if not await asyncio.to_thread(path.is_dir):
                 return False
             return await self._load_from(path, row)
-        directory = self._directory / f"v{row.version}"
-        self._waiting(f"downloading version {row.version} from {row.snapshot}")
+        return await self._fetch_and_load(row, row.snapshot, self._directory / f"v{row.version}")
+
+    async def _fetch_and_load(self, row: VersionRow, url: str, directory: Path) -> bool:
+        self._waiting(f"downloading version {row.version} from {url}")
         try:
-            await fetch(row.snapshot, directory)
+            await fetch(url, directory)
         except (SnapshotUnavailable, SnapshotBroken) as error:
             self._failed("snapshot not fetched", error)
             return False

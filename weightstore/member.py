@@ -4,9 +4,12 @@ An engine's trouble stays its own: the group has two ends, and what blocks runs 
 """
 
 import asyncio
+import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -14,15 +17,33 @@ from torch import Tensor
 from bus.errors import Fenced
 from bus.messages import LiveRow
 from weightstore.broadcast import BroadcastGroup
+from weightstore.checksums import Told
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.manifest import Bucket
 from weightstore.port import Rendezvous, WeightReceiver
 
+_log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+Check = Callable[[Told], list[str]]
+"""A line for every tensor that an engine does not have as it was sent. Blocking."""
 
 GROUP = "tidemill"
 """Name of every pair's group: an engine that still has one of that name leaves it first."""
 _LEAVE_S = 1.0
+_SHOWN = 5
+"""Differing tensors named in an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """How an engine took a version."""
+
+    stall_s: float
+    """Generation was held up."""
+    verify_s: float | None = None
+    """Its checksums were compared; None = they were not."""
 
 
 class Member:
@@ -34,18 +55,38 @@ class Member:
         """Processes of the engine that receive: one for each of its tensor-parallel ranks."""
         self._receiver, self._host, self._backend, self._deadline_s = receiver, host, backend, deadline_s
         self._group: BroadcastGroup | None = None
+        self.verified = False
+        """Its checksums have been compared once, or it has none to show."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {row.id}")
 
-    async def update(self, version: int, buckets: Sequence[tuple[Bucket, Tensor]]) -> float:
-        """Push a version; seconds for which the engine held up generation. Raises ReceiverFailed naming the phase, Fenced."""
+    async def update(self, version: int, buckets: Sequence[tuple[Bucket, Tensor]], check: Check | None = None) -> Updated:
+        """Push a version, and with ``check`` compare the engine's checksums before it serves it.
+
+        Raises ReceiverFailed naming the phase, and in ``verify`` the tensors; Fenced.
+        """
         group = self._group or await self._join()
         async with self._phase("begin"):
             await self._receiver.begin(version)
         for number, (bucket, flat) in enumerate(buckets, 1):
             async with self._phase(f"bucket {number} of {len(buckets)}"):
                 await self._together(self._receiver.bucket(bucket.specs), lambda flat=flat: group.send(flat, self._deadline_s))  # type: ignore[misc]
+        verify_s = None if check is None else await self._verify(version, check)
         async with self._phase("end"):
-            return await self._receiver.end()
+            return Updated(stall_s=await self._receiver.end(), verify_s=verify_s)
+
+    async def _verify(self, version: int, check: Check) -> float | None:
+        since = time.perf_counter()
+        async with self._phase("verify"):
+            told = await self._receiver.checksums()
+            wrong = [] if told is None else await self._blocking(lambda: check(told))
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{more}"
+            raise ReceiverFailed(self._receiver.url, "verify", reason)
+        if told is None and not self.verified:
+            _log.warning("weights not verified, the engine has no checksums to compare engine=%s url=%s", self.id, self._receiver.url)
+        self.verified = True
+        return None if told is None else time.perf_counter() - since
 
     async def _join(self) -> BroadcastGroup:
         """Form the pair."""

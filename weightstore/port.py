@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from weightstore.checksums import Told
     from weightstore.manifest import TensorSpec
 
 
@@ -23,7 +24,7 @@ class Rendezvous:
 
 
 class WeightReceiver(Protocol):
-    """One engine. Verbs are called one at a time, in the order ``join (begin bucket* end)* leave``.
+    """One engine. Verbs are called one at a time, in the order ``join (begin bucket* [checksums] end)* leave``.
 
     A push is all or nothing: until ``end`` has answered, the engine serves what it served before, and a new ``begin`` discards what
     an unfinished push has brought. After ``end`` every token it starts to compute is of the new version; no request is aborted.
@@ -42,6 +43,9 @@ class WeightReceiver(Protocol):
 
     async def bucket(self, specs: "Sequence[TensorSpec]") -> None:
         """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile."""
+
+    async def checksums(self) -> "Told | None":
+        """Of what the open push has brought, as it will be served; None when this engine cannot tell."""
 
     async def end(self) -> float:
         """Serve the new version; seconds for which this held up generation. Refused unless every tensor came exactly once."""

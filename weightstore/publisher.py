@@ -66,7 +66,7 @@ class Publisher:
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
-        self._pool = None if manifest is None else StagingPool(manifest, config.bucket_bytes)
+        self._pool = None if manifest is None else StagingPool(manifest, config.bucket_bytes, size=_copies(config))
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -103,7 +103,7 @@ class Publisher:
         self._living()
         if self._pool is None:
             tensors = list(tensors)
-            self._pool = StagingPool(Manifest.of(tensors), self.config.bucket_bytes)
+            self._pool = StagingPool(Manifest.of(tensors), self.config.bucket_bytes, size=_copies(self.config))
         since = time.perf_counter()
         staging = self._pool.take(_STAGING_S)
         try:
@@ -170,6 +170,7 @@ class Publisher:
                 background = [
                     group.create_task(pusher.look(), name="publisher: live rows"),
                     group.create_task(pusher.answer_wants(), name="publisher: wants"),
+                    group.create_task(pusher.write_deltas(), name="publisher: deltas"),
                 ]
                 self._pusher = pusher
                 self._ready.set()
@@ -190,3 +191,8 @@ class Publisher:
             raise
         finally:
             self._pushing = None
+
+
+def _copies(config: WeightsConfig) -> int:
+    """The head, the next, and with deltas the one before the head while what has changed since is written."""
+    return 3 if config.deltas else 2

@@ -22,6 +22,10 @@ class PushReport:
     """From the first begin to the last end."""
     stall_s: dict[str, float]
     """engine -> seconds for which the flip held up its generation."""
+    verified: tuple[str, ...]
+    """Those of ``engines`` whose checksums were compared with what was sent, before they served it."""
+    verify_s: dict[str, float]
+    """engine -> seconds that took."""
     seconds: float
     """The whole push, without preparation: reserve, join, transfer, head."""
     bytes: int

@@ -18,9 +18,9 @@ from bus.errors import BusError, Fenced
 from bus.live import LiveView
 from bus.messages import VersionRow
 from weightstore.config import WeightsConfig
-from weightstore.errors import PushFailed, ReceiverFailed
+from weightstore.errors import BadManifest, PushFailed, ReceiverFailed
 from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member
+from weightstore.member import Member, Updated
 from weightstore.membership import Membership
 from weightstore.push import PushReport
 from weightstore.registry import WANT, VersionRegistry
@@ -42,6 +42,8 @@ class Pusher:
         self._registry = VersionRegistry(bus)
         self._shelf = Shelf(directory, self._registry, host=config.host, keep=config.keep_snapshots, model_dir=model_dir)
         self._head_staging: Staging | None = None
+        self._deltas: asyncio.Queue[tuple[Staging, Staging]] = asyncio.Queue()
+        """A version and its base, both held."""
         self.head: VersionRow | None = None
 
     async def open(self, stack: AsyncExitStack) -> None:
@@ -73,10 +75,10 @@ class Pusher:
             staging.version, staging.step = row.version, step
             members = await self._gather()
             begun = time.perf_counter()
-            stall_s = await self._update(members, staging, evicted)
+            updated = await self._update(members, staging, evicted)
             transfer_s = time.perf_counter() - begun
-            if len(stall_s) < self._config.min_engines:
-                raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(stall_s)} took it", evicted)
+            if len(updated) < self._config.min_engines:
+                raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(updated)} took it", evicted)
             await self._publish(row, staging)
         except (PushFailed, BusError) as error:
             await self._give_up(row, error)
@@ -89,11 +91,13 @@ class Pusher:
             PushReport(
                 version=row.version,
                 step=step,
-                engines=tuple(sorted(stall_s)),
+                engines=tuple(sorted(updated)),
                 evicted=evicted,
                 prepare_s=prepare_s,
                 transfer_s=transfer_s,
-                stall_s=stall_s,
+                stall_s={id: one.stall_s for id, one in updated.items()},
+                verified=tuple(sorted(id for id, one in updated.items() if one.verify_s is not None)),
+                verify_s={id: one.verify_s for id, one in updated.items() if one.verify_s is not None},
                 seconds=time.perf_counter() - since,
                 bytes=staging.manifest.num_bytes,
             )
@@ -137,33 +141,52 @@ class Pusher:
             except (BusError, OSError) as error:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
-    async def _update(self, members: list[Member], staging: Staging, evicted: dict[str, str]) -> dict[str, float]:
-        """To all at once, each at its own pace; engine -> stall. Those that fail are evicted, and named."""
+    async def _update(self, members: list[Member], staging: Staging, evicted: dict[str, str]) -> dict[str, Updated]:
+        """To all at once, each at its own pace; those that took it. Those that fail are evicted, and named."""
 
-        async def one(member: Member) -> float | None:
+        async def one(member: Member) -> Updated | None:
+            check = staging.differences if self._config.verify == "always" or self._wants_first(member) else None
             try:
-                stall_s = await member.update(staging.version, staging.buckets)
+                updated = await member.update(staging.version, staging.buckets, check)
             except ReceiverFailed as error:
                 evicted[member.id] = f"{error.phase}: {error.reason}"
                 await self._members.evict(member, str(error))
                 return None
             self._members.succeeded(member)
-            return stall_s
+            return updated
 
-        stalls = await asyncio.gather(*[one(member) for member in members], return_exceptions=True)
-        for stall_s in stalls:
-            if isinstance(stall_s, BaseException):
-                raise stall_s
-        return {member.id: stall_s for member, stall_s in zip(members, stalls, strict=True) if isinstance(stall_s, float)}
+        found = await asyncio.gather(*[one(member) for member in members], return_exceptions=True)
+        for updated in found:
+            if isinstance(updated, BaseException):
+                raise updated
+        return {member.id: updated for member, updated in zip(members, found, strict=True) if isinstance(updated, Updated)}
+
+    def _wants_first(self, member: Member) -> bool:
+        return self._config.verify == "first" and not member.verified
 
     async def _publish(self, row: VersionRow, staging: Staging) -> None:
         """Move the head; its copy is kept until the next head's is."""
         self.head = await self._registry.publish(row)
         old, self._head_staging = self._head_staging, staging.hold()
         if old is not None:
-            old.release()
+            if self._config.deltas:
+                self._deltas.put_nowait((staging.hold(), old))
+            else:
+                old.release()
         if self._config.snapshot_every and row.version % self._config.snapshot_every == 0:
             await self._snapshot_head()
+
+    async def write_deltas(self) -> None:
+        """For ever: what has changed with each version. One that cannot be written is missed by nobody: there are snapshots."""
+        while True:
+            staging, base = await self._deltas.get()
+            try:
+                await self._shelf.put_delta(staging, base, keep=self._config.deltas)
+            except (BusError, OSError, BadManifest) as error:
+                _log.error("delta failed version=%d error=%s", staging.version, error)
+            finally:
+                staging.release()
+                base.release()
 
     async def _give_up(self, row: VersionRow | None, error: Exception) -> None:
         _log.error("push failed version=%s error=%s", None if row is None else row.version, error)
@@ -193,10 +216,11 @@ def resolve_backend(name: str) -> str:
 
 def _told(report: PushReport) -> PushReport:
     _log.info(
-        "pushed version=%d step=%d engines=%d evicted=%d prepare_s=%.3f transfer_s=%.3f seconds=%.3f max_stall_s=%.4f",
+        "pushed version=%d step=%d engines=%d verified=%d evicted=%d prepare_s=%.3f transfer_s=%.3f seconds=%.3f max_stall_s=%.4f",
         report.version,
         report.step,
         len(report.engines),
+        len(report.verified),
         len(report.evicted),
         report.prepare_s,
         report.transfer_s,

@@ -127,6 +127,10 @@ class VersionRegistry:
             raise NotFound("weights", f"version {version}")
         await self._note_snapshot(row)
 
+    async def set_delta(self, version: int, base: int, where: str) -> None:
+        """Say where the changes since version ``base`` are ("" = nowhere any more)."""
+        await self._change(_key(version), version, delta=where, base=base)
+
     async def snapshot(self) -> VersionRow | None:
         """The newest version that has a snapshot, with its place."""
         found = await self._rows.get(SNAPSHOT)
@@ -153,7 +157,7 @@ class VersionRegistry:
     async def _versions(self) -> list[int]:
         return [int(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
 
-    async def _change(self, key: str, version: int, **changes: str) -> bool:
+    async def _change(self, key: str, version: int, **changes: str | int) -> bool:
         """Change fields of a row as long as it speaks of this version; whether it does."""
         while True:
             found = await self._rows.get(key)

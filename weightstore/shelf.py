@@ -14,7 +14,7 @@ from aiohttp import web
 
 from bus.errors import NotFound
 from bus.messages import VersionRow
-from weightstore import snapshot
+from weightstore import delta, snapshot
 from weightstore.errors import SnapshotBroken
 from weightstore.registry import VersionRegistry
 from weightstore.staging import Staging
@@ -22,11 +22,14 @@ from weightstore.staging import Staging
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
+_DELTA_NAME = re.compile(r"v(\d+)-delta")
 _SHUTDOWN_S = 1.0
+_WORTH = 0.5
+"""Share of the whole above which what has changed is not kept: several of them are taken one after the other."""
 
 
 class Shelf:
-    """Directories ``v<version>``. ``open`` in the loop that serves them; ``url`` is known then."""
+    """Directories ``v<version>`` and ``v<version>-delta``. ``open`` in the loop that serves them; ``url`` is known then."""
 
     def __init__(self, directory: Path, registry: VersionRegistry, *, host: str, keep: int, model_dir: Path | None) -> None:
         self.url = ""
@@ -37,7 +40,7 @@ class Shelf:
     async def open(self) -> None:
         """Serve. The newest snapshot, if an earlier life has left it here whole, is put up again; else its row is told it is gone."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in self._directory.glob("*" + snapshot.ASIDE):
+        for path in [*self._directory.glob("*" + snapshot.ASIDE), *self._directory.glob("v*-delta")]:
             shutil.rmtree(path)
         app = web.Application()
         app.router.add_static("/", self._directory)
@@ -69,6 +72,24 @@ class Shelf:
             await self._prune()
             return where
 
+    async def put_delta(self, staging: Staging, base: Staging, *, keep: int) -> None:
+        """Write what has changed since the base, if that is much less than the whole; tell the version's row, remove the oldest.
+
+        The caller holds both.
+        """
+        path = self._directory / f"v{staging.version}-delta"
+        tensors, base_tensors = dict(staging.tensors()), dict(base.tensors())
+        about = {"base_version": base.version, "version": staging.version, "step": staging.step}
+        info = await asyncio.to_thread(lambda: delta.write(path, base_tensors, tensors, **about))
+        _log.info("delta written version=%d base=%d bytes=%d of=%d", *info.versions, info.num_bytes, staging.manifest.num_bytes)
+        if info.num_bytes > _WORTH * staging.manifest.num_bytes:
+            await asyncio.to_thread(shutil.rmtree, path)
+            return
+        await self._registry.set_delta(staging.version, base.version, f"{self.url}/{path.name}")
+        for version in self._versions(_DELTA_NAME)[:-keep]:
+            await self._registry.set_delta(version, -1, "")
+            await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}-delta")
+
     async def adopt(self, row: VersionRow) -> None:
         """Put up the model directory itself as version 0, for an engine that has no such directory."""
         assert row.version == 0
@@ -87,11 +108,13 @@ class Shelf:
         _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
 
     async def _prune(self) -> None:
-        versions = sorted(int(found[1]) for path in self._directory.iterdir() if (found := _NAME.fullmatch(path.name)))
-        for version in versions[: -self._keep]:
+        for version in self._versions(_NAME)[: -self._keep]:
             with suppress(NotFound):  # a directory of another run
                 await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
+
+    def _versions(self, name: "re.Pattern[str]") -> list[int]:
+        return sorted(int(found[1]) for path in self._directory.iterdir() if (found := name.fullmatch(path.name)))
 
     async def _left_over(self, row: VersionRow) -> str:
         try:

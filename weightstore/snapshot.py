@@ -202,7 +202,7 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        out = _HashingFile(file)
+        out = HashingFile(file)
         out.write(len(text).to_bytes(8, "little"))
         out.write(text)
         for spec in specs:
@@ -211,7 +211,9 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
     return out.size, out.digest.hexdigest()
 
 
-class _HashingFile:
+class HashingFile:
+    """What is written, its size and SHA-256."""
+
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.size, self.digest = 0, hashlib.sha256()

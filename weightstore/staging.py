@@ -1,7 +1,7 @@
 """Copies of the weights in flat buckets on the host: what is pushed, and what a snapshot of the head is written from.
 
-One copy may be the head, which joiners want snapshots of, while the next one is filled and pushed: so there are two, and a third
-user waits. The trainer's thread fills, the publisher's thread reads.
+One copy may be the head, which joiners want snapshots of, while the next one is filled and pushed: so there are two (a third where
+deltas are written), and one user more waits. The trainer's thread fills, the publisher's thread reads.
 """
 
 import threading
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from weightstore.checksums import Part, Told, differences, sum_of
 from weightstore.errors import BadManifest
 from weightstore.manifest import Bucket, Manifest, spec_of, unflatten
 
@@ -29,6 +30,8 @@ class Staging:
             (bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=pinned)) for bucket in manifest.buckets(bucket_bytes)
         ]
         self._views: dict[str, Tensor] = dict(self.tensors())
+        self._sums: dict[tuple[str, tuple[str, ...], str, int], str] = {}
+        self._summing = threading.Lock()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the copy, by name."""
@@ -38,6 +41,7 @@ class Staging:
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is strange, doubled or missing."""
         missing = set(self._views)
+        self._sums.clear()
         for name, tensor in tensors:
             if name not in missing:
                 raise BadManifest(name, _ONCE, "it twice" if name in self._views else "one that is not in it")
@@ -50,6 +54,17 @@ class Staging:
             raise BadManifest(min(missing), _ONCE, f"{len(missing)} of {len(self._views)} missing")
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+
+    def differences(self, told: Told) -> list[str]:
+        """What an engine tells of weights that should be these, line by line where it is not so; [] = all is well. Any thread."""
+        with self._summing:  # several engines tell the same: computed once
+            return differences(told, self._views, lambda part: self._sum(told.scheme, part))
+
+    def _sum(self, scheme: str, part: Part) -> str:
+        key = (scheme, part.names, part.dtype, part.zeros)
+        if key not in self._sums:
+            self._sums[key] = sum_of(scheme, part, self._views)
+        return self._sums[key]
 
     def hold(self) -> "Staging":
         """Be one more user of a copy that is in use."""
@@ -66,7 +81,7 @@ class Staging:
 
 
 class StagingPool:
-    """Two copies, lent out. Thread-safe."""
+    """Some copies, lent out. Thread-safe."""
 
     def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2) -> None:
         self.manifest = manifest

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.builtin.lending import Lending
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, Limits, SamplingParams, seeds
 from actors.builtin.scheduler import CLIENT_GONE, Event, Scheduler
@@ -47,6 +48,8 @@ class BuiltinEngine:
     Answers /generate only in phase ``serving``. Phase ``stale`` becomes ``serving`` by itself with the next completed update;
     all other changes are its owner's. ``on_update(version, epoch)`` is called in the loop's thread after every flip.
     """
+
+    takes_deltas = True
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class BuiltinEngine:
             post=self._post,
         )
         self.updates = WeightUpdates(weights, self.scheduler, on_update=self._updated)
+        self.lending = Lending(self.updates.served, self.model_dir)
         log.info("engine loaded model=%s bytes=%d context=%d device=%s", self.model_dir, weights.size_bytes, context, device)
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
@@ -127,6 +131,7 @@ class BuiltinEngine:
         if self._server is not None:
             await self._server.close()
         await self.updates.close()
+        await self.lending.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
         """Take weights from a directory on this machine, whole or not at all; gives the seconds that decoding was held up.
@@ -186,6 +191,7 @@ class BuiltinEngine:
             "epoch": self.epoch,
             "updates": self.updates.completed,
             "stall_s": self.updates.stall_s,
+            "lends": 1.0,
         }
         return {**asdict(counters), "idle_s": idle_s, **gauges}
 

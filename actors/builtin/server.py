@@ -19,7 +19,7 @@ from actors.builtin.request import Generate, parse_generate
 from actors.builtin.scheduler import ABORTED_BY_ID
 from actors.builtin.updates import parse_specs
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
-from actors.http_api import Handler, body_of, done, error_of, need, translate, version_in
+from actors.http_api import Handler, body_of, done, error_of, need, of_update_in, translate, version_in
 from weightstore.errors import WeightstoreError
 
 if TYPE_CHECKING:
@@ -76,6 +76,8 @@ class Server:
             "POST /end_weight_update": self._end_update,
             "POST /update_weights_from_disk": self._update_from_disk,
             "POST /weights_checker": self._weights_checker,
+            "POST /weights_checksums": self._weights_checksums,
+            "GET /snapshots/{name}/{file}": self._snapshot,
         }
 
     # -- generating -----------------------------------------------------------------------------------------------------
@@ -275,6 +277,14 @@ class Server:
             raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
         found = await self._updates.carry_out(self._updates.checksums())
         return done("Success.", ranks=[{"checksums": found}], weight_version=str(self._engine.version))
+
+    async def _weights_checksums(self, request: web.Request) -> web.Response:
+        of_update = of_update_in(await self._command(request))
+        version, told = await self._updates.carry_out(self._updates.told(of_update=of_update))
+        return done("Success.", weight_version=None if version is None else str(version), **told.to_json())
+
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        return web.FileResponse(await self._engine.lending.file(request.match_info["name"], request.match_info["file"]))
 
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first."""

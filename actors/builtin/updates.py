@@ -8,7 +8,6 @@ the served weights as they are. Knows no HTTP. Used in the loop's thread; what b
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -22,7 +21,8 @@ from torch import Tensor
 from actors.builtin.scheduler import Scheduler
 from actors.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
 from actors.errors import StaleEpoch, UpdateRefused
-from weightstore import snapshot
+from weightstore import delta, snapshot
+from weightstore.checksums import Told, sha256, told_of
 from weightstore.errors import WeightstoreError
 from weightstore.manifest import Bucket, TensorSpec
 
@@ -177,7 +177,7 @@ class WeightUpdates:
                 raise
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Take weights from a directory with safetensors, whole or not at all; gives the seconds that decoding was held up."""
+        """Take weights from a directory with safetensors, or a delta on what is served, whole or not at all; seconds as of ``end``."""
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")
         update = Update(self.epoch, version)
@@ -185,7 +185,7 @@ class WeightUpdates:
         async with self._writing:
             try:
                 standby = await self._ensure_standby()
-                await asyncio.to_thread(fill_from_directory, standby, directory)
+                await asyncio.to_thread(self._fill, standby, directory)
                 self._check_current(update)
                 update.received.update(standby.named)
                 self._check_complete(update)
@@ -195,10 +195,42 @@ class WeightUpdates:
                     self._discard(str(error))
                 raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
 
+    def _fill(self, standby: Weights, directory: Path) -> None:
+        changes = delta.read(directory)
+        if changes is None:
+            fill_from_directory(standby, directory)
+            return
+        if changes.base != self._scheduler.version:
+            raise UpdateRefused(f"{directory}: a delta on version {changes.base}, and version {self._scheduler.version} is served")
+        standby.writes += 1
+        for name, tensor in self._served.named.items():
+            standby.named[name].copy_(tensor)
+        delta.apply(directory, changes, standby.named)
+        _seal(standby)
+
     async def checksums(self) -> dict[str, str]:
-        """A digest of the bytes of every served tensor, by name."""
+        """A digest of the bytes of every served tensor, by name, as SGLang has it."""
         async with self._writing:  # whoever flips holds it, so these tensors are not written while they are read
-            return await asyncio.to_thread(checksums, self._served)
+            return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in self._served.named.items()})
+
+    async def served(self) -> tuple[int, Weights]:
+        """The version that is served, and its weights; the next push but one writes into them (``Weights.writes``)."""
+        async with self._writing:
+            return self._scheduler.version, self._served
+
+    async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
+        """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
+        async with self._writing:
+            if not of_update:
+                return self._scheduler.version, await asyncio.to_thread(_told, self._served)
+            update = self._current()
+            try:
+                self._check_whole(update)
+            except UpdateRefused as error:
+                self._discard(str(error))
+                raise
+            assert self._standby is not None
+            return update.version, await asyncio.to_thread(_told, self._standby)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 
@@ -251,6 +283,13 @@ class WeightUpdates:
             update.received.update(spec.name for spec in bucket.specs)
 
     def _check_complete(self, update: Update) -> None:
+        self._check_whole(update)
+        if update.version is None:
+            raise UpdateRefused("weight_version: want the version of these weights, got none")
+        if update.version < self._scheduler.version:
+            raise UpdateRefused(f"weight_version: want >= {self._scheduler.version}, which is served, got {update.version}")
+
+    def _check_whole(self, update: Update) -> None:
         self._check_current(update)
         assert self._standby is not None
         missing = self._standby.named.keys() - update.received
@@ -258,10 +297,6 @@ class WeightUpdates:
             raise UpdateRefused(f"{len(missing)} of {len(self._standby.named)} tensors are missing, among them {min(missing)}")
         if update.alias is not None and not torch.equal(update.alias.to(self._standby.device), self._standby.named[EMBEDDING]):
             raise UpdateRefused(f"{HEAD}: differs from {EMBEDDING}, to which the model's configuration ties it")
-        if update.version is None:
-            raise UpdateRefused("weight_version: want the version of these weights, got none")
-        if update.version < self._scheduler.version:
-            raise UpdateRefused(f"weight_version: want >= {self._scheduler.version}, which is served, got {update.version}")
 
     async def _flip(self, update: Update) -> float:
         assert self._standby is not None and update.version is not None
@@ -287,6 +322,7 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
     if (directory / snapshot.MANIFEST).exists():
         snapshot.verify(directory)
     filled: set[str] = set()
+    weights.writes += 1
     for name, tensor in read_safetensors(directory):
         target = weights.named.get(name)
         if target is None and name == HEAD and weights.shape.tied:
@@ -305,13 +341,8 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
     _seal(weights)
 
 
-def checksums(weights: Weights) -> dict[str, str]:
-    return {name: checksum(tensor) for name, tensor in weights.named.items()}
-
-
-def checksum(tensor: Tensor) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the tensor's bytes."""
-    return hashlib.sha256(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()[:16]
+def _told(weights: Weights) -> Told:
+    return told_of(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))
 
 
 def _seal(weights: Weights) -> None:
@@ -321,6 +352,7 @@ def _seal(weights: Weights) -> None:
 
 
 def _copy(update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
+    standby.writes += 1
     for spec, place in bucket.places():
         part, dtype = message[place], getattr(torch, spec.dtype)
         if part.storage_offset() % dtype.itemsize:

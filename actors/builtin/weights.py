@@ -47,6 +47,8 @@ class Weights:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
+        self.writes = 0
+        """Goes up whenever some of the tensors are about to be written."""
         self._sizes = shape.tensors()
         self.embedding_VE = self._one(EMBEDDING)
         self.layers = [self._layer(f"model.layers.{layer}.") for layer in range(shape.num_layers)]

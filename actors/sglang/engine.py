@@ -20,6 +20,7 @@ from actors.builtin.text import Text
 from actors.config import EngineConfig
 from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
 from actors.sglang.api import Api
+from actors.sglang.checksums import layout_of
 from actors.sglang.child import ServerChild, command_line, free_port, until_healthy
 from actors.sglang.releases import NEWEST_TRIED, release_of
 from actors.sglang.updates import WeightUpdates
@@ -38,6 +39,8 @@ class SglangEngine:
 
     ``on_update(version, epoch)`` is called in the loop's thread after every completed update.
     """
+
+    takes_deltas = False
 
     def __init__(
         self,
@@ -69,8 +72,9 @@ class SglangEngine:
             values = json.loads(file.read_text())
             values = values.get("text_config", values)
             vocab_size, context = int(values["vocab_size"]), int(values["max_position_embeddings"])
+            self._hidden_size = int(values["hidden_size"])
         except (OSError, ValueError, KeyError) as error:
-            raise UnsupportedModel(str(file), f"want vocab_size and max_position_embeddings: {error!r}") from error
+            raise UnsupportedModel(str(file), f"want vocab_size, hidden_size and max_position_embeddings: {error!r}") from error
         if self.config.max_context > context:
             raise UnsupportedModel("engine.max_context", f"want <= {context} (max_position_embeddings), got {self.config.max_context}")
         text = Text.read(self.model_dir)
@@ -106,7 +110,8 @@ class SglangEngine:
         if settings.pause == "retract" and release.flush_needs_idle:
             raise EngineFailed(self.api.url, f"SGLang {info.get('version')}: a retracting update ends it; want pause: in_place")
         self.ranks = int(info.get("tp_size") or 1)
-        self.updates = WeightUpdates(self.api, release, self.names, pause=settings.pause, on_update=self._updated)
+        layout = layout_of(info, vocab_size=self.limits.vocab_size, hidden_size=self._hidden_size)
+        self.updates = WeightUpdates(self.api, release, self.names, layout, pause=settings.pause, on_update=self._updated)
         self.updates.version = self._first_version
         self._guard = Guard(self)
         self.url = await self._guard.start(self.config.host if host is None else host, self.config.port if port is None else port)

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from actors.builtin.request import token_ids
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
-from actors.http_api import Handler, body_of, done, need, translate, version_in
+from actors.http_api import Handler, body_of, done, need, of_update_in, translate, version_in
 
 if TYPE_CHECKING:
     from actors.sglang.engine import SglangEngine
@@ -71,6 +71,7 @@ class Guard:
             "POST /end_weight_update": self._end_update,
             "POST /update_weights_from_disk": self._update_from_disk,
             "POST /weights_checker": self._weights_checker,
+            "POST /weights_checksums": self._weights_checksums,
             **dict.fromkeys(PASSED_ON, self._pass_on),
         }
 
@@ -238,6 +239,11 @@ class Guard:
         if body.get("action") != "checksum":
             raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
         return done("Success.", ranks=[{"checksums": await self._updates.checksums()}], weight_version=str(self._engine.version))
+
+    async def _weights_checksums(self, request: web.Request) -> web.Response:
+        of_update = of_update_in(await self._admitted(request))
+        version, told = await self._updates.carry_out(self._updates.told(of_update=of_update))
+        return done("Success.", weight_version=str(version), **told.to_json())
 
     async def _admitted(self, request: web.Request) -> dict[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first, and taken out."""

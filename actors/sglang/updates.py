@@ -16,9 +16,11 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.errors import BadRequest, EngineError, StaleEpoch, UpdateRefused
+from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from actors.sglang.api import Api
+from actors.sglang.checksums import Layout, told_of
 from actors.sglang.releases import Release
+from weightstore.checksums import Told
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ Result = TypeVar("Result")
 class WeightUpdates:
     """Owner of the order of updates of one server."""
 
-    def __init__(self, api: Api, release: Release, names: frozenset[str], *, pause: str, on_update: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, api: Api, release: Release, names: frozenset[str], layout: Layout, *, pause: str, on_update: Callable[[int, int], None]
+    ) -> None:
         """``names``: every tensor of the model; ``pause``: in_place | retract."""
         self.epoch = 0
         """The highest seen."""
@@ -41,7 +45,7 @@ class WeightUpdates:
         self.completed = 0
         self.stall_s = 0.0
         """Seconds that updates have held up generation, all together."""
-        self._api, self._release, self._names, self._pause, self._on_update = api, release, names, pause, on_update
+        self._api, self._release, self._names, self._layout, self._pause, self._on_update = api, release, names, layout, pause, on_update
         self._flush = pause == "retract"  # or what is computed again would be found in the cache
         self._open: int | None = None
         self._received: set[str] = set()
@@ -121,8 +125,7 @@ class WeightUpdates:
             raise UpdateRefused("end: there is no open update")
         if version is not None and version != self._open:
             raise UpdateRefused(f"end: the open update is of version {self._open}, not {version}")
-        if missing := self._names - self._received - {HEAD}:
-            raise UpdateRefused(f"end: {len(missing)} of {len(self._names)} tensors have not come, among them {min(missing)}")
+        self._check_whole("end")
         await self._close_bracket()
         return await self._served(self._open)
 
@@ -141,6 +144,24 @@ class WeightUpdates:
         """By tensor, as SGLang computes them on its first rank."""
         answer = await self._api.call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_S)
         return dict(answer["ranks"][0]["checksums"])
+
+    async def told(self, *, of_update: bool) -> tuple[int, Told]:
+        """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
+        if self._layout.not_comparable:
+            raise CannotTell(self._api.url, self._layout.not_comparable)
+        version = self._open if of_update else self.version
+        if version is None:
+            raise UpdateRefused("checksums: there is no open update")
+        if of_update:
+            self._check_whole("checksums")
+        told = told_of(await self.checksums(), self._layout)
+        if unknown := self._names - {name for part in told.parts for name in part.names}:
+            raise CannotTell(self._api.url, f"SGLang keeps {len(unknown)} tensors under names unknown here, among them {min(unknown)}")
+        return version, told
+
+    def _check_whole(self, what: str) -> None:
+        if missing := self._names - self._received - {HEAD}:
+            raise UpdateRefused(f"{what}: {len(missing)} of {len(self._names)} tensors have not come, among them {min(missing)}")
 
     async def close(self) -> None:
         for task in list(self._tasks):

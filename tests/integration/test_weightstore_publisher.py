@@ -85,7 +85,7 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
             assert report.stall_s == {"a": 0.001, "b": 0.001}
             assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
             for id in ("a", "b"):
-                assert state(engines[id][0]) == {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "groups": 1}
+                assert state(engines[id][0]) == {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "groups": 1, "asked": 1}
             assert state(engines["away"][0])["version"] == 0
             head = publisher.latest()
             assert head is not None and (head.version, head.step, head.state) == (2, 5, "published")
@@ -239,7 +239,7 @@ class Loader:
         self.version = version
 
 
-def catch_up(bus_url: str, run: str, directory: Path, loader: Loader, deadline_s: float = 20) -> Any:
+def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float = 20, **settings: Any) -> Any:
     async def run_it() -> Any:
         async with connect(bus_url, run, BusConfig(), name="late", wait_s=10) as bus:
             return await joining.catch_up(
@@ -250,6 +250,7 @@ def catch_up(bus_url: str, run: str, directory: Path, loader: Loader, deadline_s
                 directory=directory,
                 deadline_s=deadline_s,
                 say=loader.said.append,
+                **settings,
             )
 
     return asyncio.run(run_it())

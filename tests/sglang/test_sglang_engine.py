@@ -14,18 +14,24 @@ import aiohttp
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from actors.engine_client import HttpEngine
 from actors.errors import BadRequest, EngineFailed
 from actors.sglang.api import Api
 from actors.sglang.child import ServerChild, command_line, free_port
 from actors.sglang.engine import SglangEngine
-from bus.messages import Sampling
+from bus.messages import LiveRow, Sampling
 from tests.contract.test_engine_updates import joined
 from tests.engine_serving import LIMIT_S, Served, greedy, log_probs_of, scores, scores_across, told_log_probs
+from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
 from tests.tiny_models import tiny_model, write_tiny_model
 from tests.whole.running import ROOT
+from weightstore.checksums import Told
+from weightstore.errors import ReceiverFailed
+from weightstore.http_receiver import HttpReceiver
+from weightstore.member import Member
 
 START_S = 300.0
 CONTEXT = 4096
@@ -197,6 +203,35 @@ async def test_a_push_that_breaks_off_leaves_nothing_to_be_served_and_a_snapshot
         wanted = log_probs_of(await scores(model, PROMPT, made["output_ids"]), made["output_ids"])
         assert np.abs(told_log_probs(made) - wanted).max() < TOLERANCE
         assert made["meta_info"]["weight_versions"] == [{"version": version, "start": 0, "end": 16}]
+
+
+async def test_weights_that_differ_from_what_was_sent_are_not_served(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
+    """What the server says it has is compared while it is paused, also of what it keeps fused and padded."""
+    sent = {name: tensor.detach() for name, tensor in models[1].state_dict().items()}
+    kept = "model.layers.1.self_attn.k_proj.weight"
+    other = sent | {kept: sent[kept].clone()}
+    other[kept].view(-1).view(torch.uint8)[-1] ^= 1
+    staging, flipped = staged(sent), staged(other)
+    async with serving(python, server, directories[0]) as served:
+        row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
+        for check, good in ((flipped.differences, False), (staging.differences, True)):
+            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
+            member = Member(row, receiver, host="127.0.0.1", backend="gloo", deadline_s=60.0)
+            try:
+                if good:
+                    assert (await member.update(2, staging.buckets, check)).verify_s is not None
+                else:
+                    with pytest.raises(ReceiverFailed, match=r"verify: version 1 .* in 1 tensors: .*q_proj.* \+ .*k_proj"):
+                        await member.update(1, staging.buckets, check)
+                    assert served.engine.version == -1
+            finally:
+                await member.close(leave=True)
+        assert served.engine.version == 2
+        status, answer = await served.post("/weights_checksums")
+        assert (status, answer["weight_version"], staging.differences(Told.parse(answer))) == (200, "2", [])
+        assert (await served.generate(PROMPT, max_new_tokens=4, temperature=0.0))["meta_info"]["weight_version"] == "2"
 
 
 async def test_a_replaced_learner_is_refused(python: str, server: str, directories: list[Path]) -> None:

@@ -1,0 +1,54 @@
+"""``tidemill weights``: real engines on a real bus; the one that lost a bit is named, by majority, and by both when there are two."""
+
+import argparse
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.live import Heartbeat
+from bus.messages import LiveRow
+from bus.server import EmbeddedServer
+from launch.weights import show_weights
+from tests.engine_serving import serving
+from tests.tiny_models import write_tiny_model
+
+LOST = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+async def test_engines_that_differ_are_named(
+    nats_server: EmbeddedServer, run_id: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], count: int
+) -> None:
+    directory = write_tiny_model(tmp_path / "model")
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(connect(nats_server.url, run_id, BusConfig(), name="look", wait_s=10))
+        await bus.create_layout()
+        engines = [await stack.enter_async_context(serving(directory, version=4)) for _ in range(count)]
+        addresses = [served.engine.url for served in engines] + ["http://127.0.0.1:9"]
+        for number, address in enumerate(addresses):
+            row = LiveRow(role="engine", id=f"e{number}", host="test", pid=1, phase="serving", version=4, address=address)
+            heartbeat = await stack.enter_async_context(Heartbeat(bus, row, every_s=0.2))
+            while heartbeat.written_s < 0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+        async def asked() -> tuple[int, dict[str, list[str]], dict[str, str]]:
+            code = await show_weights(bus, argparse.Namespace(json=True))
+            rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+            return code, {row["engine"]: row["differs"] for row in rows}, {row["engine"]: row["silent"] for row in rows}
+
+        code, differs, silent = await asked()
+        assert (code, set(map(tuple, differs.values()))) == (0, {()})
+        assert [bool(silent[f"e{number}"]) for number in range(count + 1)] == [False] * count + [True]
+        engines[0].engine.updates._served.named[LOST].view(-1).view(torch.uint8)[7] ^= 16
+        code, differs, _ = await asked()
+        assert code == 1
+        assert differs["e0"] == [LOST] and differs["e1"] == ([LOST] if count == 2 else [])
+        await show_weights(bus, argparse.Namespace(json=False))
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"engine e0 version 4 DIFFERS in 1 of 25 tensors: {LOST}" in shown

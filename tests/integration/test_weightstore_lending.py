@@ -1,0 +1,210 @@
+"""Engines that come late take their weights from engines that are there: bodies of processes on a real bus, and what goes wrong."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from yarl import URL
+
+from actors.builtin.engine import BuiltinEngine
+from actors.builtin.lending import Lending
+from actors.config import EngineConfig
+from actors.engine_process import run_engine
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.live import Heartbeat, LiveView
+from bus.messages import LiveRow
+from bus.server import EmbeddedServer
+from tests.contract.test_engine_updates import joined
+from tests.engine_serving import serving
+from tests.integration.test_weightstore_deltas import Loader
+from tests.integration.test_weightstore_publisher import catch_up, look, publishing
+from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore import snapshot
+from weightstore.checksums import Told, differences, sum_of
+from weightstore.download import fetch
+from weightstore.errors import SnapshotUnavailable
+from weightstore.manifest import Manifest
+from weightstore.registry import VersionRegistry
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
+    async def layout() -> None:
+        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=10) as bus:
+            await bus.create_layout()
+
+    asyncio.run(layout())
+    return nats_server.url
+
+
+def weights(seed: int, **changes: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in tiny_model(seed=seed, **changes).state_dict().items()}
+
+
+def digest_of(tensors: dict[str, torch.Tensor]) -> str:
+    return Manifest.of(tensors.items()).digest
+
+
+async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
+    _, told = await served.updates.told(of_update=False)
+    return differences(Told.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
+
+
+async def until(reached: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not await reached():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def engine(bus_url: str, run: str, model_dir: Path, id: str, dtype: str = "float32") -> AsyncIterator[list[BuiltinEngine]]:
+    """The body of an engine process, in this loop; the engine, once it is made."""
+    made: list[BuiltinEngine] = []
+
+    def factory(*args: Any, **settings: Any) -> BuiltinEngine:
+        made.append(BuiltinEngine(*args, **settings))
+        return made[0]
+
+    draining = asyncio.Event()
+    body = asyncio.create_task(
+        run_engine(bus_url, run, model_dir, EngineConfig(dtype=dtype), BusConfig(), draining, id, factory=factory, grace_s=1.0)  # type: ignore[arg-type]
+    )
+    try:
+        yield made
+    finally:
+        draining.set()
+        await body
+
+
+async def rows(bus_url: str, run: str) -> dict[str, LiveRow]:
+    async with connect(bus_url, run, BusConfig(), name="look", wait_s=10) as bus:
+        return {row.id: row for row in await LiveView(bus).alive("engine")}
+
+
+async def test_a_late_engine_asks_another_engine_and_not_the_learner(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    model_dir, shelf = write_tiny_model(tmp_path / "model"), tmp_path / "shelf"
+
+    async def serves(id: str, version: int) -> bool:
+        row = (await rows(bus_url, run_id)).get(id)
+        return row is not None and (row.phase, row.version) == ("serving", version)
+
+    with publishing(bus_url, run_id, shelf, model_dir=model_dir, phase_deadline_s=30.0) as publisher:
+        await asyncio.to_thread(publisher.publish_initial, model_dir)
+        async with engine(bus_url, run_id, model_dir, "first"):
+            await until(lambda: serves("first", 0))
+            handle = publisher.publish(1, weights(1).items(), wait=False)
+            report = await asyncio.to_thread(handle.result, LIMIT_S)
+            assert (report.engines, report.verified) == (("first",), ("first",))
+            await until(lambda: serves("first", 1))
+            async with engine(bus_url, run_id, model_dir, "second") as second:
+                await until(lambda: serves("second", 1))
+                assert await same(second[0], weights(1))
+            assert list(shelf.iterdir()) == [] and (await asyncio.to_thread(look, bus_url, run_id, "row", 1)).snapshot == ""
+            # One that keeps other types has not what the learner published, so nobody asks it for that.
+            async with engine(bus_url, run_id, model_dir, "rounded", dtype="bfloat16") as rounded:
+                await until(lambda: serves("rounded", 1))
+                assert list(shelf.iterdir()) == []
+                with pytest.raises(SnapshotUnavailable, match="HTTP 404"):
+                    await fetch(f"{rounded[0].url}/snapshots/v1-{digest_of(weights(1))}", tmp_path / "x")
+        # With no engine there, the learner is asked.
+        async with engine(bus_url, run_id, model_dir, "third") as third:
+            await until(lambda: serves("third", 1))
+            assert await same(third[0], weights(1))
+        assert [path.name for path in shelf.iterdir()] == ["v1"]
+
+
+async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    model_dir = write_tiny_model(tmp_path / "model")
+    with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir) as publisher:
+        await asyncio.to_thread(lambda: publisher.publish(1, weights(1).items(), wait=True).result(0))
+        row = {"host": "test", "pid": 1, "phase": "serving", "load": {"lends": 1.0}, "address": "http://127.0.0.1:9"}
+        async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
+            assert (await VersionRegistry(bus).reserve(2, 1, digest="0" * 64)).state == "pushing"
+            async with Heartbeat(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
+                await until(lambda: there(bus_url, run_id, "torn"))
+                loader = Loader(-1)
+                await asyncio.to_thread(catch_up, bus_url, run_id, tmp_path / "late", loader)
+    assert loader.version == 1 and not any("127.0.0.1:9" in text for text in loader.said), loader.said
+
+
+async def there(bus_url: str, run: str, id: str) -> bool:
+    return id in await rows(bus_url, run)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+async def test_what_is_lent_is_a_model_directory_of_that_version_alone(tmp_path: Path, tied: bool) -> None:
+    directory = write_tiny_model(tmp_path / "model", tied=tied)
+    async with serving(directory, version=7) as served:
+        sent = weights(0, tied=tied)
+        assert ("lm_head.weight" in sent) and ("lm_head.weight" in served.engine.updates._served.named) != tied
+        url = f"{served.engine.url}/snapshots"
+        info = await fetch(f"{url}/v7-{digest_of(sent)}", tmp_path / "got")
+        assert (info.version, info.digest) == (7, digest_of(sent))
+        assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(info.files)
+        await served.engine.load_snapshot(tmp_path / "got", 8)
+        assert await same(served.engine, sent)
+        async with served.session.get(f"{url}/v8-{digest_of(sent)}/model.safetensors", headers={"Range": "bytes=100-199"}) as part:
+            whole = (tmp_path / "got" / "model.safetensors").read_bytes()
+            assert (part.status, await part.read()) == (206, whole[100:200])
+        name = f"v8-{digest_of(sent)}"
+        for path in (f"v6-{digest_of(sent)}/manifest.json", f"v8-{'0' * 64}/manifest.json", f"{name}/..%2f{name}%2fmanifest.json"):
+            async with served.session.get(URL(f"{url}/{path}", encoded=True)) as refused:
+                assert refused.status == 404, path
+
+
+@pytest.mark.parametrize(("way", "pushes"), [("load", 1), ("load", 2), ("push", 2)])
+async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: Path, way: str, pushes: int) -> None:
+    directories = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(3)]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slowly(*args: Any, **settings: Any) -> snapshot.SnapshotInfo:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        return snapshot.write(*args, **settings)
+
+    async with serving(directories[0], version=0) as served:
+        served.engine.lending = Lending(served.engine.updates.served, directories[0], write=slowly)
+        asked = asyncio.create_task(fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got"))
+        await asyncio.to_thread(begun.wait, LIMIT_S)
+        async with joined(served) as push:
+            for version in range(1, pushes + 1):
+                if way == "load":
+                    await served.engine.load_snapshot(directories[version], version)
+                else:
+                    await push.whole(tiny_model(seed=version), version)
+                assert served.engine.version == version
+        go_on.set()
+        if pushes == 1:  # into the standby copy; the one that is read is not touched
+            info = await asked
+            assert info.version == 0
+            await served.engine.load_snapshot(tmp_path / "got", 9)
+            assert await same(served.engine, weights(0))
+        else:
+            with pytest.raises(SnapshotUnavailable, match="HTTP 404"):
+                await asked
+
+
+async def test_what_nobody_reads_is_removed_and_only_so_many_are_kept(tmp_path: Path) -> None:
+    directory, digest = write_tiny_model(tmp_path / "model"), digest_of(weights(0))
+    async with serving(directory, version=0) as served:
+        lending: Lending = served.engine.lending
+        kept = []
+        for version in (1, 2, 3):
+            served.engine.scheduler.version = version
+            try:
+                kept.append((await lending.file(f"v{version}-{digest}", "manifest.json")).parent)
+            except Exception as error:
+                assert version == 3 and "2 others are being read" in str(error)
+        assert len(kept) == 2
+        lending._used_s[kept[0].name] -= 1000.0
+        assert (await lending.file(f"v3-{digest}", "manifest.json")).exists()
+        assert [path.exists() for path in kept] == [False, True]
+    assert not kept[1].parent.exists()

@@ -1,0 +1,119 @@
+"""Checksums on both sides of a push: a receiver with one flipped bit never serves it, and is named. Real engines, real groups."""
+
+import asyncio
+import logging
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.messages import LiveRow
+from bus.server import EmbeddedServer
+from tests.engine_serving import Served, serving
+from tests.integration.test_weightstore_publisher import GOOD, publishing, state
+from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
+from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.checksums import Told
+from weightstore.errors import ReceiverFailed
+from weightstore.http_receiver import HttpReceiver
+from weightstore.member import Member
+
+
+@pytest.fixture
+def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
+    async def layout() -> None:
+        async with connect(nats_server.url, run_id, BusConfig(), name="layout", wait_s=10) as bus:
+            await bus.create_layout()
+
+    asyncio.run(layout())
+    return nats_server.url
+
+
+def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    flips = Behaviour(fails="flip", at="checksums", only_once=True)
+    with receivers(bus_url, run_id, {"good": GOOD, "flips": flips}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+        first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        assert (first.engines, first.verified) == (("good",), ("good",))
+        assert first.evicted["flips"].startswith(
+            "verify: version 1 differs from what was sent in 1 tensors: model.scale (float32): want sum64 "
+        )
+        assert state(engines["flips"][0])["version"] == 0
+        # It comes back with the next push, as new; who has been verified is not asked again.
+        second = publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
+        assert (second.engines, second.verified) == (("flips", "good"), ("flips",))
+        assert [state(engines[id][0])["asked"] for id in ("good", "flips")] == [1, 2]
+        assert state(engines["flips"][0])["digest"] == digest(tiny_tensors(2))
+
+
+@pytest.mark.parametrize(("verify", "caught"), [("always", True), ("first", False), ("never", False)])
+def test_what_the_setting_says(bus_url: str, run_id: str, tmp_path: Path, verify: str, caught: bool) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path, verify=verify) as publisher:
+        reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3, 4)]
+        assert [report.engines for report in reports] == [("a",)] * 4  # copies are used again, their sums are not
+        assert [bool(report.verified) for report in reports] == [verify != "never", *[verify == "always"] * 3]
+        assert state(engines["a"][0])["asked"] == {"never": 0, "first": 1, "always": 4}[verify]
+    flips = Behaviour(fails="flip", at="checksums", once_served=1)
+    with receivers(bus_url, run_id, {"b": flips}), publishing(bus_url, run_id, tmp_path, verify=verify, epoch=2) as publisher:
+        publisher.publish(5, tiny_tensors(5).items(), wait=True).result(0)
+        assert ("b" in publisher.publish(6, tiny_tensors(6).items(), wait=True).result(0).evicted) == caught
+
+
+def test_an_engine_that_cannot_tell_serves_and_is_not_called_verified(
+    bus_url: str,
+    run_id: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with receivers(bus_url, run_id, {"mute": Behaviour(mute=True)}), publishing(bus_url, run_id, tmp_path) as publisher:
+        with caplog.at_level(logging.WARNING, logger="weightstore.member"):
+            report = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+    assert (report.engines, report.verified) == (("mute",), ())
+    assert "weights not verified" in caplog.text and "mute" in caplog.text
+
+
+class Flipping(HttpReceiver):
+    """The built-in engine with memory that loses a bit between the last bucket and the question."""
+
+    def __init__(self, served: Served, session: aiohttp.ClientSession, flipped: str) -> None:
+        super().__init__(session, served.engine.url, epoch=1, deadline_s=20.0)
+        self._served, self.flipped = served, flipped
+
+    async def checksums(self) -> Told | None:
+        standby = self._served.engine.updates._standby
+        assert standby is not None
+        if self.flipped:
+            standby.named[self.flipped].view(-1).view(torch.uint8)[-1] ^= 1
+        return await super().checksums()
+
+
+@pytest.mark.parametrize(("family", "tied", "dtype"), [("qwen3", False, "float32"), ("qwen2", True, "bfloat16")])
+async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
+    """Also where it keeps another type than was sent, and the output projection is the embedding under another name."""
+    directory = write_tiny_model(tmp_path / "model", family, tied=tied)
+    staging = staged(tiny_model(family, seed=1, tied=tied).state_dict())
+    assert ("lm_head.weight" in staging.manifest.by_name) and staging.manifest.by_name["model.norm.weight"].dtype == "float32"
+    async with serving(directory, dtype=dtype) as served:
+        before = (await served.post("/weights_checksums", {}))[1]
+        receiver = Flipping(served, served.session, "model.layers.1.self_attn.k_proj.weight")
+        row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
+        for flipped in (receiver.flipped, ""):
+            receiver.flipped = flipped
+            member = Member(row, receiver, host="127.0.0.1", backend="gloo", deadline_s=20.0)
+            try:
+                if flipped:
+                    with pytest.raises(ReceiverFailed, match=rf"verify: version 1 .* in 1 tensors: {flipped} \({dtype}\): want sum64"):
+                        await member.update(1, staging.buckets, staging.differences)
+                    assert (await served.post("/weights_checksums", {}))[1] == before
+                    assert served.engine.version == 0
+                else:
+                    updated = await member.update(1, staging.buckets, staging.differences)
+                    assert updated.verify_s is not None and member.verified
+            finally:
+                await member.close(leave=True)
+        status, answer = await served.post("/weights_checksums", {"of": "served"})
+        assert (status, answer["weight_version"]) == (200, "1")
+        assert await asyncio.to_thread(staging.differences, Told.parse(answer)) == []
+        assert (await served.post("/weights_checksums", {"of": "update"}))[0] == 400  # there is none

@@ -1,0 +1,99 @@
+"""Checksums: against a ten-line loop, every bit counts, and what differs is named."""
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.receiver_app import tiny_tensors
+from weightstore import checksums
+from weightstore.checksums import LANES, Part, Told, differences, sha256, sum64, sum_of, told_of
+
+
+def slow(data: bytes) -> str:
+    def factor(position: int) -> int:
+        mixed = (position + 2) * 0x9E3779B97F4A7C15 % 2**64
+        mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
+        return (mixed ^ mixed >> 31) | 1
+
+    total = len(data) * factor(-1)
+    data += bytes(-len(data) % 4)
+    for lane in range(len(data) // 4):
+        value = int.from_bytes(data[4 * lane : 4 * lane + 4], "little", signed=True)
+        total += value * factor(lane % LANES) * factor(lane // LANES)
+    return f"{total % 2**64:016x}"
+
+
+@given(st.lists(st.binary(max_size=70), min_size=1, max_size=4))
+def test_sum64_is_what_its_docstring_says(parts: list[bytes]) -> None:
+    tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0) for part in parts]
+    assert sum64(tensors) == slow(b"".join(parts))
+    assert sha256(tensors) == hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def test_sum64_goes_on_over_blocks() -> None:
+    tensor = torch.randint(-(2**31), 2**31, (LANES + 3,), dtype=torch.int32, generator=torch.Generator().manual_seed(1))
+    assert sum64([tensor]) == slow(tensor.numpy().tobytes())
+    swapped = tensor.clone()
+    swapped[0], swapped[LANES] = tensor[LANES].item(), tensor[0].item()
+    assert sum64([swapped]) != sum64([tensor])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_bit_or_two_signs_show(dtype: torch.dtype) -> None:
+    tensor = torch.randn(31, generator=torch.Generator().manual_seed(2)).to(dtype)
+    seen = {sum64([tensor])}
+    raw = tensor.view(torch.uint8)
+    for place in range(raw.numel()):
+        for bit in range(8):
+            raw[place] ^= 1 << bit
+            seen.add(sum64([tensor]))
+            raw[place] ^= 1 << bit
+    for one in range(tensor.numel()):
+        for other in range(one):
+            tensor[[one, other]] *= -1
+            seen.add(sum64([tensor]))
+            tensor[[one, other]] *= -1
+    assert len(seen) == 1 + 8 * raw.numel() + 31 * 30 // 2
+
+
+def test_views_anywhere_in_a_buffer_have_the_sum_of_their_bytes() -> None:
+    flat = torch.arange(64, dtype=torch.uint8)
+    for start in range(0, 8, 2):
+        assert sum64([flat[start : start + 14].view(torch.bfloat16).view(7, 1)]) == slow(bytes(range(start, start + 14)))
+    matrix = torch.randn(4, 6)
+    assert sum64([matrix.t()]) == sum64([matrix.t().contiguous()]) != sum64([matrix])
+
+
+def test_what_differs_is_named_and_silence_counts() -> None:
+    sent = tiny_tensors(1)
+
+    def want(part: Part) -> str:
+        return sum_of("sum64", part, sent)
+
+    assert differences(Told.parse(told_of(sent).to_json()), sent, want) == []
+    wrong = tiny_tensors(1)
+    wrong["model.norm.weight"].view(torch.uint8)[5] ^= 4
+    (line,) = differences(told_of(wrong), sent, want)
+    assert line.startswith("model.norm.weight (float32): want sum64 ")
+    del wrong["model.norm.weight"]
+    assert differences(told_of(wrong), sent, want) == ["model.norm.weight: the engine says nothing of it"]
+    assert differences(told_of(sent | {"alias": torch.zeros(3)}), sent, want) == []
+
+
+def test_an_engine_may_keep_them_in_its_own_type_together_and_padded() -> None:
+    sent = {"q": torch.randn(3, 4), "k": torch.randn(2, 4)}
+    kept = torch.cat([sent["q"], sent["k"], torch.zeros(3, 4)]).to(torch.bfloat16)
+    for scheme, compute in checksums.SCHEMES.items():
+        part = Part(names=("q", "k"), dtype="bfloat16", sum=compute([kept]), zeros=12)
+        told = Told(scheme=scheme, parts=(part,))
+        assert differences(Told.parse(told.to_json()), sent, lambda part, scheme=scheme: sum_of(scheme, part, sent)) == []  # type: ignore[misc]
+
+
+def test_strange_answers_are_refused() -> None:
+    for answer in ({}, {"scheme": "sum64", "parts": [{"names": ["x"]}]}, {"scheme": "crc", "parts": []}):
+        with pytest.raises(ValueError, match="checksums: want"):
+            Told.parse(answer)
