@@ -118,7 +118,7 @@ class Forwarder:
         """Raises EngineUnavailable with the engine's id, NoEngine, TookTooLong."""
         config = self._config
         wait_s = min(config.wait_s, deadline - time.monotonic())
-        min_version = request.map.get("min_version")
+        min_version = request.field("min_version")
         async with AsyncExitStack() as stack:
             id, engine = await stack.enter_async_context(
                 self._engines.one(
@@ -194,7 +194,7 @@ def _url(engine: Engine) -> str:
 def _repeatable(request: Request, error: EngineUnavailable) -> bool:
     if isinstance(error, NotSent):
         return True
-    named = request.method in ("GET", "HEAD") or REQUEST_HEADER in request.headers or bool(request.map.get("rid"))
+    named = request.method in ("GET", "HEAD") or REQUEST_HEADER in request.headers or bool(request.field("rid"))
     return named or (isinstance(error, Refused) and request.path in GENERATING)
 
 
