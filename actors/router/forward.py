@@ -4,6 +4,7 @@ Repeated is, before anything was answered:
 - a request that was never sent (connection refused, or not made in time): always;
 - one answered 503, when it is GET, HEAD, a generation, or carries a request id: the engine has not begun it;
 - one whose connection broke: only when it is GET or HEAD, or carries a request id.
+(The HTTP client asks the same engine a second time by itself, for methods that HTTP calls idempotent: GET, HEAD, OPTIONS, PUT, DELETE.)
 Not repeated is what took too long: the engine may be at work on it. After the first byte nothing is repeated.
 """
 
