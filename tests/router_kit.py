@@ -69,7 +69,10 @@ async def routing(*urls: str, view: LiveView | None = None, wait: bool = True, *
 
 
 class Faulty:
-    """Says that it is healthy, and meets requests as told: break (the connection), 503, version, 500, hang, half (then breaks), ok."""
+    """Says that it is healthy, and meets requests as told.
+
+    One of: break (the connection), 503, version, 500, hang, flood, half (then breaks), ok.
+    """
 
     def __init__(self) -> None:
         self.does, self.asked = "ok", list[str]()
@@ -106,6 +109,15 @@ class Faulty:
                 try:
                     await asyncio.Event().wait()
                 except asyncio.CancelledError:
+                    self.gone.set()
+                    raise
+            case "flood":
+                response = web.StreamResponse()
+                await response.prepare(request)
+                try:
+                    while True:
+                        await response.write(bytes(1 << 20))
+                except (ConnectionError, asyncio.CancelledError):
                     self.gone.set()
                     raise
             case "half":

@@ -41,6 +41,10 @@ class Request:
             return {}
         return found if isinstance(found, dict) else {}
 
+    def field(self, name: str) -> Any:
+        """One field of the map; None when it has not. A large body is parsed only if the name is in it."""
+        return self.map.get(name) if f'"{name}"'.encode() in self.body else None
+
     def asking(self, body: Mapping[str, Any], path: str | None = None) -> "Request":
         """The same with another body."""
         return replace(self, body=json.dumps(body).encode(), path=self.path if path is None else path)

@@ -4,6 +4,7 @@ Repeated is, before anything was answered:
 - a request that was never sent (connection refused, or not made in time): always;
 - one answered 503, when it is GET, HEAD, a generation, or carries a request id: the engine has not begun it;
 - one whose connection broke: only when it is GET or HEAD, or carries a request id.
+(The HTTP client asks the same engine a second time by itself, for methods that HTTP calls idempotent: GET, HEAD, OPTIONS, PUT, DELETE.)
 Not repeated is what took too long: the engine may be at work on it. After the first byte nothing is repeated.
 """
 
@@ -118,7 +119,7 @@ class Forwarder:
         """Raises EngineUnavailable with the engine's id, NoEngine, TookTooLong."""
         config = self._config
         wait_s = min(config.wait_s, deadline - time.monotonic())
-        min_version = request.map.get("min_version")
+        min_version = request.field("min_version")
         async with AsyncExitStack() as stack:
             id, engine = await stack.enter_async_context(
                 self._engines.one(
@@ -194,7 +195,7 @@ def _url(engine: Engine) -> str:
 def _repeatable(request: Request, error: EngineUnavailable) -> bool:
     if isinstance(error, NotSent):
         return True
-    named = request.method in ("GET", "HEAD") or REQUEST_HEADER in request.headers or bool(request.map.get("rid"))
+    named = request.method in ("GET", "HEAD") or REQUEST_HEADER in request.headers or bool(request.field("rid"))
     return named or (isinstance(error, Refused) and request.path in GENERATING)
 
 

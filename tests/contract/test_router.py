@@ -76,13 +76,16 @@ async def test_a_session_stays_at_its_engine_as_long_as_that_serves(model_dir: P
         assert (finished(mine), finished(its)) == (6, 2)
         status, _ = await door.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": "s"})
         assert (status, finished(mine)) == (200, 7), "the field of the body is the same, and the engine does not see it"
+        status, _ = await door.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": None})
+        assert status == 200, "no session, and the engine does not see that either"
+        finished_before = finished(mine)
         mine.engine.phase = "stale"
         await door.serving(its.engine.url)
         await door.generate(session="s")
         mine.engine.phase = "serving"
         await door.serving(one.engine.url, other.engine.url)
         await door.generate(session="s")
-        assert (finished(mine), finished(its)) == (7, 4), "it has moved, and stays"
+        assert finished(mine) == finished_before, "it has moved, and stays"
 
 
 def test_sessions_are_forgotten_when_there_are_too_many() -> None:
@@ -158,6 +161,29 @@ async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, bod
         told, answer = await door.post(path, body)
         assert (told, len(engine.asked)) == (status, attempts), answer
         assert "message" in answer["error"]
+
+
+async def test_a_broken_connection_is_repeated_for_what_changes_nothing_and_for_what_is_named() -> None:
+    async with faulty() as engine, routing(engine.url, retries=1) as door:
+        engine.does = "break"
+        assert (await door.get("/what"))[0] == 502
+        assert (await door.post("/other", {}, headers={"X-Request-Id": "r"}))[0] == 502
+        assert engine.paths.count("/other") == 2
+        assert engine.paths.count("/what") == 4, "aiohttp itself asks a second time, each time"
+
+
+async def test_a_client_that_does_not_read_is_left_and_its_engine_freed() -> None:
+    """More than any buffer on the way holds."""
+    async with faulty() as engine, routing(engine.url, idle_s=0.3) as door:
+        engine.does = "flood"
+        host, port = door.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(b"GET /flood HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" in await reader.readline()
+        async with asyncio.timeout(60):
+            await engine.gone.wait()
+        await door.until(lambda workers: workers[engine.url]["in_flight"] == 0)
+        writer.close()
 
 
 async def test_a_repeated_request_goes_to_another_engine() -> None:

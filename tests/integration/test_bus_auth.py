@@ -80,6 +80,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         as_user("actor-0") as actor,
         as_user("engine-1") as engine,
         as_user("host-0") as host,
+        as_user("router") as router,
         as_user("viewer") as viewer,
         asyncio.timeout(60),
     ):
@@ -93,9 +94,10 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             Heartbeat(actor, row("actor", "actor-0")),
             Heartbeat(engine, row("engine", "engine-1")),
             Heartbeat(host, row("host", "host-0")),
+            Heartbeat(router, row("router", "router")),
         ):
-            async with LiveView(actor).noticing("engine", lambda: None):
-                while len(await LiveView(actor).alive()) < 3:  # noqa: ASYNC110 - others wake nobody
+            async with LiveView(actor).noticing("engine", lambda: None), LiveView(router).noticing("engine", lambda: None):
+                while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - others wake nobody
                     await asyncio.sleep(0.02)
             told = actor.commands.receive("actor", "actor-0")
             hearing = asyncio.ensure_future(anext(told))
@@ -149,6 +151,8 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
     "a purge": ("actor-0", lambda bus: bus.samples._jet.purge("TM_r_SAMPLES", 2)),
     "a read of all samples": ("actor-0", _api("STREAM.MSG.GET.TM_r_SAMPLES")),
     "a lease": ("engine-0", lambda bus: bus.tasks.lease(60)),
+    "a row of a role that it has not": ("router", lambda bus: bus.rows("live").put("engine.router", {})),
+    "a task for it": ("router", lambda bus: bus.tasks.lease(60)),
     "a command": ("actor-0", lambda bus: _publish(bus, "tm.r.do.actor.actor-1")),
     "a look at everybody's tasks": ("viewer", lambda bus: bus.tasks.lease(60)),
     "a sample": ("viewer", lambda bus: bus.samples.publish(make_sample(RUN))),
