@@ -3,6 +3,7 @@
 ``python -m bench.push`` prints, for each number of receivers, the bandwidth of both and their ratio (1 = as fast as bare; the goal
 is 0.9 from 64 MB on). Both are timed until the receivers say that they have everything. The push is what the learner does: bus rows,
 one process group per receiver, buckets announced over HTTP, each copied into place by its receiver.
+``--verify always`` compares checksums in every push, and prints what that takes.
 ``python -m bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall.
 """
 
@@ -81,8 +82,8 @@ def bare_round(flat: torch.Tensor) -> float:
 
 
 @contextmanager
-def publishing(bus_url: str, directory: Path, epoch: int, bucket_bytes: int) -> Iterator[Publisher]:
-    config = WeightsConfig(bucket_bytes=bucket_bytes, min_engines=1)
+def publishing(bus_url: str, directory: Path, epoch: int, bucket_bytes: int, verify: str = "never") -> Iterator[Publisher]:
+    config = WeightsConfig(bucket_bytes=bucket_bytes, min_engines=1, verify=verify)
     publisher = Publisher(config, bus_url=bus_url, run=RUN, epoch=epoch, directory=directory, model_dir=directory / "model")
     try:
         publisher.start()
@@ -106,7 +107,7 @@ def compare(bus_url: str, directory: Path, num_receivers: int, args: argparse.Na
     pushes: list[PushReport] = []
     bare_s: list[float] = []
     with receivers(bus_url, RUN, {f"{num_receivers}-{index}": Behaviour() for index in range(num_receivers)}):
-        with publishing(bus_url, directory, num_receivers, args.bucket_mbytes * 1_000_000) as publisher:
+        with publishing(bus_url, directory, num_receivers, args.bucket_mbytes * 1_000_000, args.verify) as publisher:
             with bare_group(num_receivers, flat.numel()):
                 for step in range(args.rounds + 1):
                     pushes.append(publisher.publish(step, tensors.items(), wait=True).result(0))
@@ -123,6 +124,9 @@ def compare(bus_url: str, directory: Path, num_receivers: int, args: argparse.Na
     print(f"  bare broadcast  {bare:.4f} s  {mega(flat.numel(), bare)}")
     print(f"  push, transfer  {transfer_s:.4f} s  {mega(flat.numel(), transfer_s)}  ratio {ratio:.2f}")
     print(f"  push, whole     {seconds:.4f} s  {mega(flat.numel(), seconds)}  ratio {whole:.2f}  (with bus rows)")
+    if args.verify == "always":
+        verify_s = statistics.median(max(push.verify_s.values()) for push in pushes)
+        print(f"  verification    {verify_s:.4f} s  {mega(flat.numel(), verify_s)}  {verify_s / transfer_s:.0%} of the transfer")
     print(f"  preparation     {prepare_s:.4f} s  (in the trainer's thread)")
 
 
@@ -198,6 +202,7 @@ def main() -> None:
     parser.add_argument("--bucket-mbytes", type=int, default=64)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--verify", choices=("never", "always"), default="never")
     parser.add_argument("--engine", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -16,7 +16,7 @@ class WeightsConfig:
     bucket_bytes: int = 64_000_000
     """Tensors are sent in buckets of about this size."""
     phase_deadline_s: float = 30.0
-    """An engine that does not finish a phase (join, begin, bucket, end) in this time is evicted."""
+    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted."""
     min_engines: int = 0
     """A push with fewer receivers fails (0 = a version may be published to nobody)."""
     overlap: bool = True

@@ -13,6 +13,7 @@ from yarl import URL
 
 from actors.builtin.engine import BuiltinEngine
 from actors.builtin.lending import Lending
+from actors.builtin.updates import WeightUpdates
 from actors.config import EngineConfig
 from actors.engine_process import run_engine
 from bus.config import BusConfig
@@ -65,12 +66,14 @@ async def until(reached: Callable[[], Awaitable[bool]]) -> None:
 
 
 @asynccontextmanager
-async def engine(bus_url: str, run: str, model_dir: Path, id: str, dtype: str = "float32") -> AsyncIterator[list[BuiltinEngine]]:
+async def engine(
+    bus_url: str, run: str, model_dir: Path, id: str, dtype: str = "float32", kind: type[BuiltinEngine] = BuiltinEngine
+) -> AsyncIterator[list[BuiltinEngine]]:
     """The body of an engine process, in this loop; the engine, once it is made."""
     made: list[BuiltinEngine] = []
 
     def factory(*args: Any, **settings: Any) -> BuiltinEngine:
-        made.append(BuiltinEngine(*args, **settings))
+        made.append(kind(*args, **settings))
         return made[0]
 
     draining = asyncio.Event()
@@ -137,6 +140,50 @@ async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus
 
 async def there(bus_url: str, run: str, id: str) -> bool:
     return id in await rows(bus_url, run)
+
+
+class LossyUpdates(WeightUpdates):
+    """Memory that loses a bit of what the first push brought."""
+
+    lost = False
+
+    async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
+        if of_update and not self.lost:
+            self.lost = True
+            assert self._standby is not None
+            self._standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
+        return await super().told(of_update=of_update)
+
+
+class Lossy(BuiltinEngine):
+    def load(self) -> None:
+        super().load()
+        self.updates = LossyUpdates(self.updates._served, self.scheduler, on_update=self._updated)
+
+
+async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by_snapshot(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
+    model_dir = write_tiny_model(tmp_path / "model")
+
+    async def serves(version: int) -> bool:
+        row = (await rows(bus_url, run_id)).get("lossy")
+        return row is not None and (row.phase, row.version) == ("serving", version)
+
+    with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir, phase_deadline_s=30.0) as publisher:
+        await asyncio.to_thread(publisher.publish_initial, model_dir)
+        async with engine(bus_url, run_id, model_dir, "lossy", kind=Lossy) as lossy:
+            await until(lambda: serves(0))
+            handle = publisher.publish(1, weights(1).items(), wait=False)
+            report = await asyncio.to_thread(handle.result, LIMIT_S)
+            assert report.engines == () and "in 1 tensors: model.norm.weight" in report.evicted["lossy"]
+            assert await same(lossy[0], weights(0))
+            await until(lambda: serves(1))
+            assert await same(lossy[0], weights(1))
+            assert [path.name for path in (tmp_path / "shelf").iterdir()] == ["v1"]
+            handle = publisher.publish(2, weights(2).items(), wait=False)
+            report = await asyncio.to_thread(handle.result, LIMIT_S)
+            assert (report.engines, report.verified) == (("lossy",), ("lossy",))
 
 
 @pytest.mark.parametrize("tied", [False, True])
