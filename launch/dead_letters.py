@@ -22,7 +22,7 @@ PROMPT_SHOWN = 72
 
 async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
     """List them, newest last; without ``every`` only those of which nobody has said a word yet. Raises ValueError."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
             letters, words = await _read(bus)
@@ -47,7 +47,7 @@ async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], ev
 
     What was said lasts; a learner that is not there now hears it when it starts. 0 = all was done, 1 = the learner has not answered yet.
     """
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
             letters, words = await _read(bus)

@@ -11,7 +11,7 @@ CONNECT_S = 3.0
 
 async def show_cursors(url: str, run: str, *, forget: str) -> int:
     """List them, after forgetting one. Raises ValueError."""
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="cursors", wait_s=CONNECT_S) as bus:
             if forget:

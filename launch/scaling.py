@@ -17,7 +17,7 @@ CONNECT_S = 3.0
 async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str, pool: str) -> int:
     """Set the numbers in the row of a host, of a pool or of all, and print the share of every host that lives. Raises ValueError."""
     key = wanted.host_key(host) if host else wanted.pool_key(pool) if pool else wanted.ALL
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="scale", wait_s=CONNECT_S) as bus:
             if counts:
