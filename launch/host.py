@@ -119,7 +119,7 @@ class Host:
                 self._drain(name)
         for role in ROLES:
             for name in slots[role]:
-                if name not in kept and name not in self._draining:
+                if name not in kept:  # one that drains is kept until it has ended
                     self._supervisor.keep(name, self._arguments(role, name), always=True, environment=self._environment(role, name))
         for name in given_up.keys() - self._said:
             log.error("%s", given_up[name])

@@ -120,8 +120,6 @@ class Shelf:
             self.last_seq = max(self.last_seq, last)
 
     def add(self, stored: Stored) -> None:
-        if stored.seq <= self.last_seq:
-            return
         if self._recorder is None:
             self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
             self._recorder = Recorder(self._file, self._origin)

@@ -78,6 +78,24 @@ async def test_every_sample_once_though_it_is_killed_again_and_again(
         assert len(list(out.glob("*.tide"))) > 5, "recordings are closed when they are large enough"
 
 
+async def test_what_is_on_the_disk_is_not_written_again_though_the_place_was_not_moved(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """As after a kill between the one and the other."""
+    out = tmp_path / "archive"
+    async with open_bus() as bus:
+        await publish(bus, 1, 10)
+        async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
+            assert await process.wait() == 0
+        place, _ = await bus.rows("run").get("cursor.archive") or ({}, 0)
+        await bus.rows("run").put("cursor.archive", place | {"floor": 4})
+        await publish(bus, 11, 15)
+        async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
+            assert await process.wait() == 0
+        assert [seq for seq, _ in archived(out)] == list(range(1, 16))
+        assert (await Cursors(bus).all())["archive"].floor == 15
+
+
 async def test_one_that_was_left_behind_says_so_and_goes_on_only_when_told(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:

@@ -113,6 +113,14 @@ async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, host
         await wanted.change(bus, wanted.ALL, {"actor": 1})
         left = await until_actors(bus, "actor-h-0")
         assert left["actor-h-0"] == first["actor-h-0"], "the oldest stays"
+        await wanted.change(bus, wanted.ALL, {"actor": 2})
+        await until_actors(bus, "actor-h-0", "actor-h-1")
+        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await host_row(bus, "h", lambda row: row.load["draining"] > 0)
+        await wanted.change(bus, wanted.ALL, {"actor": 2})  # wanted again while it drains: never two of one name
+        await host_row(bus, "h", lambda row: row.load["draining"] == 0 and row.load["actors"] == 2)
+        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await until_actors(bus, "actor-h-0")
         for how in (signal.SIGKILL, signal.SIGTERM):  # an end with code 0, too: it is wanted all the same
             os.kill(left["actor-h-0"], how)
             await gone(left["actor-h-0"])
