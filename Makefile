@@ -5,8 +5,9 @@ BIN    := $(VENV)/bin
 CONFIG ?= launch/configs/digits.yaml
 
 SGLANG ?= .venv-sglang
+ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k test test-all test-sglang check bench setup clean
+.PHONY: run gsm8k sglang test test-all test-sglang test-sglang-all check bench setup clean
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup
@@ -16,15 +17,28 @@ run: setup
 gsm8k: setup
 	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh
 
+# The main job with a real SGLang server, on CPUs, in an environment of its own.
+sglang: setup $(SGLANG)/.ready
+	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python
+
+# Two files at a time; whole runs and killings, which have enough processes of their own, one after the other.
+TESTS := tests/unit tests/contract tests/integration -n 2 --dist loadfile
+RUNS := tests/chaos tests/whole
+
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(RUNS)
 
 test-all: setup
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
+	$(BIN)/python -m pytest -m "not gpu" $(RUNS)
 
-# The engine's contract on a real SGLang server, on CPU, in an environment of its own.
+# The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
-	$(BIN)/python -m pytest tests/sglang --sglang-python $(SGLANG)/bin/python
+	$(BIN)/python -m pytest $(ON_SGLANG) -m "not slow" --sglang-python $(SGLANG)/bin/python
+
+test-sglang-all: setup $(SGLANG)/.ready
+	$(BIN)/python -m pytest $(ON_SGLANG) --sglang-python $(SGLANG)/bin/python
 
 $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt constraints.txt
 	$(PYTHON) -m venv $(SGLANG)

@@ -13,6 +13,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from actors.errors import BadRequest
+from actors.tool_calls import form_of
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -36,6 +37,8 @@ class ChatTemplate:
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self._template, self._special = environment.from_string(source), dict(special)
+        self.form_of_calls = form_of(source)
+        """How the model writes calls of tools (``actors.tool_calls``); None = not known."""
 
     @classmethod
     def read(cls, model_dir: Path) -> "ChatTemplate | None":
@@ -61,7 +64,7 @@ class ChatTemplate:
             return self._template.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **given
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as error:
+        except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
 
 

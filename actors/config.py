@@ -13,11 +13,13 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang: that of an environment of its own, usually."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the server, by name, passed on as they are: ``{tp_size: 2, mem_fraction_static: 0.8}``."""
+    """Of the server, by name: ``{tp_size: 2, mem_fraction_static: 0.8}``. A list is several words of the command line, a map JSON."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides those of this process."""
     start_timeout_s: float = 900.0
     """Loading a large model takes minutes."""
+    silent_s: float = 60.0
+    """A server whose scheduler has not answered for so long is given up, frozen or out of reach; longer than any step of it takes."""
     pause: str = "in_place"
     """Of running requests during an update: in_place (keys and values are kept) | retract (computed again with the new weights)."""
     log: str = ""
@@ -26,8 +28,9 @@ class SglangConfig:
     def __post_init__(self) -> None:
         if self.pause not in ("in_place", "retract"):
             raise ValueError(f"pause: want in_place or retract, got {self.pause!r}")
-        if self.start_timeout_s <= 0:
-            raise ValueError(f"start_timeout_s: want > 0, got {self.start_timeout_s!r}")
+        for name in ("start_timeout_s", "silent_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +51,13 @@ class EngineConfig:
     max_context: int = 0
     """Tokens of prompt + response; 0 = what the model allows (max_position_embeddings)."""
     max_waiting: int = 4096
-    """Requests queued before HTTP 503."""
+    """Responses that may wait besides those that are decoded; a request beyond them gets HTTP 503."""
     threads: int = 1
     """Torch threads of the decoding process."""
     share_prefix: bool = True
     """Requests that wait together with the same prompt share one prefill."""
+    colocated: bool = False
+    """Derived from ``learner.colocated``: gives its memory to the learner for each step. Engines on other machines never do."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
 
     def __post_init__(self) -> None:

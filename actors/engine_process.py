@@ -2,28 +2,41 @@
 
     joining -> catching up -> (probe) serving -> stale (passed by) -> catching up -> ...
 
-Pushes arrive over HTTP at the engine itself; this watches the registry and brings the engine to the head when no push does.
+Pushes arrive over HTTP at the engine itself; this watches the registry and brings the engine to the head when no push does. A colocated
+engine takes memory by itself only in the engines' turn: when it starts, and when it catches up. Its row says so meanwhile, and the learner
+waits for that.
 """
 
 import asyncio
+import contextlib
+import gc
 import logging
-import tempfile
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Protocol
 
 from actors.config import EngineConfig
+from actors.errors import EngineFailed
 from actors.membership import connected, default_id, first_row
+from actors.scratch import Scratch
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.errors import BusError
 from bus.live import Heartbeat
+from weightstore.errors import CatchUpTimeout
+from weightstore.handles import place
 from weightstore.joining import GRACE_S, catch_up, keep_up
+from weightstore.turns import TAKING, Turns
 
 log = logging.getLogger(__name__)
 
 TELL_EVERY_S = 1.0
 CATCH_UP_S = 600.0
+PROBE_AGAIN_S = 0.5
+STORED_S = 5.0
+MEMORY = "the learner to give the turn, and with it memory"
+WHOLE = "all of the weights of an update"
 
 
 class ServedEngine(Protocol):
@@ -31,11 +44,18 @@ class ServedEngine(Protocol):
 
     phase: str
     url: str
+    handles: str
+    """URL of the socket at which it takes handles of weights; "" = it takes none."""
     takes_deltas: bool
     """``load_snapshot`` can be given what has changed since the version that is served."""
 
     @property
     def version(self) -> int: ...
+    @property
+    def whole(self) -> bool:
+        """There are weights to serve: not from their release until an update."""
+        raise NotImplementedError
+
     @property
     def epoch(self) -> int: ...
     def load(self) -> None:
@@ -80,8 +100,11 @@ async def run_engine(
     factory: Factory,
     drain_s: float = 30.0,
     grace_s: float = GRACE_S,
+    catch_up_s: float = CATCH_UP_S,
 ) -> None:
     """Serve ``model_dir`` and every newer version of the run until ``draining`` is set and the requests are answered.
+
+    It says so in the log, and goes on, when weights cannot be had within ``catch_up_s``.
 
     Raises BusUnavailable when there is no bus within five minutes, and whatever the engine raises for a model it cannot load.
     """
@@ -91,33 +114,67 @@ async def run_engine(
         if bus is None:
             return
         heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("engine", id)))
-        served = _Served(bus, id, heartbeat)
+        served = _Served(bus, id, heartbeat, Turns(bus) if engine_config.colocated else None)
         engine = factory(model_dir, engine_config, version=-1, on_update=lambda version, epoch: served.tell())
-        await asyncio.to_thread(engine.load)
-        await engine.start()
-        try:
-            await served.serve(engine, draining, grace_s)
-            served.tell()
-            if not await engine.drain(drain_s):
-                log.warning("requests left unanswered after %.0f s", drain_s)
-        finally:
-            await engine.close()
+        async with served.taking_memory(draining):
+            if draining.is_set():
+                return
+            await asyncio.to_thread(engine.load)
+            stack.push_async_callback(engine.close)
+            await engine.start()
+            served.engine = engine
+        await served.serve(engine, draining, grace_s, catch_up_s)
+        served.tell()
+        if not await engine.drain(drain_s):
+            log.warning("requests left unanswered after %.0f s", drain_s)
 
 
 class _Served:
     """The engine's life on the bus."""
 
-    def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat) -> None:
-        self._bus, self._id, self._heartbeat = bus, id, heartbeat
-        self._waits_for = ""
-        self._engine: ServedEngine | None = None
+    def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: Turns | None) -> None:
+        self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
+        self._waits_for, self._place, self._taking = "", place(), False
+        self.engine: ServedEngine | None = None
+        """None until it has started."""
 
-    async def serve(self, engine: ServedEngine, draining: asyncio.Event, grace_s: float) -> None:
+    @asynccontextmanager
+    async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
+        """Entered in the engines' turn, or when ``ended`` is set; while entered, a learner that takes the turn waits."""
+        if self._turns is not None:
+            while not await self._begins_taking(self._turns, ended):
+                self._take(False)
+        try:
+            yield
+        finally:
+            self._take(False)
+
+    async def _begins_taking(self, turns: Turns, ended: asyncio.Event | None) -> bool:
+        if self.engine is None:
+            self._heartbeat.update(waits_for=MEMORY)
+        await turns.until_engines(ended)
+        if ended is not None and ended.is_set():
+            return True
+        self._take(True)
+        try:
+            async with asyncio.timeout(STORED_S):
+                await self._heartbeat.stored()  # before it looks again: so this sees the learner's turn, or the learner this row
+            return await turns.engines()
+        except (BusError, TimeoutError) as error:
+            log.warning("memory is not taken before the row says so error=%r", error)
+            return False
+
+    def _take(self, taking: bool) -> None:
+        self._taking = taking
+        if self._turns is not None:
+            self._heartbeat.update(load={**self._heartbeat.row.load, "colocated": 1.0, TAKING: float(taking)})
+        self.tell()
+
+    async def serve(self, engine: ServedEngine, draining: asyncio.Event, grace_s: float, catch_up_s: float) -> None:
         """Until draining."""
-        self._engine = engine
-        with tempfile.TemporaryDirectory(prefix="tidemill-engine-") as directory:
+        with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
             works = [
-                asyncio.create_task(self._follow(engine, Path(directory), grace_s), name="follow the head"),
+                asyncio.create_task(self._follow(engine, scratch.path, grace_s, catch_up_s), name="follow the head"),
                 asyncio.create_task(self._tell_for_ever(), name="live row"),
                 asyncio.create_task(draining.wait(), name="draining"),
                 asyncio.create_task(engine.failed(), name="engine"),
@@ -131,41 +188,69 @@ class _Served:
                     work.cancel()
                 await asyncio.gather(*works, return_exceptions=True)
 
-    async def _follow(self, engine: ServedEngine, directory: Path, grace_s: float) -> None:
+    async def _follow(self, engine: ServedEngine, directory: Path, grace_s: float, catch_up_s: float) -> None:
         """Catch up with the head, serve, and keep up with it."""
 
         def stale(is_stale: bool) -> None:
             engine.phase = "stale" if is_stale else "serving"
             self.tell()
 
+        async def load(directory: Path, version: int, epoch: int) -> None:
+            async with self.taking_memory():
+                await engine.load_snapshot(directory, version, epoch)
+
+        def version() -> int:
+            return engine.version if engine.whole else -1
+
+        async def catch_up_with_head() -> None:
+            while version() < 0:  # nothing published yet, or not reached
+                try:
+                    await catch_up(
+                        self._bus,
+                        engine=self._id,
+                        version=version,
+                        load=load,
+                        directory=directory,
+                        deadline_s=catch_up_s,
+                        say=self._say,
+                        deltas=engine.takes_deltas,
+                    )
+                except (CatchUpTimeout, BusError) as error:
+                    log.warning("no weights yet, trying on engine=%s error=%s", self._id, error)
+                    self._say(str(error))
+                    await asyncio.sleep(0.2)
+                    continue
+                if version() < 0:
+                    self._say("the learner to publish version 0")
+                    await asyncio.sleep(0.2)
+            self._say("")
+
         engine.phase = "catching up"
-        while engine.version < 0:  # nothing published yet, or not reached
-            await catch_up(
-                self._bus,
-                engine=self._id,
-                version=lambda: engine.version,
-                load=engine.load_snapshot,
-                directory=directory,
-                deadline_s=CATCH_UP_S,
-                say=self._say,
-                deltas=engine.takes_deltas,
-            )
-            if engine.version < 0:
-                self._say("the learner to publish version 0")
-                await asyncio.sleep(0.2)
-        self._say("")
-        await engine.probe()
+        probed = False
+        while not probed:
+            await catch_up_with_head()
+            try:
+                await engine.probe()
+                probed = True
+            except EngineFailed as error:
+                if version() >= 0 and not engine.stats().get("released"):
+                    raise
+                log.warning("a push broke off, or memory was released, in the middle of the probe: %s", error)
+                await asyncio.sleep(PROBE_AGAIN_S)
+        gc.collect()
+        gc.freeze()  # what has been loaded stays: a full collection walks all of it, and nothing is decoded for a tenth of a second
         engine.phase = "serving"
         self.tell()
         log.info("serving version=%d url=%s", engine.version, engine.url)
         await keep_up(
             self._bus,
             engine=self._id,
-            version=lambda: engine.version,
-            load=engine.load_snapshot,
+            version=version,
+            load=load,
             directory=directory,
-            deadline_s=CATCH_UP_S,
+            deadline_s=catch_up_s,
             stale=stale,
+            may=None if self._turns is None else self._turns.engines,
             say=self._say,
             grace_s=grace_s,
             deltas=engine.takes_deltas,
@@ -177,15 +262,17 @@ class _Served:
 
     def tell(self) -> None:
         """Bring the live row up to date."""
-        engine = self._engine
+        engine = self.engine
         if engine is not None:
             self._heartbeat.update(
                 phase=engine.phase,
-                waits_for=self._waits_for,
+                waits_for=self._waits_for or ("" if engine.whole else WHOLE if self._turns is None else MEMORY),
                 version=engine.version,
                 epoch=engine.epoch,
                 address=engine.url,
-                load=engine.stats(),
+                handles=engine.handles,
+                place=self._place,
+                load={**engine.stats(), **({} if self._turns is None else {TAKING: float(self._taking)})},
             )
 
     async def _tell_for_ever(self) -> None:

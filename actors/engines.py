@@ -50,6 +50,8 @@ class Sighting:
     version: int
     remark: str = ""
     """Why it does not serve."""
+    process: str = ""
+    """Which one it is, of all that were ever at this URL; empty = not known."""
 
 
 class Lookout(Protocol):
@@ -76,7 +78,14 @@ class LiveLookout:
 
     async def look(self) -> list[Sighting]:
         return [
-            Sighting(url=row.address, id=row.id, serving=row.phase == "serving", version=row.version, remark=row.phase)
+            Sighting(
+                url=row.address,
+                id=row.id,
+                serving=row.phase == "serving",
+                version=row.version,
+                remark=row.phase,
+                process=f"{row.host} {row.id} {row.pid}",
+            )
             for row in await self._view.alive("engine")
             if row.address
         ]

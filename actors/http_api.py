@@ -6,6 +6,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -15,6 +16,13 @@ from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable
 
 log = logging.getLogger(__name__)
 
+MEMORY = frozenset({"kv_cache", "weights"})
+"""What an engine can release the memory of."""
+MAX_DEPTH = 100
+"""Lists and maps in one another; what is deeper cannot be written again by everyone it goes through."""
+MAX_S = 1e6
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""In JSON: a half of a character of two, with its other half (an emoji) or without."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -46,13 +54,62 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
 
 async def body_of(request: web.Request) -> Mapping[str, Any]:
     raw = await request.read()
+    return json_map(raw) if raw else {}
+
+
+def json_map(raw: bytes) -> dict[str, Any]:
+    """A body that is a JSON map, of which whatever is in it can be written again. Raises BadRequest."""
     try:
-        body = json.loads(raw) if raw else {}
+        body = json.loads(raw.decode())
+        deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper(body, MAX_DEPTH)
+    except RecursionError:
+        deep = True
     except ValueError as error:
         raise BadRequest(f"body: want JSON: {error}") from error
-    if not isinstance(body, Mapping):
+    if deep:
+        raise BadRequest(f"body: want lists and maps at most {MAX_DEPTH} deep, got more")
+    if not isinstance(body, dict):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
+    if SURROGATE.search(raw):
+        _want_unicode(body)
     return body
+
+
+def _deeper(value: object, most: int) -> bool:
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer if isinstance(outer, list) else ())
+            if isinstance(inner, dict | list)
+        ]
+    return bool(level)
+
+
+def _want_unicode(body: Mapping[str, Any]) -> None:
+    """No half of a character of two (an emoji that a client has cut): it is none, and cannot be encoded."""
+    for name, value in body.items():
+        try:
+            json.dumps({name: value}, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise BadRequest(f"{ascii(name)[1:-1]}: want Unicode text, got a half of a character ({half!a})") from error
+
+
+def seconds_in(body: Mapping[str, Any], name: str, default: float) -> float:
+    """A bound on time."""
+    value = body.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_S:
+        raise BadRequest(f"{name}: want a number of seconds > 0 and <= {MAX_S:g}, got {value!r}")
+    return float(value)
+
+
+def port_in(body: Mapping[str, Any], name: str) -> int:
+    port: int = need(body, name, int)
+    if not 0 < port < 1 << 16:
+        raise BadRequest(f"{name}: want a port, 1 .. 65535, got {port}")
+    return port
 
 
 def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
@@ -62,6 +119,11 @@ def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
+def group_in(body: Mapping[str, Any]) -> str:
+    """The process group that is meant."""
+    return str(need({"group_name": "weight_update_group", **body}, "group_name", str))
+
+
 def version_in(body: Mapping[str, Any]) -> int | None:
     """SGLang's versions are strings; ours are numbers in them."""
     given = body.get("weight_version")
@@ -69,11 +131,21 @@ def version_in(body: Mapping[str, Any]) -> int | None:
         return None
     try:
         version = int(given)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         version = -1
     if version < 0 or isinstance(given, bool | float):
         raise BadRequest(f'weight_version: want a number >= 0 as a string, like "3", got {given!r}')
     return version
+
+
+def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
+    """What memory a release or resume means; null is all of it."""
+    tags = body.get("tags")
+    if tags is None:
+        return MEMORY
+    if not isinstance(tags, list) or not tags or not all(isinstance(tag, str) and tag in MEMORY for tag in tags):
+        raise BadRequest(f"tags: want null, or some of {', '.join(sorted(MEMORY))}, got {tags!r}")
+    return frozenset(tags)
 
 
 def of_update_in(body: Mapping[str, Any]) -> bool:

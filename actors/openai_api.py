@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from actors import tool_calls
 from actors.builtin.text import Text
 from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest
+from actors.tool_calls import Call, Said
 
 COMPLETION_TOKENS = 16
 """OpenAI's default ``max_tokens`` of a completion."""
@@ -31,13 +33,13 @@ SAMPLING = {
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
     **{same: same for same in ("top_k", "stop_token_ids", "ignore_eos", "skip_special_tokens", "frequency_penalty", "presence_penalty")},
-    **{same: same for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim")},
+    **{same: same for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex")},
 }
 """OpenAI's name, or the common one -> SGLang's."""
-OPENAIS = {theirs: name for name, theirs in reversed(SAMPLING.items())}
+OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in reversed(SAMPLING.items())}
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
-COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids"}
-OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "response_format", "chat_template_kwargs", "add_generation_prompt"}
+COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"}
+OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
 OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}
 WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
@@ -46,11 +48,13 @@ WITHOUT_EFFECT = {
 """Taken and passed over: they change nothing here, and clients send them."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
-    "response_format": (None, {"type": "text"}),
     "echo": (None, False),
     "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
 }
 """What cannot be done here, with the values at which it does nothing."""
+OF_TEMPLATE = {"self", "messages", "tools", "documents", "add_generation_prompt"}
+"""What a template is given besides ``chat_template_kwargs``, by the request's own fields."""
 INCOMPLETE = "\ufffd"
 
 
@@ -84,10 +88,13 @@ class Asked:
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
             params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
-        ids = [list(prompt) for prompt in prompts]
+        ids, each = [list(prompt) for prompt in prompts], None
+        if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # or a server might give one response n times
+            each = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
+            ids = [prompt for prompt in ids for _ in range(self.n)]
         return {
             "input_ids": ids if len(ids) > 1 else ids[0],
-            "sampling_params": params,
+            "sampling_params": each or params,
             "return_logprob": True,
             "stream": self.stream,
             **self.passed_on,
@@ -104,9 +111,15 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
         if name in NEUTRAL and value not in NEUTRAL[name]:
             raise BadRequest(f"{name}: cannot be done here; want {NEUTRAL[name][-1]!r}, got {value!r}")
     sampling = {theirs: body[name] for name, theirs in SAMPLING.items() if body.get(name) is not None}
+    for theirs in ("n", "max_new_tokens"):
+        count = sampling.get(theirs, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise BadRequest(f"{OPENAIS[theirs]}: want an integer >= 1, got {count!r}")
+    stop = sampling.get("stop")
+    if "" in (stop if isinstance(stop, list) else [stop]):
+        raise BadRequest(f"stop: want text that is not empty, got {stop!r}")
+    sampling |= _grammar(body.get("response_format"))
     n = sampling.get("n", 1)
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise BadRequest(f"n: want an integer >= 1, got {n!r}")
     if body.get("best_of") not in (None, n):
         raise BadRequest(f"best_of: cannot be done here; want n ({n}), got {body['best_of']!r}")
     options = body.get("stream_options") or {}
@@ -135,6 +148,11 @@ def chat_text(asked: Asked, template: ChatTemplate | None) -> str:
     return template.render(asked.messages, **asked.template)
 
 
+def form_of_calls(asked: Asked, template: ChatTemplate | None) -> str | None:
+    """How calls of tools stand in the answer (``actors.tool_calls``); None = nobody asked for them, or the model's way is not known."""
+    return template.form_of_calls if template is not None and asked.template.get("tools") else None
+
+
 def prompt_ids(asked: Asked, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
     """The prompts as token ids. Raises BadRequest."""
     if asked.chat:
@@ -152,6 +170,7 @@ def error(message: str, status: int) -> dict[str, Any]:
     where, found, what = message.partition(":")
     if where.startswith("sampling_params."):
         where = OPENAIS.get(where.removeprefix("sampling_params."), where)
+    where = re.sub(r"^input_ids\b", "prompt", where)
     named = found and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
     return {"error": {"message": where + found + what, "type": kind, "param": where if named else None, "code": status}}
 
@@ -159,14 +178,18 @@ def error(message: str, status: int) -> dict[str, Any]:
 class Told:
     """One answer in the making. Places of responses: those of the first prompt, then those of the second, ..."""
 
-    def __init__(self, asked: Asked, *, id: str, model: str, created: int, piece: Callable[[int], str] | None) -> None:
-        """``created``: Unix time, s. ``piece``: the text of one token; None = there is no tokenizer."""
-        self._asked, self._piece = asked, piece
+    def __init__(
+        self, asked: Asked, *, id: str, model: str, created: int, piece: Callable[[int], str] | None, form_of_calls: str | None = None
+    ) -> None:
+        """``created``: Unix time, s. ``piece``: the text of one token; None = there is no tokenizer. ``form_of_calls``: see there."""
+        self._asked, self._id, self._piece, self._form = asked, id, piece, form_of_calls
         kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{id}", "created": created, "model": asked.model or model}
         self._whole, self._part = kind, f"{kind}.chunk" if asked.chat else kind
         self._shown: dict[int, int] = {}
         """Place -> characters that were streamed."""
+        self._called: dict[int, int] = {}
+        """Place -> calls that were streamed."""
         self._counted: dict[int, int] = {}
         """Place -> tokens that were streamed."""
         self._offsets: dict[int, int] = {}
@@ -180,10 +203,20 @@ class Told:
             self._metas[place] = answer["meta_info"]
             answer = {**answer, "index": place}
             choice: dict[str, Any] = {"index": place}
-            choice |= {"message": {"role": "assistant", "content": _text(answer)}} if self._asked.chat else {"text": _text(answer)}
-            choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": _finish(answer), **self._extras(answer, 0)}
+            choice |= {"message": self.message(answer)} if self._asked.chat else {"text": _text(answer)}
+            finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
+            choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **self._extras(answer, 0)}
             choices.append(choice)
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
+
+    def message(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """What an assistant has said and called in a finished chat."""
+        said = self._said(_text(answer), finished=True)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(said.calls)]
+        return message
 
     def parts(self, answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """What is new in a streamed state, which has everything so far."""
@@ -192,14 +225,19 @@ class Told:
         self._metas[place] = answer["meta_info"]
         if first and self._asked.chat:
             yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
-        text, finish, shown, counted = _text(answer), _finish(answer), self._shown.get(place, 0), self._counted.get(place, 0)
-        until = len(text) if finish is not None else _settled(text, self._stops())
-        new = text[shown:until] if until > shown else ""
-        self._shown[place] = max(shown, until)
-        if not new and finish is None:
+        text, ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
+        said = self._said(text if ended else text[: _settled(text, self._stops())], finished=ended)
+        shown, called = self._shown.get(place, 0), self._called.get(place, 0)
+        new, calls = said.content[shown:], said.calls[called:]
+        self._shown[place], self._called[place] = max(shown, len(said.content)), len(said.calls)
+        if not new and not calls and not ended:
             return
         self._counted[place] = len(answer["output_ids"])
-        content = {"delta": {"content": new} if new else {}} if self._asked.chat else {"text": new}
+        delta: dict[str, Any] = {"content": new} if new else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
+        content = {"delta": delta} if self._asked.chat else {"text": new}
+        finish = self._finish(answer, bool(said.calls))
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
 
     def last(self) -> Iterator[dict[str, Any]]:
@@ -210,6 +248,17 @@ class Told:
     def _chunk(self, place: int, what: dict[str, Any], finish: str | None) -> dict[str, Any]:
         choice = {"index": place, "logprobs": None, **what, "finish_reason": finish}
         return {**self._head, "object": self._part, "choices": [choice]}
+
+    def _said(self, text: str, *, finished: bool) -> Said:
+        return Said(text, ()) if self._form is None else tool_calls.read(text, self._form, finished=finished)
+
+    def _call(self, call: Call, place: int, number: int) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
+
+    def _finish(self, answer: Mapping[str, Any], called: bool) -> str | None:
+        finish = _finish(answer)
+        return "tool_calls" if called and finish == "stop" else finish
 
     def _stops(self) -> Sequence[str]:
         stop = self._asked.sampling.get("stop") or ()
@@ -318,13 +367,34 @@ def _message(given: object, where: str) -> Mapping[str, Any]:
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise BadRequest(f"{where}.content: want text, got {content!r}")
-    return {**given, "content": content or ""}
+    message = {**given, "content": content or ""}
+    if given.get("tool_calls"):
+        try:
+            message["tool_calls"] = tool_calls.with_maps(given["tool_calls"], f"{where}.tool_calls")
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+    return message
 
 
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
+    if given := OF_TEMPLATE & more.keys():
+        raise BadRequest(f"chat_template_kwargs: want arguments of the template alone, got {', '.join(sorted(given))}")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     return {**more, "tools": tools or None, "add_generation_prompt": _of(body, "add_generation_prompt", bool, True)}
+
+
+def _grammar(response_format: object) -> dict[str, str]:
+    """What holds a response to JSON, among sampling parameters."""
+    match response_format:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": '{"type": "object"}'}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": json.dumps(schema)}
+    wanted = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise BadRequest(f"response_format: want {wanted}, got {response_format!r}")
 
 
 def _prompts(given: object) -> tuple[str | list[int], ...]:

@@ -13,6 +13,7 @@ NAMES = {
     "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
+    "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
     "snapshot": "what has changed with a version, against the whole of it, after real optimizer steps",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",

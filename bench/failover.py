@@ -76,9 +76,11 @@ class Activities:
     def __init__(self, load: Load, buses: dict[str, Bus]) -> None:
         self.load, self.buses = load, buses
         self._next = 0
+        self.ending = False
+        """Nothing more is to be published: what was cancelled on its way might be stored, and in no book."""
 
     async def publish(self) -> None:
-        while True:
+        while not self.ending:
             self._next += 1
             sample = make_sample(RUN, self._next, 200)
             await self.buses["actor"].samples.publish(sample)
@@ -167,8 +169,10 @@ async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus
                 publishing = [group.create_task(activities.publish(), name="publish") for _ in range(IN_FLIGHT)]
                 await until(lambda: goes_on(load, 0.0), GOES_ON_S, "the load to begin")
                 yield servers, load, activities
-                for task in (*publishing, *(running[name] for name in ("issue", "append", "write"))):
-                    task.cancel()
+                activities.ending = True
+                for name in ("issue", "append", "write"):
+                    running[name].cancel()
+                await asyncio.gather(*publishing)
                 await until(lambda: set(load.issued) <= load.settled, GOES_ON_S, "all tasks to be settled")
                 await until(lambda: set(load.published) <= set(load.read), GOES_ON_S, "all samples to be read")
                 for task in running.values():

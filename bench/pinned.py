@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.builtin.filling import fill_from_directory
 from actors.builtin.request import SamplingParams
 from actors.builtin.scheduler import Event, Scheduler
 from actors.builtin.sequence import Sequence as Response
 from actors.builtin.shape import ModelShape
 from actors.builtin.text import Text
-from actors.builtin.updates import fill_from_directory
 from actors.builtin.weights import Weights
 from bus.messages import Plan, Sample, Sampling, Span, Status
 from launch.prepare import prepare

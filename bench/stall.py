@@ -10,10 +10,10 @@ slime does it: abort everything, flush, broadcast, and ask again.
 
 import argparse
 import asyncio
+import gc
 import multiprocessing
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,8 +33,6 @@ from actors.engine_process import run_engine
 from actors.errors import EngineError
 from bench.push import RUN, engine_url, make_layout, publishing
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.live import LiveView
 from bus.messages import Sampling
 from bus.server import EmbeddedServer
 from launch.wiring import engine_factory
@@ -47,44 +45,67 @@ FLOOR_S = 0.02
 """A gap during a push may be twice the median gap, and this."""
 
 
-@dataclass
 class Clients:
-    """Eight requests in flight, for ever: when each token came, and how many were asked for again."""
+    """Eight requests in flight, for ever, in a process of their own: whoever pushes does not hold them up."""
 
-    url: str
-    running: threading.Event = field(default_factory=threading.Event)
-    gaps: list[tuple[float, float]] = field(default_factory=list)
-    """(when the gap began, its length), seconds."""
-    tokens: int = 0
-    """Of finished responses."""
-    broken: int = 0
-    """Responses that were broken off."""
+    def __init__(self, url: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._running, self._tokens = context.Event(), context.Value("q", 0)
+        self._running.set()
+        self._ours, theirs = context.Pipe()
+        self._process = context.Process(target=_ask_for_ever, args=(url, self._running, self._tokens, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._ours.recv()
+        self.gaps: list[tuple[float, float]] = []
+        """(when the gap began, its length), monotonic seconds; there after ``end``, as ``broken`` is."""
+        self.broken = 0
+        """Responses that were broken off."""
 
-    def run(self) -> None:
-        asyncio.run(self._all())
+    @property
+    def tokens(self) -> int:
+        """Of finished responses."""
+        return int(self._tokens.value)
 
-    async def _all(self) -> None:
-        client = HttpEngine(self.url)
-        try:
-            await asyncio.gather(*[self._one(client, seed) for seed in range(REQUESTS)])
-        finally:
-            await client.close()
+    def end(self) -> None:
+        self._running.clear()
+        self.gaps, self.broken = self._ours.recv()
+        self._process.join()
 
-    async def _one(self, client: HttpEngine, seed: int) -> None:
+
+def _ask_for_ever(url: str, running: Any, tokens: Any, pipe: Any) -> None:
+    """A process: it says that it begins, and in the end what was seen."""
+    gaps: list[tuple[float, float]] = []
+    broken = 0
+
+    async def one(client: HttpEngine, seed: int) -> None:
+        nonlocal broken
         prompt = np.arange(3, 11)
-        while self.running.is_set():
+        while running.is_set():
             last_s, count, finish = 0.0, 0, ""
             with suppress(EngineError):
                 async for told in client.stream(prompt, Sampling(max_new_tokens=TOKENS, seed=seed)):
                     now_s = time.monotonic()
                     if count and len(told.tokens) > count:
-                        self.gaps.append((last_s, (now_s - last_s) / (len(told.tokens) - count)))
+                        gaps.append((last_s, (now_s - last_s) / (len(told.tokens) - count)))
                     last_s, count, finish = now_s, len(told.tokens), told.finish or ""
             if finish in ("stop", "length"):
-                self.tokens += count
+                tokens.value += count
             else:
-                self.broken += 1
+                broken += 1
                 await asyncio.sleep(0.01)
+
+    async def all_() -> None:
+        client = HttpEngine(url)
+        try:
+            await asyncio.gather(*[one(client, seed) for seed in range(REQUESTS)])
+        finally:
+            await client.close()
+
+    gc.freeze()  # or a full collection holds up all requests at once, and is taken for a gap
+    pipe.send("asking")
+    asyncio.run(all_())
+    pipe.send((gaps, broken))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +114,7 @@ class Way:
 
     name: str
     config: EngineConfig
+    transport: str = "broadcast"
     abort: bool = False
     """Abort and flush before, as slime does; otherwise requests live through it."""
 
@@ -101,14 +123,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench stall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--phases", type=int, default=6, help="quiet and pushing in turn")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of a phase")
+    parser.add_argument(
+        "--phases", type=int, default=40, help="quiet and pushing in turn: short ones, so that what else the machine does falls on both"
+    )
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a phase; four times that, and a quarter of the phases, for SGLang")
     parser.add_argument("--step", type=float, default=0.1, help="seconds between the end of a push and the next one")
     parser.add_argument("--sglang-python", default="")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    ways = [Way(name="built-in", config=EngineConfig(max_running=16))]
+    builtin = EngineConfig(max_running=16)
+    ways = [Way(name="built-in", config=builtin), Way(name="built-in, by handles", config=builtin, transport="handles")]
     if args.sglang_python:
         in_place = sglang_on_cpu.config(args.sglang_python)
         retract = sglang_on_cpu.config(args.sglang_python, pause="retract")
@@ -118,28 +143,29 @@ def main(arguments: list[str] | None = None) -> None:
             Way(name="SGLang, abort and ask again (slime)", config=in_place, abort=True),
         ]
     for way in ways:
-        measure(way, args)
+        times = 1 if way.config.kind == "builtin" else 4
+        measure(way, phases=args.phases // times, seconds=args.seconds * times, step_s=args.step)
 
 
-def measure(way: Way, args: argparse.Namespace) -> None:
+def measure(way: Way, *, phases: int, seconds: float, step_s: float) -> None:
     with tempfile.TemporaryDirectory() as name, EmbeddedServer(Path(name) / "nats", BusConfig()) as server:
         directory = Path(name)
-        asyncio.run(make_layout(server.url))
+        asyncio.run(make_layout(server.url, RUN))
         model_dir = write_tiny_model(directory / "model", eos_token_id=None, **SIZES)
-        with engine(server.url, model_dir, way.config) as pid, publishing(server.url, directory, 1, 64_000_000) as publisher:
+        with (
+            engine(server.url, model_dir, way.config) as pid,
+            publishing(server.url, RUN, directory, 1, 64_000_000, transport=way.transport) as publisher,
+        ):
             publisher.publish_initial(model_dir)
             url = asyncio.run(engine_url(server.url))
             versions = [dict(tiny_model(seed=seed, **SIZES).state_dict()) for seed in (1, 2)]
             clients = Clients(url)
-            clients.running.set()
-            thread = threading.Thread(target=clients.run)
-            thread.start()
             time.sleep(3)
             seen = Seen()
             step = 0
-            for phase in range(args.phases):
-                began_s, before = time.monotonic(), spent(server.url, pid, way, clients)
-                while time.monotonic() - began_s < args.seconds:
+            for phase in range(phases):
+                before, began_s = spent(url, pid, way, clients), time.monotonic()
+                while time.monotonic() - began_s < seconds:
                     if phase % 2 == 0:
                         time.sleep(0.05)
                         continue
@@ -149,11 +175,10 @@ def measure(way: Way, args: argparse.Namespace) -> None:
                         asyncio.run(abort_and_flush(url))
                     publisher.publish(step, versions[step % 2].items(), wait=True).result(0)
                     seen.pushes.append((push_s, time.monotonic()))
-                    time.sleep(args.step)
-                tokens, cpu_s = (after - first for after, first in zip(spent(server.url, pid, way, clients), before, strict=True))
+                    time.sleep(step_s)
+                tokens, cpu_s = (after - first for after, first in zip(spent(url, pid, way, clients), before, strict=True))
                 (seen.pushing if phase % 2 else seen.quiet).append(tokens / cpu_s)
-            clients.running.clear()
-            thread.join()
+            clients.end()
     report(way, seen, clients)
 
 
@@ -181,25 +206,19 @@ def report(way: Way, seen: Seen, clients: Clients) -> None:
     print(f"RATIO {way.name}, longest gap in a push / (2 x median + 20 ms): {max(during) / (2 * typical + FLOOR_S):.2f}", flush=True)
 
 
-def spent(bus_url: str, pid: int, way: Way, clients: Clients) -> tuple[float, float]:
+def spent(url: str, pid: int, way: Way, clients: Clients) -> tuple[float, float]:
     """(tokens generated, CPU seconds) so far."""
     if way.config.kind == "builtin":
-        load = asyncio.run(engine_load(bus_url))
+        load = asyncio.run(engine_load(url))
         return load["tokens_generated"], load["decode_cpu_s"]
     tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return clients.tokens, sum(sum(process.cpu_times()[:2]) for process in tree)
 
 
-async def engine_load(bus_url: str) -> dict[str, float]:
-    """Counters of the engine's live row, newer than this call."""
-    async with connect(bus_url, RUN, BusConfig(), name="bench") as bus:
-        view = LiveView(bus)
-        ((before, _),) = await view.refresh("engine")
-        while True:
-            ((row, _),) = await view.refresh("engine")
-            if row.load["decode_cpu_s"] != before.load["decode_cpu_s"]:
-                return row.load
-            await asyncio.sleep(0.01)
+async def engine_load(url: str) -> dict[str, float]:
+    """Counters of the engine as they stand."""
+    async with aiohttp.ClientSession() as session, session.get(url + "/server_info") as answer:
+        return dict((await answer.json())["internal_states"][0])
 
 
 async def abort_and_flush(url: str) -> None:

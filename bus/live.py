@@ -38,11 +38,21 @@ class Heartbeat:
         self._waiter = Waiter()
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
+        self._changes = self._stored = 0
+        """Changes of the row, and how many of them are in what was stored last."""
+        self._written = asyncio.Event()
 
     def update(self, **changes: Any) -> None:
         """Change fields of the row; written at once."""
         self.row = dataclasses.replace(self.row, **changes)
+        self._changes += 1
         self._waiter.wake()
+
+    async def stored(self) -> None:
+        """Return when the bus has the row as it is now, or newer; however long it is away."""
+        changes = self._changes
+        while self._stored < changes:
+            await self._written.wait()
 
     async def __aenter__(self) -> Self:
         self._beating = asyncio.create_task(self._beat(), name=f"heartbeat {_key(self.row)}")
@@ -66,10 +76,13 @@ class Heartbeat:
 
     async def _beat(self) -> None:
         while not self._ending:
+            changes = self._changes
             try:
                 async with asyncio.timeout(_PATIENCE * self._every_s):
                     await self._rows.put(_key(self.row), dataclasses.asdict(self.row))
-                self.last_error, self.written_s = "", time.monotonic()
+                self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
+                self._written.set()
+                self._written = asyncio.Event()
             except (BusError, TimeoutError) as error:
                 self.last_error = str(error) or f"no answer for {_PATIENCE * self._every_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)

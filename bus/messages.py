@@ -333,6 +333,10 @@ class LiveRow:
     """URL at which it serves, if it does."""
     pool: str = ""
     """Of a host: the group of hosts that it belongs to."""
+    handles: str = ""
+    """Of an engine: where it takes handles of weights (``ipc://...``), if it does."""
+    place: str = ""
+    """Of an engine that does: what it sees of which machine; who says the same can give it handles (``weightstore/handles.py``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,10 @@
 """``python -m launch``: the same as ``tidemill``."""
 
+import gc
 import sys
 
 from launch.cli import main
 
-sys.exit(main())
+code = main()
+gc.freeze()  # or the collection at exit walks all that torch has made, for seconds, and whoever drains this process waits for them
+sys.exit(code)

@@ -134,9 +134,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
     if positional:
-        parser.add_argument("config", type=Path, metavar="CONFIG", help="the run's YAML file")
+        parser.add_argument("config", type=Path, nargs="+", metavar="CONFIG", help="the run's YAML file; of several, later ones win")
     else:
-        parser.add_argument("--config", type=Path, required=required, help="the run's YAML file")
+        parser.add_argument("--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
     parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
 

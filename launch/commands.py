@@ -50,7 +50,8 @@ def _config(args: argparse.Namespace) -> RunConfig | None:
 
 def config(args: argparse.Namespace) -> int:
     loaded = _loaded(args)
-    print(render(loaded) if args.print_config else f"{args.config}: good (--print-config shows it)", end="" if args.print_config else "\n")
+    files = " ".join(map(str, args.config))
+    print(render(loaded) if args.print_config else f"{files}: good (--print-config shows it)", end="" if args.print_config else "\n")
     return 0
 
 
@@ -96,7 +97,7 @@ def actor(args: argparse.Namespace) -> int:
 
 def _worker(args: argparse.Namespace, role: str) -> int:
     wanted = None
-    if args.config is not None:
+    if args.config:
         wanted = _config(args)
         if wanted is None:
             return 0
@@ -213,7 +214,7 @@ def learner(args: argparse.Namespace) -> int:
 
 def _children_arguments(args: argparse.Namespace) -> list[str]:
     settings = [word for setting in args.set for word in ("--set", setting)]
-    return ["--config", str(args.config), *settings, "--bus", args.bus]
+    return ["--config", *map(str, args.config), *settings, "--bus", args.bus]
 
 
 def feeder(args: argparse.Namespace) -> int:

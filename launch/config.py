@@ -61,7 +61,7 @@ class UpConfig:
     """A process that ends badly is started again so many times in ``restart_window_s``; then the run ends with its last lines."""
     restart_window_s: float = 300.0
     drain_s: float = 30.0
-    """Time for every process to finish what it holds."""
+    """Time for every process to finish what it holds. A learner whose engine has just frozen needs two of ``weights.phase_deadline_s``."""
     view: str = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30
@@ -124,6 +124,7 @@ class RunConfig:
     def digest(self) -> str:
         """SHA-256 of the settings that decide what is trained; not of places, machines and names."""
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
+        del parts["learner"]["colocated"]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
@@ -143,6 +144,12 @@ def _refuse_contradictions(config: RunConfig) -> None:
             "learner.algorithm.train_without_correction: true as well"
         )
     refuse_unknown(algorithm.alarms)
+    if config.engine.colocated and not config.learner.colocated:
+        raise ValueError("engine.colocated: follows from learner.colocated; want that one to be said")
+    if config.learner.colocated and config.weights.overlap:
+        raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
+    if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
+        raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
     processes = max(config.up.actors, config.up.engines)
     if config.bus.auth and config.bus.auth_users < processes:
         raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.errors import Fenced
+from bus.loop import new_event_loop
 from bus.patience import cancellable
 
 log = logging.getLogger(__name__)
@@ -27,18 +28,8 @@ _PR_SET_PDEATHSIG = 1
 
 def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True) -> int:
     """Run ``main(draining)`` to its end; the exit code."""
-    with asyncio.Runner(loop_factory=_loop_factory(uvloop)) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         return runner.run(_supervised(main, drain_s))
-
-
-def _loop_factory(uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if not uvloop:
-        return None
-    try:
-        import uvloop as fast
-    except ImportError:
-        return None
-    return fast.new_event_loop
 
 
 async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], drain_s: float) -> int:

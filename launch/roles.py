@@ -1,6 +1,7 @@
 """The body of every process, made from the run's configuration: the one place where settings become arguments."""
 
 import asyncio
+import dataclasses
 import fcntl
 import logging
 import os
@@ -76,18 +77,19 @@ def own_address(config: RunConfig, url: str) -> str:
 
 async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
     """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner."""
-    import tempfile
-
     from actors import engine_process
+    from actors.scratch import Scratch
     from launch.wiring import engine_factory
 
-    with tempfile.TemporaryDirectory(prefix="tidemill-model-") as fetched:
+    with Scratch("model") as fetched:
         if config is None:
             run = run or await found_run(bus_url, "engine", draining)
             config = await config_on_bus(run, bus_url, "engine", draining) if run else None
             if config is None:
                 return
-        model = await model_here(config, bus_url, id or "engine", Path(fetched) / "model", draining)
+            # an engine that the learner's machine did not start shares nothing with it
+            config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, colocated=False))
+        model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
         if model is None:
             return
         await engine_process.run_engine(

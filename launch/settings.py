@@ -1,4 +1,4 @@
-"""Turns words into a typed tree of dataclasses: defaults, a YAML file, ``--set path.to.key=value``, the environment, derived values.
+"""Turns words into a typed tree of dataclasses: defaults, YAML files, ``--set path.to.key=value``, the environment, derived values.
 
 Every value remembers where it came from; every error says where, what was wanted, what came and the nearest name.
 """
@@ -49,14 +49,18 @@ class Loaded:
     origins: Mapping[str, str]
 
 
-def load(file: Path | None, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Loaded:
-    """Make the run's configuration: defaults < ``file`` < ``overrides`` < ``environment`` < derived. Raises SettingsError."""
+def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Loaded:
+    """Make the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` < ``environment`` < derived.
+
+    Raises SettingsError.
+    """
     settings: dict[str, Setting] = {}
-    if file is not None:
+    files = [files] if isinstance(files, Path) else files
+    for file in files:
         _take(settings, read_yaml(file))
     _take(settings, [_override(text) for text in overrides])
     _take(settings, _from_environment(environment or {}))
-    _derive(settings, file)
+    _derive(settings, files)
     config = _build(RunConfig, settings, "")
     presets = {f"learner.algorithm.{name}": f"preset {config.learner.algorithm.correction}" for name in unset_names()}
     return Loaded(config, presets | {path: setting.origin for path, setting in settings.items()})
@@ -131,7 +135,7 @@ def _yaml_value(text: str, where: str) -> Any:
         raise SettingsError(f"{where}: not a YAML value: {text!r} ({error})") from None
 
 
-def _derive(settings: dict[str, Setting], file: Path | None) -> None:
+def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     """What follows from the rest, where it is not said."""
 
     def given(path: str) -> Any:
@@ -141,8 +145,11 @@ def _derive(settings: dict[str, Setting], file: Path | None) -> None:
         if given(path) in (None, ""):
             settings[path] = Setting(value, f"derived: {why}")
 
-    follow("run", NOT_IN_NAME.sub("-", file.stem)[:64] if file is not None else "run", "name of the file")
+    follow("run", NOT_IN_NAME.sub("-", "-".join(file.stem for file in files))[:64] or "run", "name of the file")
     follow("directory", f"runs/{given('run')}", "runs/<run>")
+    if given("learner.colocated") is True:
+        follow("engine.colocated", True, "learner.colocated")
+        follow("weights.overlap", False, "learner.colocated")
     prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
     if prepares:
         follow("model.path", f"{given('directory')}/prepared/model", "made by prepare")

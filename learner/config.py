@@ -106,6 +106,8 @@ class LearnerConfig:
     batch_timeout_s: float = 3600.0
     """A step that gets no batch for so long ends the learner with an error."""
     deterministic: bool = True
+    colocated: bool = False
+    """Share the accelerator with the engines that ``tidemill up`` starts: they have its memory between the steps (docs/colocated.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 

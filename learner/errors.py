@@ -138,6 +138,17 @@ class RankFailed(LearnerError):
         return f"rank {self.rank}: {self.reason}"
 
 
+class MemoryReleased(LearnerError):
+    """Something wanted the model while its memory was given up: a mistake of ours, and never trained with."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.what}: the learner's memory is released (engines have it); want it resumed first"
+
+
 class AlarmStop(LearnerError):
     """A diagnostic has been at error level for too long, and the configuration says to stop then."""
 

@@ -1,18 +1,22 @@
 """When versions are made of the weights, and what the feeder hears of them. Knows the publisher and the policy; no batch.
 
 Weights are copied in the trainer's thread and pushed beside the next step; at max_lag 0, or without overlap, the step waits for the push.
+Where engines share the accelerator, a version is staged while the learner has its memory (``take``) and pushed when the engines have it
+(``give``): neither works beside the other.
+
 Only rank 0 has a publisher. Its tensor-parallel peers help to gather the weights; the other ranks do nothing here.
 """
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 
 from bus.config import BusConfig
+from bus.errors import BusError, Fenced
 from learner.feed_client import FeedClient
 from learner.feed_messages import Start
 from learner.megatron.model import Policy
@@ -20,9 +24,12 @@ from weightstore import snapshot
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed
 from weightstore.manifest import Manifest
-from weightstore.publisher import Publisher, PushHandle, PushReport
+from weightstore.publisher import Publisher, PushHandle, PushReport, Staged
 
 log = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+"""A bus that refuses at once is not asked without a pause."""
 
 
 class Pushes:
@@ -40,10 +47,15 @@ class Pushes:
         model_dir: Path,
         snapshots: Path,
         wait: bool,
+        colocated: bool = False,
     ) -> None:
-        """``wait``: a push has ended before ``publish`` returns."""
+        """``wait``: a push has ended before ``publish`` returns. ``colocated``: it begins with ``give``, and has ended by its return."""
         self._policy, self._feed, self._run, self._bus_url, self._bus = policy, feed, run, bus_url, bus
         self._weights, self._model_dir, self._snapshots, self._wait = weights, model_dir, snapshots, wait
+        self._colocated = colocated
+        self._staged: Staged | None = None
+        """Of a push that has not succeeded yet."""
+        self._engines_released = 0
         self._takes_part = policy.parallel.dp_rank == 0
         self._leads = self._takes_part and policy.parallel.tp_rank == 0
         self._publisher: Publisher | None = None
@@ -77,6 +89,8 @@ class Pushes:
         try:
             publisher.start()
             self._publisher = publisher
+            if self._colocated:
+                self.take()
             self._begin(start)
             yield
         finally:
@@ -100,37 +114,61 @@ class Pushes:
             for _ in self._policy.export():  # the gathering is collective
                 pass
             return
-        self._handle = self._publisher.publish(self.step, self._policy.export(), wait=False)
-        self.collect(wait=self._wait)
+        self._staged = self._publisher.stage(self.step, self._policy.export())
+        if not self._colocated:
+            self._handle = self._publisher.push(self._staged)
+            self.collect(wait=self._wait)
+
+    def take(self) -> None:
+        """Have the colocated engines give up their memory; returns when they have. While the bus is away it waits. Raises Fenced."""
+        self.collect(wait=True)
+        if self._publisher is not None:
+            self._engines_released = len(_patiently(self._publisher.release))
+
+    def give(self) -> None:
+        """Have them take it again, with the version that has been staged, or the head once more; returns when they generate."""
+        if self._publisher is None:
+            return
+        if self._staged is None:
+            _patiently(self._publisher.resume)
+        else:
+            self._handle = self._publisher.push(self._staged)
+            self.collect(wait=True)
 
     def collect(self, *, wait: bool = False) -> None:
         """Tell the feeder of a push that has ended; with ``wait``, of the one under way when it has.
 
-        A push that reached fewer engines than it must is made again with the weights as they are (its phases are bounded, so this does
-        not spin). Raises PushFailed where they cannot be gathered by this rank alone.
+        A push that failed (it reached fewer engines than it must, or the bus was away for longer than it bridges) is made again, with what
+        was staged: this rank alone could not gather the weights as they are.
         """
         while self._handle is not None and (wait or self._handle.done):
             began = time.monotonic()
             try:
                 self._report = self._handle.result()
             except PushFailed as error:
-                if self._policy.parallel.tp_size > 1:
-                    raise
-                assert self._publisher is not None
-                log.error("pushing again, now the weights of step %d: %s", self.step, error)
-                self._handle = self._publisher.publish(self.step, self._policy.export(), wait=False)
+                self._handle = self._again(error)
                 if not wait:
                     return
+                time.sleep(_AGAIN_S)
             else:
                 self._handle = None
+                if self._staged is not None:
+                    self._staged.release()
+                    self._staged = None
                 self._feed.published(self._report.version, self._report.step)
             self._waited_s += time.monotonic() - began
+
+    def _again(self, error: PushFailed) -> PushHandle:
+        assert self._publisher is not None and self._staged is not None
+        log.error("pushing again the weights of step %d: %s", self._staged.step, error)
+        return self._publisher.push(self._staged)
 
     def metrics(self) -> dict[str, float]:
         """Of the newest push that has ended, and the time waited for pushes since the last call; on rank 0."""
         waited_s, self._waited_s = self._waited_s, 0.0
+        turns = {"turn/engines": float(self._engines_released)} if self._colocated else {}
         if self._report is None:
-            return {}
+            return turns
         report = self._report
         return {
             "push/version": report.version,
@@ -142,6 +180,7 @@ class Pushes:
             "push/stall_seconds_max": max(report.stall_s.values(), default=0.0),
             "push/bytes": report.bytes,
             "push/wait_seconds": waited_s,
+            **turns,
         }
 
     def write_model(self, directory: Path) -> None:
@@ -152,3 +191,14 @@ class Pushes:
         if self._leads:
             version = self._report.version if self._report is not None and self._report.step == self.step else -1
             snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._model_dir)
+
+
+def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Again and again while the bus is away: each try is as patient as the bus's configuration says."""
+    while True:
+        try:
+            return ask()
+        except Fenced:
+            raise
+        except BusError as error:
+            log.error("the turn is not changed, trying on: %s", error)

@@ -2,6 +2,8 @@
 
     feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
 
+With colocated engines, the learner has its memory from a batch's arrival to the end of its step, and the engines otherwise (``turns.py``).
+
 Each rank asks the feeder for its part of every step. Rank 0 alone speaks for all: outcomes, published versions, checkpoints.
 Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
 the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM: the step is finished, and all ranks leave
@@ -32,12 +34,15 @@ from learner.errors import AlarmStop, CheckpointUnwritten
 from learner.feed_client import FeedClient
 from learner.feed_messages import End, Start
 from learner.megatron import parallel, state
+from learner.megatron.memory import open_memory
 from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
 from learner.pushes import Pushes
+from learner.turns import AllTheTime, TurnByTurn
 from weightstore.config import WeightsConfig
+from weightstore.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +83,12 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                 FeedClient(places.feeder_url, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=idle)
             )
             try:
-                policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here)
+                start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
+                memory = open_memory(colocated=learner.colocated, device=here.device)
+                policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here, memory=memory)
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
                 idle.work = rank.pushes.collect
-                rank.run()
+                rank.run(start)
             except Exception as error:
                 feed.failed(f"{type(error).__name__}: {error}")
                 raise
@@ -108,6 +115,22 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
     here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=timeout_s)
     stack.callback(parallel.leave)
     return here
+
+
+def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig) -> Start:
+    """Hello; then have colocated engines give up their memory before this start takes any. Raises Fenced, BusUnavailable."""
+    start = feed.hello()
+    if here.rank == 0:
+        publisher = Publisher(
+            weights, bus_url=places.bus_url, run=places.run, epoch=start.epoch, directory=places.snapshots, bus_config=bus
+        )
+        try:
+            publisher.start()
+            publisher.release()
+        finally:
+            publisher.close()
+    dist.barrier()
+    return start
 
 
 def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> WeightBackup | None:
@@ -167,21 +190,24 @@ class Rank:
             model_dir=places.model_dir,
             snapshots=places.snapshots,
             wait=staleness.max_lag == 0 or not weights.overlap,
+            colocated=learner.colocated,
         )
+        self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
         self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=learner.dtype, gate=staleness.gate))
         self._clock = WaitClock()
         self._terminated = False
         self._in_wait = False
 
-    def run(self) -> None:
-        """Hello, restore, steps, end."""
+    def run(self, start: Start | None = None) -> None:
+        """Hello (unless it was said, and answered with ``start``), restore, steps, end."""
         with self._sigterm_noted():
-            start = self._feed.hello()
+            start = start or self._feed.hello()
             if start.checkpoint is not None:
                 _, numbers = state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
                 self._trainer.kl_scale = numbers["kl_scale"]
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
             with self.pushes.open(start):
+                self._turns.give()
                 if self._take_steps(start):
                     self._end(start)
 
@@ -192,7 +218,8 @@ class Rank:
             if batch is None:
                 log.info("drained rank=%d after step=%d", self._here.rank, step - 1)
                 return False
-            self._step(batch, start)
+            with self._turns.mine():
+                self._step(batch, start)
         return True
 
     def _step(self, batch: StepBatch, start: Start) -> None:
@@ -207,7 +234,7 @@ class Rank:
         if push:
             self.pushes.publish()
         if self._here.rank == 0:
-            self._feed.done(batch.step, metrics | self.pushes.metrics(), digest)
+            self._feed.done(batch.step, metrics | self.pushes.metrics() | self._turns.metrics(), digest)
             log.info(
                 "step=%d reward=%.4f loss=%.5f grad_norm=%.4f lag=%.2f wait_share=%.3f step_s=%.3f",
                 batch.step,
@@ -259,7 +286,8 @@ class Rank:
     def _end(self, start: Start) -> None:
         """Write the trained model, see the last push through, hear that all is settled."""
         self.pushes.collect(wait=True)
-        self.pushes.write_model(self._places.final_dir)
+        with self._turns.mine():
+            self.pushes.write_model(self._places.final_dir)
         if self._here.rank == 0:
             log.info("trained model=%s", self._places.final_dir)
         with self._waiting():

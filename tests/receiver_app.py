@@ -1,4 +1,4 @@
-"""A receiver of weights in a process of its own: SGLang's update paths over HTTP, real groups, a live row; no model.
+"""A receiver of weights in a process of its own: SGLang's update paths over HTTP, real groups, handles, a live row; no model.
 
 It can be told to die or to hang (``kill`` or ``stop`` itself) at the first request of a phase after it serves a version.
 """
@@ -8,23 +8,29 @@ import hashlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from aiohttp import web
 
+from actors.errors import CannotTell, StaleEpoch, UpdateRefused
+from actors.handles import HandleListener, Updates
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.live import Heartbeat
+from bus.loop import new_event_loop
 from bus.messages import LiveRow
 from weightstore.broadcast import BroadcastGroup
-from weightstore.checksums import told_of
-from weightstore.manifest import Manifest
+from weightstore.checksums import Told, told_of
+from weightstore.errors import BadManifest
+from weightstore.handles import HostMemory, Offered, place
+from weightstore.manifest import Bucket, Manifest, TensorSpec, unflatten
 from weightstore.staging import Staging, StagingPool
 
 PATHS = {
@@ -33,6 +39,7 @@ PATHS = {
     "/update_weights_from_distributed": "bucket",
     "/weights_checksums": "checksums",
     "/end_weight_update": "end",
+    "/receive_push": "push",
     "/destroy_weights_update_group": "leave",
 }
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -52,6 +59,12 @@ class Behaviour:
     only_once: bool = False
     mute: bool = False
     """It knows nothing of checksums."""
+    ranks: int = 1
+    """Of its process group, all behind one URL and in one process: a stand-in for tensor parallelism."""
+    at_once: bool = True
+    """It is asked for all of a push at once, as the built-in engine is; SGLang is not."""
+    handles: str = "here"
+    """What its live row says of handles: here | blind (here, but it cannot read them) | odd (no URL) | elsewhere (another host) | ""."""
 
 
 @dataclass
@@ -62,21 +75,44 @@ class Engine:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     standby: dict[str, torch.Tensor] = field(default_factory=dict)
     received: set[str] = field(default_factory=set)
-    groups: dict[str, BroadcastGroup] = field(default_factory=dict)
+    flats: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
+    """Memory of the standby copy: names of a bucket -> its bytes."""
+    served_flats: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
+    receiving: set[tuple[str, ...]] = field(default_factory=set)
+    """Buckets on their way, by their names."""
+    groups: dict[str, list[BroadcastGroup]] = field(default_factory=dict)
+    threads: list[ThreadPoolExecutor] = field(default_factory=list)
     failed: int = 0
     asked: int = 0
+    ended: list[int] = field(default_factory=list)
+    """Versions, in the order in which they were served."""
+    read: int = 0
+    """Buckets that came as handles."""
 
     async def handle(self, request: web.Request) -> web.Response:
         body, phase = await request.json(), PATHS[request.path]
         if body["epoch"] < self.epoch:
             return web.json_response({"success": False, "epoch": self.epoch}, status=409)
         self.epoch = body["epoch"]
-        if self._fails(phase):
-            return web.json_response({"success": False, "message": f"refused at {phase}"}, status=400)
-        answer = await getattr(self, phase)(body)
+        try:
+            answer = await self.asked_to(phase, body)
+        except UpdateRefused as error:
+            return web.json_response({"success": False, "message": str(error)}, status=400)
         return web.json_response({"success": True, **(answer or {})})
 
-    def _fails(self, phase: str) -> bool:
+    async def asked_to(self, phase: str, body: Mapping[str, Any]) -> Any:
+        if self.fails(phase):
+            raise UpdateRefused(f"refused at {phase}")
+        return await getattr(self, phase)(body)
+
+    async def push(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        await self.asked_to("begin", body)
+        common = {name: body[name] for name in ("group_name", "timeout_s")} | {"load_format": "flattened_bucket", "flush_cache": False}
+        for told in body["buckets"]:
+            await self.asked_to("bucket", common | told)
+        return await self.asked_to("end", body) if body["serve"] else {}
+
+    def fails(self, phase: str) -> bool:
         behaviour = self.behaviour
         if phase != behaviour.at or self.version < behaviour.once_served or (behaviour.only_once and self.failed):
             return False
@@ -90,36 +126,64 @@ class Engine:
         return False
 
     async def join(self, body: Mapping[str, Any]) -> None:
-        self.groups[body["group_name"]] = await asyncio.to_thread(
-            BroadcastGroup.join,
-            body["master_address"],
-            body["master_port"],
-            body["rank_offset"],
-            body["world_size"],
-            body["group_name"],
-            body["backend"],
-            body["timeout_s"],
+        first = body["rank_offset"]
+        self.threads = [ThreadPoolExecutor(1) for _ in range(self.behaviour.ranks)]
+        self.groups[body["group_name"]] = await asyncio.gather(
+            *[
+                asyncio.to_thread(
+                    BroadcastGroup.join,
+                    body["master_address"],
+                    body["master_port"],
+                    rank,
+                    body["world_size"],
+                    body["group_name"],
+                    body["backend"],
+                    body["timeout_s"],
+                )
+                for rank in range(first, first + self.behaviour.ranks)
+            ]
         )
 
     async def begin(self, body: Mapping[str, Any]) -> None:
-        self.received = set()
+        self.received, self.standby = set(), {}
+        if self.receiving:  # of a push that broke off: its memory may yet be written
+            self.flats, self.receiving = {}, set()
 
     async def bucket(self, body: Mapping[str, Any]) -> None:
         assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
         dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
-        group = self.groups[body["group_name"]]
+        groups = self.groups[body["group_name"]]
 
-        def receive() -> None:
-            flat = group.receive(sum(sizes), body["timeout_s"])
-            for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
-                assert name not in self.received
-                self.received.add(name)
-                if name not in self.standby:
-                    self.standby[name] = torch.empty(shape, dtype=dtype)
-                self.standby[name].copy_(part.view(dtype).view(shape))
+        names = tuple(body["names"])
+        if names not in self.flats:
+            self.flats[names] = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat, receiving = self.flats[names], self.receiving
+        receiving.add(names)
+        loop, into = asyncio.get_running_loop(), [flat] + [None] * (len(groups) - 1)
+        flats = await asyncio.gather(
+            *[
+                loop.run_in_executor(thread, group.receive, sum(sizes), body["timeout_s"], place)
+                for thread, group, place in zip(self.threads, groups, into, strict=True)
+            ]
+        )
+        receiving.discard(names)
+        assert all(torch.equal(other, flat) for other in flats[1:])
+        for name, dtype, shape, part in zip(body["names"], dtypes, body["shapes"], flat.split(sizes), strict=True):
+            assert name not in self.received
+            self.received.add(name)
+            self.standby[name] = part.view(dtype).view(shape)
 
-        await asyncio.to_thread(receive)
+    def store(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> None:
+        """Of a bucket that came as a handle."""
+        names = tuple(spec.name for spec in specs)
+        if names not in self.flats:
+            self.flats[names] = torch.empty_like(flat)
+        self.flats[names].copy_(flat)
+        for name, tensor in unflatten(Bucket(specs=tuple(specs), num_bytes=flat.numel()), self.flats[names]):
+            assert name not in self.received
+            self.received.add(name)
+            self.standby[name] = tensor
 
     async def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
         assert body["of"] == "update" and self.received == self.standby.keys()
@@ -128,19 +192,61 @@ class Engine:
 
     async def end(self, body: Mapping[str, Any]) -> dict[str, float]:
         assert self.received == self.standby.keys()
-        self.tensors, self.standby = self.standby, self.tensors
+        self.tensors, self.flats, self.served_flats = self.standby, self.served_flats, self.flats
         self.version = int(body["weight_version"])
+        self.ended.append(self.version)
         return {"stall_s": 0.001}
 
     async def leave(self, body: Mapping[str, Any]) -> None:
-        group = self.groups.pop(body["group_name"], None)
-        if group is not None:
+        for group in self.groups.pop(body["group_name"], []):
             group.close()
 
     async def state(self, request: web.Request) -> web.Response:
-        return web.json_response(
-            {"version": self.version, "epoch": self.epoch, "digest": digest(self.tensors), "groups": len(self.groups), "asked": self.asked}
-        )
+        told = {"version": self.version, "epoch": self.epoch, "digest": digest(self.tensors), "asked": self.asked, "read": self.read}
+        sizes = [groups[0].world_size for groups in self.groups.values()]
+        return web.json_response(told | {"groups": len(self.groups), "ended": self.ended, "sizes": sizes})
+
+
+@dataclass
+class _ByHandles:
+    """The same engine, as ``actors.handles`` drives it."""
+
+    engine: Engine
+
+    def admit(self, epoch: int | None, what: str) -> None:
+        assert epoch is not None
+        if epoch < self.engine.epoch:
+            raise StaleEpoch(what, epoch, self.engine.epoch)
+        self.engine.epoch = epoch
+        if self.engine.fails(what):
+            raise UpdateRefused(f"refused at {what}")
+
+    async def carry_out(self, verb: Coroutine[Any, Any, Any]) -> Any:
+        return await verb
+
+    async def begin(self, version: int | None) -> None:
+        await self.engine.begin({})
+
+    async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+        if self.engine.behaviour.handles == "blind":
+            raise BadManifest("handle: device", "no GPU", "one")
+        self.engine.read += 1
+        await asyncio.to_thread(lambda: self.engine.store(specs, offered.tensor()))
+
+    async def told(self, *, of_update: bool) -> tuple[int, Told]:
+        if self.engine.behaviour.mute:
+            raise CannotTell("", "mute")
+        return 0, Told.parse(await self.engine.checksums({"of": "update"}))
+
+    async def end(self, version: int | None) -> float:
+        return (await self.engine.end({"weight_version": version}))["stall_s"]
+
+
+async def handles_of(engine: Engine) -> str:
+    """Where it says that it takes handles."""
+    if engine.behaviour.handles in ("", "odd"):
+        return engine.behaviour.handles and "odd://nowhere"
+    return await HandleListener(cast(Updates, _ByHandles(engine))).start()
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -162,7 +268,17 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    row = LiveRow(role="engine", id=id, host="test", pid=os.getpid(), phase=behaviour.phase, address=url)
+    row = LiveRow(
+        role="engine",
+        id=id,
+        host="test",
+        pid=os.getpid(),
+        phase=behaviour.phase,
+        address=url,
+        handles=await handles_of(engine),
+        place="elsewhere" if behaviour.handles in ("", "elsewhere") else place(),
+        load={"ranks": float(behaviour.ranks), "at_once": float(behaviour.at_once)},
+    )
     async with connect(bus_url, run, BusConfig(), name=id, wait_s=10) as bus:
         async with Heartbeat(bus, row, every_s=0.5) as heartbeat:
             while heartbeat.written_s < 0:  # noqa: ASYNC110
@@ -173,7 +289,8 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
 
 def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> None:
     torch.set_num_threads(1)
-    asyncio.run(serve(bus_url, run, id, behaviour, ready))
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # as an engine's process has it
+        runner.run(serve(bus_url, run, id, behaviour, ready))
 
 
 @contextmanager
@@ -211,9 +328,9 @@ def tiny_tensors(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
     }
 
 
-def staged(tensors: Mapping[str, torch.Tensor]) -> Staging:
+def staged(tensors: Mapping[str, torch.Tensor], memory: HostMemory | None = None) -> Staging:
     """Ready to be pushed, in several buckets."""
-    staging = StagingPool(Manifest.of(tensors.items()), 20_000).take(1)
+    staging = StagingPool(Manifest.of(tensors.items()), 20_000, memory=memory).take(1)
     staging.fill(tensors.items())
     return staging
 

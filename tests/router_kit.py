@@ -71,14 +71,16 @@ async def routing(*urls: str, view: LiveView | None = None, wait: bool = True, *
 class Faulty:
     """Says that it is healthy, and meets requests as told.
 
-    One of: break (the connection), 503, version, 500, hang, flood, half (then breaks), ok.
+    One of: break (the connection), 503, version, 500, hang, flood, half (then breaks), generate (a token, whatever is asked for), ok.
     """
 
     def __init__(self) -> None:
         self.does, self.asked = "ok", list[str]()
         self.healthy, self.silent = True, False
         """What it says when it is asked for its health, and that it says nothing."""
-        self.paths: list[str] = []
+        self.paths, self.queries = list[str](), list[str]()
+        self.checks = 0
+        """How often it was asked for its health."""
         self.gone = asyncio.Event()
         """Set when the client of a hanging request has gone."""
         self.url, self.leave = "", _nothing
@@ -86,6 +88,7 @@ class Faulty:
 
     async def meet(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
+        self.checks += request.path == "/health"
         if request.path == "/health" and self.silent:
             request.transport.abort()
         if request.path == "/health":
@@ -94,6 +97,7 @@ class Faulty:
             return web.json_response({"weight_version": "0"})
         self.asked.append(self.does)
         self.paths.append(request.path)
+        self.queries.append(request.rel_url.raw_query_string)
         body = await request.read()
         match self.does:
             case "break":
@@ -127,6 +131,10 @@ class Faulty:
                 await self.gone.wait()
                 request.transport.abort()
                 return response
+            case "generate":
+                meta = {"id": "x", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 1, "completion_tokens": 1}
+                meta |= {"weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
+                return web.json_response({"text": "a", "output_ids": [5], "meta_info": meta})
         return web.json_response({"echo": json.loads(body) if body else None, "headers": dict(request.headers)})
 
 

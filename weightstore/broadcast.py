@@ -3,6 +3,9 @@
 Built from torch's classes directly, so no default group is touched. Store keys are laid out as by SGLang's own constructor
 (``<name>``, then ``<name>/``, then ``<device>/``), so that a receiver may be SGLang.
 Every operation has a deadline; nothing here can be interrupted before it. Blocking: call it in a thread.
+
+NCCL has no deadline of its own: it makes its communicator inside the first broadcast, where it waits for ever for a peer that has died, and
+an abort cannot reach it. So it runs in threads that are left behind at the deadline and keep no process from ending. Not tried on GPUs yet.
 """
 
 import socket
@@ -10,9 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,21 +28,37 @@ BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
 """NCCL's watchdog ends the whole process at its timeout: never let it; the deadline here comes first."""
 _POLL_S = 0.001
+_ABORT_S = 5.0
+"""An abort takes less, or does not end at all."""
+
+T = TypeVar("T")
 
 
 class BroadcastGroup:
     """One end of a group. Made by ``host`` (rank 0) or ``join``; raises PeerLost when a peer is dead or beyond the deadline."""
 
-    def __init__(self, store: dist.TCPStore, *, name: str, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: dist.TCPStore,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        server: dist.TCPStore | None = None,
+    ) -> None:
         if backend not in BACKENDS:
             raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
         self.name, self.rank, self.world_size, self.backend = name, rank, world_size, backend
         self.timeout_s = timeout_s
         """Deadline of an operation that is given none."""
+        self.host_address: str = store.host
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
+        self._server = server
+        """Of rank 0: what all members' stores are connected to. When it goes, whoever waits in one is told at once."""
         self._group: Any = None
-        self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @classmethod
     def host(cls, host: str, name: str, world_size: int, backend: str, timeout_s: float) -> Self:
@@ -47,10 +66,10 @@ class BroadcastGroup:
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listener.getsockname()[1]
         with _translated(name, "opening its store"):
-            store = dist.TCPStore(
-                host, port, world_size, True, timedelta(seconds=timeout_s), wait_for_workers=False, master_listen_fd=listener.detach()
-            )
-        return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s)
+            within = timedelta(seconds=timeout_s)
+            server = dist.TCPStore(host, port, world_size, True, within, wait_for_workers=False, master_listen_fd=listener.detach())
+            store = dist.TCPStore(host, port, world_size, False, within, wait_for_workers=False)
+        return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s, server=server)
 
     @classmethod
     def join(cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> "BroadcastGroup":
@@ -85,19 +104,23 @@ class BroadcastGroup:
         assert self.rank == 0 and flat.dtype == torch.uint8 and flat.is_contiguous()
         self._broadcast(flat, "sending", timeout_s)
 
-    def receive(self, nbytes: int, timeout_s: float | None = None) -> Tensor:
-        """Any other rank: the next broadcast, flat uint8 [nbytes]. Its memory is used again by the next ``receive``."""
+    def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
+        """Any other rank: the next broadcast, flat uint8 [nbytes]: in ``into`` where that is large enough and on the right device.
+
+        After an error ``into`` may be written until the deadline.
+        """
         assert self.rank > 0
-        if self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        flat = self._buffer[:nbytes]
+        if into is None or into.numel() < nbytes or into.device.type != self._device.type:
+            into = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        flat = into[:nbytes]
         self._broadcast(flat, "receiving", timeout_s)
         return flat
 
     def close(self) -> None:
-        """Drop the connections; an operation that is under way in another thread ends by its own deadline."""
-        self._group = self._store = None
-        self._buffer = self._buffer[:0]
+        """Drop the connections; a transfer under way in another thread ends by its own deadline, a wait for members at once, theirs too."""
+        if self._group is not None and self.backend == "nccl":
+            _in_thread(self._group.abort, f"close {self.name}")  # or the last one to let go of it would wait for its threads
+        self._group = self._store = self._server = None
 
     @property
     def _device(self) -> torch.device:
@@ -115,7 +138,7 @@ class BroadcastGroup:
             raise RuntimeError("this torch has no NCCL; cure: weights.backend: gloo")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NCCL_OWN_TIMEOUT
-        return dist.ProcessGroupNCCL(store, self.rank, self.world_size, options)
+        return within(self.timeout_s, lambda: dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), self.name)
 
     def _own_address(self) -> str:
         """Address of the interface that leads to the store: peers must reach this process there."""
@@ -138,16 +161,44 @@ class BroadcastGroup:
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=timeout_s) if self.backend == "gloo" else _NCCL_OWN_TIMEOUT
         with _translated(self.name, f"{doing} {flat.numel()} bytes"):
-            work = group.broadcast([flat], options)
             if self.backend == "gloo":
-                work.wait()
+                group.broadcast([flat], options).wait()
             else:
-                _wait_polling(group, work, timeout_s)
+                _nccl_broadcast(group, flat, options, timeout_s, self.name)
 
 
-def _in_thread(work: Callable[[], BroadcastGroup], name: str) -> "Future[BroadcastGroup]":
+def _nccl_broadcast(group: Any, flat: Tensor, options: dist.BroadcastOptions, timeout_s: float, name: str) -> None:
+    """A wait of NCCL's own would end the process at its deadline: so look, and abort the communicator."""
+    stream, late = torch.cuda.current_stream(), threading.Event()
+
+    def run() -> None:
+        with torch.cuda.stream(stream):  # a new thread is on the first GPU
+            work = group.broadcast([flat], options)
+            while not work.is_completed() and not late.is_set():
+                time.sleep(_POLL_S)
+            if not late.is_set():
+                work.wait()
+
+    def abort() -> None:
+        late.set()
+        group.abort()
+
+    within(timeout_s, run, name, abort)
+
+
+def within(timeout_s: float, work: Callable[[], T], name: str, abort: Callable[[], None] = lambda: None) -> T:
+    """Its result, or RuntimeError at the deadline. It is aborted then, for some seconds, and left behind if that does not end it."""
+    try:
+        return _in_thread(work, name).result(timeout_s)
+    except TimeoutError:
+        with suppress(Exception):  # nothing but a loss is to be told; it may block as what it aborts does
+            _in_thread(abort, f"abort {name}").result(_ABORT_S)
+        raise RuntimeError(f"not done within {timeout_s:g} s") from None
+
+
+def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
     """Run it in a thread that may be left behind: torch waits without bound for a store that is silent (stopped, or cut off)."""
-    done: Future[BroadcastGroup] = Future()
+    done: Future[T] = Future()
 
     def run() -> None:
         try:
@@ -157,17 +208,6 @@ def _in_thread(work: Callable[[], BroadcastGroup], name: str) -> "Future[Broadca
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
-
-
-def _wait_polling(group: Any, work: Any, timeout_s: float) -> None:
-    """NCCL cannot bound a wait without ending the process, so look, and abort the communicator at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not work.is_completed():
-        if time.monotonic() > deadline:
-            group.abort()
-            raise RuntimeError(f"not done within {timeout_s:g} s")
-        time.sleep(_POLL_S)
-    work.wait()
 
 
 @contextmanager

@@ -58,10 +58,11 @@ class Told:
                 for part in answer["parts"]
             )
             told = cls(scheme=answer["scheme"], parts=parts)
-        except (KeyError, TypeError) as error:
+            known = told.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
-        if told.scheme not in SCHEMES or any(part.dtype not in ITEM_BYTES for part in parts):
-            raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)} and known dtypes, got {told.scheme!r}")
+        if not known:
+            raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {told.scheme!r}")
         return told
 
 

@@ -10,9 +10,13 @@ class WeightsConfig:
     push_every: int = 1
     """Steps between two versions."""
     transport: str = "broadcast"
-    """How tensors travel: broadcast (process group)."""
+    """How tensors travel: broadcast (process group) | handles (engines on this host read them where they lie; others: broadcast)."""
+    staging: str = "host"
+    """Where the copies lie that are pushed: host | cuda (two more copies on the learner's GPU; with handles only)."""
     backend: str = "auto"
     """Process group backend: auto | gloo | nccl."""
+    group: str = "pairs"
+    """Engines of one process group: pairs (each has its own with the learner) | a number (cohorts of at most so many) | all."""
     bucket_bytes: int = 64_000_000
     """Tensors are sent in buckets of about this size."""
     phase_deadline_s: float = 30.0
@@ -38,9 +42,20 @@ class WeightsConfig:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.deltas < 0:
             raise ValueError(f"deltas: want >= 0, got {self.deltas!r}")
-        if self.transport != "broadcast":
-            raise ValueError(f"transport: want broadcast, got {self.transport!r}")
+        if self.transport not in ("broadcast", "handles"):
+            raise ValueError(f"transport: want broadcast or handles, got {self.transport!r}")
+        if self.staging not in ("host", "cuda"):
+            raise ValueError(f"staging: want host or cuda, got {self.staging!r}")
+        if self.staging == "cuda" and self.transport != "handles":
+            raise ValueError(f"staging: want host with transport {self.transport}, got 'cuda'")
         if self.backend not in ("auto", "gloo", "nccl"):
             raise ValueError(f"backend: want auto, gloo or nccl, got {self.backend!r}")
+        if self.group not in ("pairs", "all") and not (self.group.isdecimal() and int(self.group) > 0):
+            raise ValueError(f"group: want pairs, all or a number > 0, got {self.group!r}")
         if self.verify not in ("first", "always", "never"):
             raise ValueError(f"verify: want first, always or never, got {self.verify!r}")
+
+    @property
+    def engines_together(self) -> int:
+        """At most so many in one process group."""
+        return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)

@@ -139,7 +139,7 @@ def apply(directory: Path, info: DeltaInfo, tensors: Mapping[str, Tensor]) -> No
 
 def _write_change(out: HashingFile, spec: TensorSpec, old: Tensor, new: Tensor) -> Change:
     before, after = sum64([old]), sum64([new])
-    xor = (_whole(old.contiguous()) ^ _whole(new.contiguous())).numpy()
+    xor = (_whole(old.contiguous()) ^ _whole(new.contiguous())).cpu().numpy()
     places = np.flatnonzero(xor)
     pieces: list[_Array] = []
     kind = "same" if not places.size else "sparse" if places.size < SPARSE_BELOW * xor.size else "dense"

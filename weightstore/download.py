@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,29 @@ _TRIES = 3
 async def fetch(url: str, directory: Path) -> SnapshotInfo:
     """Download the snapshot at ``url`` into ``directory`` (not synced to the disk); what an earlier try has brought is used again.
 
-    Raises SnapshotUnavailable when the server is gone or has no such snapshot, SnapshotBroken when bytes arrive wrong every time.
+    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (what has come is removed
+    then), SnapshotBroken when bytes arrive wrong every time.
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    aside.mkdir(parents=True, exist_ok=True)
     timeout = aiohttp.ClientTimeout(total=None, connect=_SILENCE_S, sock_read=_SILENCE_S)
     try:
+        aside.mkdir(parents=True, exist_ok=True)
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
             text = await _read(session, f"{url}/{MANIFEST}")
             info = SnapshotInfo.parse(f"{url}/{MANIFEST}", text)
             for name, (size, digest) in info.files.items():
                 await _fetch_file(session, f"{url}/{name}", aside / name, size, digest)
+        (aside / MANIFEST).write_bytes(text)
+        for path in aside.iterdir():
+            if path.name not in info.files and path.name != MANIFEST:  # of another snapshot that was begun here
+                path.unlink()
+        settle(aside, directory, durable=False)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise SnapshotUnavailable(url, str(error) or type(error).__name__) from None
-    (aside / MANIFEST).write_bytes(text)
-    for path in aside.iterdir():
-        if path.name not in info.files and path.name != MANIFEST:  # of another snapshot that was begun here
-            path.unlink()
-    settle(aside, directory, durable=False)
+    except OSError as error:  # the disk is full
+        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
+        raise SnapshotUnavailable(url, f"it cannot be written: {error}") from error
     return info
 
 

@@ -31,11 +31,11 @@ class PeerLost(WeightstoreError):
 
 
 class ReceiverFailed(WeightstoreError):
-    """An engine refused, failed or outlasted a phase of a push."""
+    """An engine refused, failed or outlasted a phase of a push; ``answered`` when it said so itself."""
 
-    def __init__(self, url: str, phase: str, reason: str) -> None:
-        super().__init__(url, phase, reason)
-        self.url, self.phase, self.reason = url, phase, reason
+    def __init__(self, url: str, phase: str, reason: str, answered: bool = False) -> None:
+        super().__init__(url, phase, reason, answered)
+        self.url, self.phase, self.reason, self.answered = url, phase, reason, answered
 
     def __str__(self) -> str:
         return f"engine {self.url}: {self.phase}: {self.reason}"

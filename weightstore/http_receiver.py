@@ -1,11 +1,13 @@
 """An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang ignores."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import aiohttp
+from torch import Tensor
 
 from bus.errors import Fenced
 from weightstore.checksums import Told
@@ -21,13 +23,16 @@ CANNOT_TELL = (404, 405, 501)
 class HttpReceiver:
     """``weightstore.port.WeightReceiver`` for one engine URL. The session belongs to the caller."""
 
+    carries = False
+
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadline_s: float) -> None:
         self.url = url.rstrip("/")
         self._session, self._epoch, self._deadline_s = session, epoch, deadline_s
         self._group = ""
         self._version = -1
 
-    async def join(self, rendezvous: Rendezvous) -> None:
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        assert rendezvous is not None
         self._group = rendezvous.name
         with suppress(ReceiverFailed):  # SGLang refuses a name it has; whoever has no such group refuses this
             await self.leave()
@@ -47,19 +52,15 @@ class HttpReceiver:
         self._version = version
         await self._post("begin_weight_update", {"weight_version": str(version)})
 
-    async def bucket(self, specs: Sequence[TensorSpec]) -> None:
-        await self._post(
-            "update_weights_from_distributed",
-            {
-                "names": [spec.name for spec in specs],
-                "dtypes": [spec.dtype for spec in specs],
-                "shapes": [list(spec.shape) for spec in specs],
-                "group_name": self._group,
-                "load_format": "flattened_bucket",
-                "flush_cache": False,
-                "weight_version": str(self._version),
-            },
-        )
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+        body = {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
+        await self._post("update_weights_from_distributed", body | _told(specs))
+
+    async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
+        self._version = version
+        body = {"group_name": self._group, "weight_version": str(version), "buckets": [_told(specs) for specs in buckets], "serve": serve}
+        answer = await self._post("receive_push", body, bounded=False)
+        return stall_of(self.url, "receive_push", answer) if serve else None
 
     async def checksums(self) -> Told | None:
         try:
@@ -68,43 +69,76 @@ class HttpReceiver:
         except _CannotTell:
             return None
         except ValueError as error:
-            raise ReceiverFailed(self.url, "weights_checksums", str(error)) from None
+            raise ReceiverFailed(self.url, "weights_checksums", str(error), answered=True) from None
 
     async def end(self) -> float:
-        answer = await self._post("end_weight_update", {"weight_version": str(self._version)})
-        return float(answer.get("stall_s", 0.0))
+        return stall_of(self.url, "end_weight_update", await self._post("end_weight_update", {"weight_version": str(self._version)}))
 
     async def leave(self) -> None:
         await self._post("destroy_weights_update_group", {"group_name": self._group})
 
+    async def release(self) -> None:
+        await self._post("pause_generation", {"mode": "retract"})
+        await self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def resume(self, what: str) -> None:
+        await self._post("resume_memory_occupation", {"tags": [what]})
+
+    def close(self) -> None:
+        """There is nothing: the session is the caller's."""
+
     async def load_snapshot(self, directory: str, version: int) -> float:
         body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
-        answer = await self._post("update_weights_from_disk", body)
-        return float(answer.get("stall_s", 0.0))
+        return stall_of(self.url, "update_weights_from_disk", await self._post("update_weights_from_disk", body))
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer's JSON map. Every foreign error becomes one of ours here."""
+    async def _post(self, path: str, body: dict[str, Any], *, bounded: bool = True) -> dict[str, Any]:
+        """The answer's JSON map, unless ``bounded`` however late it comes. Every foreign error becomes one of ours here."""
         body = {**body, "epoch": self._epoch, "timeout_s": self._deadline_s}
         try:
-            timeout = aiohttp.ClientTimeout(total=self._deadline_s)
+            timeout = aiohttp.ClientTimeout(total=self._deadline_s if bounded else None, sock_connect=self._deadline_s)
             async with self._session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
-                status, text = response.status, await response.text()
+                status, text = response.status, (await response.read()).decode(errors="replace")
         except TimeoutError:
             raise ReceiverFailed(self.url, path, f"no answer within {self._deadline_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise ReceiverFailed(self.url, path, str(error) or type(error).__name__) from None
         answer = _json_map(text)
-        if status == STALE_EPOCH:
-            raise Fenced(f"engine {self.url}: {path}", self._epoch, int(answer.get("epoch", self._epoch)))
+        if status == STALE_EPOCH and (epoch := newer_epoch(answer, self._epoch)):
+            raise Fenced(f"engine {self.url}: {path}", self._epoch, epoch)
         if status in CANNOT_TELL:
-            raise _CannotTell(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}")
+            raise _CannotTell(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}", answered=True)
         if status != 200 or answer.get("success") is False:
-            raise ReceiverFailed(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}")
+            raise ReceiverFailed(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}", answered=True)
         return answer
 
 
 class _CannotTell(ReceiverFailed):
     """There is no such path, or nothing behind it."""
+
+
+def _told(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """The tensors of a bucket."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
+
+
+def newer_epoch(answer: Mapping[str, Any], mine: int) -> int:
+    """The epoch of a newer learner that an engine has seen; 0 = it names none: somebody else's conflict fences nobody."""
+    epoch = answer.get("epoch")
+    return epoch if isinstance(epoch, int) and epoch > mine else 0
+
+
+def stall_of(url: str, phase: str, answer: Mapping[str, Any]) -> float:
+    """Seconds; 0 where the engine does not say. Raises ReceiverFailed."""
+    stall_s = answer.get("stall_s")
+    if stall_s is None:
+        return 0.0
+    if not isinstance(stall_s, int | float) or not math.isfinite(stall_s):
+        raise ReceiverFailed(url, phase, f"stall_s: want seconds, got {stall_s!r}", answered=True)
+    return float(stall_s)
 
 
 def _json_map(text: str) -> dict[str, Any]:

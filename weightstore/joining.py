@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 Load = Callable[[Path, int, int], Awaitable[None]]
 """(directory, version, epoch): take the weights of a directory, whole or not at all. The directory is removed afterwards."""
 Say = Callable[[str], None]
+May = Callable[[], Awaitable[bool]]
 
 _ASK_AGAIN_S = 2.0
 _LOOK_S = 0.5
@@ -98,17 +99,21 @@ async def keep_up(
     say: Say = lambda text: None,
     grace_s: float = GRACE_S,
     deltas: bool = False,
+    may: May | None = None,
 ) -> None:
-    """For ever: when the head has been ahead for ``grace_s`` with no push arriving, be ``stale(True)``, catch up, be ``stale(False)``."""
+    """For ever: when the head has been ahead for ``grace_s`` with no push arriving, be ``stale(True)``, catch up, be ``stale(False)``.
+
+    Time in which it ``may`` not does not count; None = it always may.
+    """
     rows, behind_since, was_stale = bus.rows("weights"), 0.0, False
     while True:
         await asyncio.sleep(min(1.0, grace_s / 4))
         try:
             found = await rows.get(HEAD)
             head = -1 if found is None else int(found[0].get("version", -1))
-            if version() >= head:
+            if version() >= head or (may is not None and not await may()):
                 behind_since = 0.0
-                if was_stale:  # a push was faster
+                if was_stale and version() >= head:  # a push was faster
                     stale(was_stale := False)
                 continue
             behind_since = behind_since or time.monotonic()
@@ -206,6 +211,7 @@ class _Catcher:
 
     async def _fetch_and_load(self, row: VersionRow, url: str, directory: Path) -> bool:
         self._waiting(f"downloading version {row.version} from {url}")
+        await asyncio.to_thread(_remove_begun, self._directory, directory)
         try:
             await fetch(url, directory)
         except (SnapshotUnavailable, SnapshotBroken) as error:
@@ -232,6 +238,13 @@ class _Catcher:
     def _waiting(self, text: str) -> None:
         self.waits_for = text
         self._say(text)
+
+
+def _remove_begun(among: Path, but: Path) -> None:
+    """What earlier tries have begun to download of other versions."""
+    for path in among.glob(f"*{ASIDE}"):
+        if path.name != but.name + ASIDE:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _remove(directory: Path) -> None:

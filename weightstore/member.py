@@ -1,36 +1,24 @@
-"""One engine in the push: its receiver, the process group it shares with the learner, and the phases of a push.
-
-An engine's trouble stays its own: the group has two ends, and what blocks runs in a thread of this engine alone.
-"""
+"""One engine in a push: its verbs, each with the deadline of its phase. Knows no process group and no other engine."""
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
-
-from torch import Tensor
 
 from bus.errors import Fenced
 from bus.messages import LiveRow
-from weightstore.broadcast import BroadcastGroup
 from weightstore.checksums import Told
 from weightstore.errors import PeerLost, ReceiverFailed
-from weightstore.manifest import Bucket
-from weightstore.port import Rendezvous, WeightReceiver
+from weightstore.manifest import TensorSpec
+from weightstore.port import PushReceiver, Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Check = Callable[[Told], list[str]]
 """A line for every tensor that an engine does not have as it was sent. Blocking."""
 
-GROUP = "tidemill"
-"""Name of every pair's group: an engine that still has one of that name leaves it first."""
 _LEAVE_S = 1.0
 _SHOWN = 5
 """Differing tensors named in an error."""
@@ -47,96 +35,124 @@ class Updated:
 
 
 class Member:
-    """A live engine. ``update`` it with each version; after any error it must be ``close``d and made anew."""
+    """A live engine. After any error it must be ``close``d and made anew.
 
-    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, host: str, backend: str, deadline_s: float) -> None:
+    Every verb raises ReceiverFailed naming the phase, and Fenced.
+    """
+
+    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float) -> None:
         self.id, self.identity = row.id, identity(row)
-        self._ranks = max(1, int(row.load.get("ranks", 1)))
+        self.ranks = max(1, int(row.load.get("ranks", 1)))
         """Processes of the engine that receive: one for each of its tensor-parallel ranks."""
-        self._receiver, self._host, self._backend, self._deadline_s = receiver, host, backend, deadline_s
-        self._group: BroadcastGroup | None = None
+        self._at_once = receiver if row.load.get("at_once") and isinstance(receiver, PushReceiver) else None
+        self.receiver, self.deadline_s = receiver, deadline_s
+        self.colocated = is_colocated(row)
+        """It shares the learner's accelerator."""
         self.verified = False
         """Its checksums have been compared once, or it has none to show."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {row.id}")
+        self._joined = False
 
-    async def update(self, version: int, buckets: Sequence[tuple[Bucket, Tensor]], check: Check | None = None) -> Updated:
-        """Push a version, and with ``check`` compare the engine's checksums before it serves it.
+    @property
+    def at_once(self) -> bool:
+        """It can be asked for all of a push at once."""
+        return self._at_once is not None
 
-        Raises ReceiverFailed naming the phase, and in ``verify`` the tensors; Fenced.
-        """
-        group = self._group or await self._join()
-        async with self._phase("begin"):
-            await self._receiver.begin(version)
-        for number, (bucket, flat) in enumerate(buckets, 1):
-            async with self._phase(f"bucket {number} of {len(buckets)}"):
-                await self._together(self._receiver.bucket(bucket.specs), lambda flat=flat: group.send(flat, self._deadline_s))  # type: ignore[misc]
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        self._joined = True
+        async with self.phase("join"):
+            await self.receiver.join(rendezvous)
+
+    async def begin(self, version: int) -> None:
+        """A colocated engine has memory for weights again afterwards."""
+        await self._resume("weights")
+        async with self.phase("begin"):
+            await self.receiver.begin(version)
+
+    async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
+        """``begin``, all buckets, and with ``serve`` the end: then seconds for which that held up generation. Bounded by nothing."""
+        assert self._at_once is not None
+        await self._resume("weights")
+        async with self.phase("transfer", bounded=False):
+            return await self._at_once.receive(version, buckets, serve=serve)
+
+    async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
+        """Serve what has come, unless it does (``served_s``); with ``check`` its checksums are compared first, and an error names the
+        tensors."""
         verify_s = None if check is None else await self._verify(version, check)
-        async with self._phase("end"):
-            return Updated(stall_s=await self._receiver.end(), verify_s=verify_s)
+        stall_s = served_s
+        if stall_s is None:
+            async with self.phase("end"):
+                stall_s = await self.receiver.end()
+        await self._resume("kv_cache")
+        return Updated(stall_s=stall_s, verify_s=verify_s)
+
+    async def load(self, directory: str, version: int) -> None:
+        """Have the engine take its weights from a directory on its machine."""
+        await self._resume("weights")
+        async with self.phase("load"):
+            await self.receiver.load_snapshot(directory, version)
+        await self._resume("kv_cache")
+
+    async def release(self) -> None:
+        """Have the engine give up its memory."""
+        async with self.phase("release"):
+            await self.receiver.release()
+
+    async def _resume(self, what: str) -> None:
+        if self.colocated:
+            async with self.phase(f"resume {what}"):
+                await self.receiver.resume(what)
 
     async def _verify(self, version: int, check: Check) -> float | None:
         since = time.perf_counter()
-        async with self._phase("verify"):
-            told = await self._receiver.checksums()
-            wrong = [] if told is None else await self._blocking(lambda: check(told))
+        async with self.phase("verify"):
+            told = await self.receiver.checksums()
+            wrong = [] if told is None else await asyncio.to_thread(check, told)
         if wrong:
             more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{more}"
-            raise ReceiverFailed(self._receiver.url, "verify", reason)
+            raise ReceiverFailed(self.receiver.url, "verify", reason, answered=True)
         if told is None and not self.verified:
-            _log.warning("weights not verified, the engine has no checksums to compare engine=%s url=%s", self.id, self._receiver.url)
+            _log.warning("weights not verified, the engine has no checksums to compare engine=%s url=%s", self.id, self.receiver.url)
         self.verified = True
         return None if told is None else time.perf_counter() - since
 
-    async def _join(self) -> BroadcastGroup:
-        """Form the pair."""
-        async with self._phase("join"):
-            group = await self._blocking(lambda: BroadcastGroup.host(self._host, GROUP, 1 + self._ranks, self._backend, self._deadline_s))
-            self._group = group
-            rendezvous = Rendezvous(host=self._host, port=group.port, rank=1, world_size=1 + self._ranks, name=GROUP, backend=self._backend)
-            await self._together(self._receiver.join(rendezvous), group.meet)
-        return group
+    async def answers(self) -> bool:
+        """Whether it says anything at all, asked to leave its group. Raises Fenced."""
+        self._joined = False
+        try:
+            async with self.phase("leave"):
+                await self.receiver.leave()
+        except ReceiverFailed as error:
+            return error.answered
+        return True
 
     async def close(self, *, leave: bool) -> None:
-        """Forget the pair; with ``leave`` the engine is told, if it answers quickly."""
-        if leave and self._group is not None:
-            with suppress(ReceiverFailed, Fenced, TimeoutError):  # a courtesy to an engine that may be dead
-                async with asyncio.timeout(_LEAVE_S):
-                    await self._receiver.leave()
-        if self._group is not None:
-            self._group.close()
-        self._thread.shutdown(wait=False)
+        """Forget the engine; with ``leave`` it is told, if it answers quickly."""
+        if leave and self._joined:
+            with suppress(ReceiverFailed, Fenced):  # a courtesy to an engine that may be dead
+                async with self.phase("leave"), asyncio.timeout(_LEAVE_S):
+                    await self.receiver.leave()
+        self._joined = False
+        self.receiver.close()
 
     @asynccontextmanager
-    async def _phase(self, name: str) -> AsyncIterator[None]:
+    async def phase(self, name: str, *, bounded: bool = True) -> AsyncIterator[None]:
+        """What fails in it, in whatever way, or outlasts the deadline is a ReceiverFailed of this name; but Fenced."""
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s if bounded else None):
                 yield
         except TimeoutError:
-            raise ReceiverFailed(self._receiver.url, name, f"not done within {self._deadline_s:g} s") from None
+            raise ReceiverFailed(self.receiver.url, name, f"not done within {self.deadline_s:g} s") from None
         except ReceiverFailed as error:
-            raise ReceiverFailed(error.url, name, error.reason) from None
+            raise ReceiverFailed(error.url, name, error.reason, answered=error.answered) from None
         except PeerLost as error:
-            raise ReceiverFailed(self._receiver.url, name, str(error)) from None
-
-    def _blocking(self, work: Callable[[], T]) -> "asyncio.Future[T]":
-        return asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def _together(self, asked: Coroutine[Any, Any, None], blocking: Callable[[], None]) -> None:
-        """Ask the engine and do our part meanwhile; the first error of either is raised at once.
-
-        Our part cannot be interrupted: after an error its thread ends by the group's deadline, unheard.
-        """
-        asking, doing = asyncio.ensure_future(asked), self._blocking(blocking)
-        try:
-            await asyncio.wait({asking, doing}, return_when=asyncio.FIRST_EXCEPTION)
-            for part in (asking, doing):
-                if part.done():
-                    part.result()
-        finally:
-            asking.cancel()
-            doing.add_done_callback(_unheard)
-            await asyncio.gather(asking, return_exceptions=True)
+            raise ReceiverFailed(self.receiver.url, name, str(error)) from None
+        except Fenced:
+            raise
+        except Exception as error:
+            _log.exception("phase failed in a way not foreseen engine=%s phase=%s", self.id, name)
+            raise ReceiverFailed(self.receiver.url, name, repr(error)) from error
 
 
 def identity(row: LiveRow) -> tuple[str, str, int]:
@@ -144,6 +160,5 @@ def identity(row: LiveRow) -> tuple[str, str, int]:
     return row.id, row.address, row.pid
 
 
-def _unheard(future: "asyncio.Future[None]") -> None:
-    if not future.cancelled():
-        future.exception()
+def is_colocated(row: LiveRow) -> bool:
+    return bool(row.load.get("colocated"))

@@ -1,4 +1,4 @@
-"""Who takes part in a push: the engines that say they live, less those that failed lately."""
+"""Who takes part in a push, and with whom: the engines that say they live, less those that failed lately, in cohorts."""
 
 import asyncio
 import logging
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from bus.live import LiveView
 from bus.messages import LiveRow
-from weightstore.member import Member, identity
+from weightstore.cohort import Cohort, Cohorts
+from weightstore.member import Member, identity, is_colocated
 from weightstore.port import WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -16,6 +17,8 @@ _log = logging.getLogger(__name__)
 PHASES = ("joining", "catching up", "serving", "stale")
 """An engine in one of these phases takes part."""
 _LONGEST_REST_S = 600.0
+Opener = Callable[[LiveRow], WeightReceiver]
+"""Makes the receiver of an engine that lives."""
 
 
 @dataclass(slots=True)
@@ -29,15 +32,13 @@ class _Rest:
 class Membership:
     """The members, reconciled with the live rows before every push."""
 
-    def __init__(
-        self, view: LiveView, open_receiver: Callable[[str], WeightReceiver], *, host: str, backend: str, deadline_s: float
-    ) -> None:
-        self._view, self._open_receiver = view, open_receiver
-        self._host, self._backend, self._deadline_s = host, backend, deadline_s
+    def __init__(self, view: LiveView, open_receiver: Opener, cohorts: Cohorts) -> None:
+        self._view, self._open_receiver, self._together = view, open_receiver, cohorts
         self._members: dict[str, Member] = {}
+        self._cohorts: list[Cohort] = []
         self._rests: dict[tuple[str, str, int], _Rest] = {}
 
-    async def reconcile(self) -> list[Member]:
+    async def reconcile(self) -> list[Cohort]:
         """Forget the engines that have gone, take in the new ones (they join when they are first updated). Raises BusUnavailable."""
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
@@ -47,16 +48,17 @@ class Membership:
                 _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
                 await self._drop(member, leave=row is None and member.id in alive)
         for row in rows.values():
-            if row.id not in self._members and self._rested(row):
-                self._members[row.id] = self._new(row)
+            # one whose memory the learner needs cannot be left alone
+            if row.id not in self._members and (is_colocated(row) or self._rested(row)):
+                self._take_in(row)
                 _log.info("push group: new engine=%s url=%s", row.id, row.address)
-        return list(self._members.values())
+        return list(self._cohorts)
 
     async def evict(self, member: Member, reason: str) -> None:
         """Take no further part in this push; the engine is stale until a completed update."""
         rest = self._rests.setdefault(member.identity, _Rest())
         rest.failures += 1
-        pause_s = min(self._deadline_s * 2 ** (rest.failures - 2), _LONGEST_REST_S) if rest.failures > 1 else 0.0
+        pause_s = min(self._together.deadline_s * 2 ** (rest.failures - 2), _LONGEST_REST_S) if rest.failures > 1 else 0.0
         rest.until_s = time.monotonic() + pause_s
         _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, rest.failures, pause_s, reason)
         await self._drop(member, leave=True)
@@ -67,14 +69,25 @@ class Membership:
     async def close(self) -> None:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
-    def _new(self, row: LiveRow) -> Member:
-        receiver = self._open_receiver(row.address)
-        return Member(row, receiver, host=self._host, backend=self._backend, deadline_s=self._deadline_s)
+    def _take_in(self, row: LiveRow) -> None:
+        """Into the first cohort that has room: its channel is opened anew at the next push."""
+        member = Member(row, self._open_receiver(row), deadline_s=self._together.deadline_s)
+        cohort = next((cohort for cohort in self._cohorts if cohort.has_room(member)), None)
+        if cohort is None:
+            cohort = Cohort(self._together)
+            self._cohorts.append(cohort)
+        cohort.members.append(member)
+        self._members[row.id] = member
 
     async def _drop(self, member: Member, *, leave: bool) -> None:
         if self._members.get(member.id) is member:
             del self._members[member.id]
         await member.close(leave=leave)
+        for cohort in [cohort for cohort in self._cohorts if member in cohort.members]:
+            cohort.members.remove(member)
+            if not cohort.members:
+                cohort.close()
+                self._cohorts.remove(cohort)
 
     def _rested(self, row: LiveRow) -> bool:
         rest = self._rests.get(identity(row))

@@ -15,23 +15,27 @@ import logging
 import threading
 import time
 from collections.abc import Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
+from bus.loop import new_event_loop
 from bus.messages import VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed
+from weightstore.handles import HostMemory, Memory
 from weightstore.manifest import Manifest
 from weightstore.push import PushHandle, PushReport
 from weightstore.pusher import Pusher
-from weightstore.staging import StagingPool
+from weightstore.staging import Staging, StagingPool
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +46,18 @@ _CLOSE_S = 10.0
 _STAGING_S = 600.0
 """A snapshot that is being written holds its staging for as long as the disk takes."""
 _DEFAULT_BUS = BusConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy of the weights of a step, on its way to be pushed."""
+
+    staging: Staging
+    step: int
+    prepare_s: float
+
+    def release(self) -> None:
+        self.staging.release()
 
 
 class Publisher:
@@ -66,7 +82,8 @@ class Publisher:
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
-        self._pool = None if manifest is None else StagingPool(manifest, config.bucket_bytes, size=_copies(config))
+        self._memory = _memory(config)
+        self._pool = None if manifest is None else self._new_pool(manifest)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
         self._failure: BaseException | None = None
@@ -95,15 +112,29 @@ class Publisher:
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
         """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
 
+        Waits as ``stage``. Raises BadManifest, Fenced, PublisherClosed; how the push went is told by the handle.
+        """
+        staged = self.stage(step, tensors)
+        try:
+            handle = self.push(staged)
+        finally:
+            staged.release()
+        if wait:
+            handle.wait()
+        return handle
+
+    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]]) -> "Staged":
+        """Copy the tensors now; ``release`` the copy when it is not to be pushed (again).
+
         Waits first for the end of the push before (each of its phases has a deadline), and, should a snapshot of the version before the
-        head still be written, for that. Raises BadManifest, Fenced, PublisherClosed; how the push went is told by the handle.
+        head still be written, for that. Raises BadManifest, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
         self._living()
         if self._pool is None:
             tensors = list(tensors)
-            self._pool = StagingPool(Manifest.of(tensors), self.config.bucket_bytes, size=_copies(self.config))
+            self._pool = self._new_pool(Manifest.of(tensors))
         since = time.perf_counter()
         staging = self._pool.take(_STAGING_S)
         try:
@@ -111,11 +142,33 @@ class Publisher:
         except BaseException:
             staging.release()
             raise
-        handle = PushHandle(self._submit(self._push(staging, step, time.perf_counter() - since)))
-        self._last = handle
-        if wait:
-            handle.wait()
-        return handle
+        return Staged(staging, step, time.perf_counter() - since)
+
+    def push(self, staged: "Staged") -> PushHandle:
+        """Push a copy as the next version, beside what the caller does; once at a time. Raises Fenced, PublisherClosed."""
+        self._living()
+        self._last = PushHandle(self._submit(self._push(staged.staging.hold(), staged.step, staged.prepare_s)))
+        return self._last
+
+    def release(self) -> tuple[str, ...]:
+        """Have the colocated engines give up their memory, and those that start wait; the ids of those that did.
+
+        Waits for the push before. An engine that does not answer within the phase deadline is evicted. Raises BusUnavailable, Fenced,
+        PublisherClosed.
+        """
+        if self._last is not None:
+            self._last.wait()
+        return self._ended(self._submit(self._living().release()))
+
+    def resume(self) -> tuple[str, ...]:
+        """Give colocated engines their memory and the head once more, where no push does; the ids of those that have it. As ``release``."""
+        return self._ended(self._submit(self._living().resume()))
+
+    def _ended(self, future: "Future[T]") -> T:
+        try:
+            return future.result()
+        except CancelledError:
+            raise PublisherClosed("publisher: closed meanwhile") from None
 
     def latest(self) -> VersionRow | None:
         """The head as this publisher last knew it."""
@@ -130,6 +183,11 @@ class Publisher:
                 self._loop.call_soon_threadsafe(self._closing.set)
         if self._thread.is_alive():
             self._thread.join(_CLOSE_S + self.config.phase_deadline_s)
+        if self._memory is not None:
+            self._memory.close()
+
+    def _new_pool(self, manifest: Manifest) -> StagingPool:
+        return StagingPool(manifest, self.config.bucket_bytes, size=_copies(self.config), memory=self._memory)
 
     def _living(self) -> Pusher:
         if isinstance(self._failure, Fenced):
@@ -150,7 +208,8 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._main())
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:  # a push is many small requests
+                runner.run(self._main())
         except BaseException as error:  # told to whoever calls next
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
@@ -164,7 +223,7 @@ class Publisher:
         async with AsyncExitStack() as stack:
             name = f"publisher-{self.epoch}"
             bus = await stack.enter_async_context(connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S))
-            pusher = Pusher(bus, self.config, epoch=self.epoch, directory=self._directory, model_dir=self._model_dir)
+            pusher = Pusher(bus, self.config, epoch=self.epoch, directory=self._directory, model_dir=self._model_dir, memory=self._memory)
             await pusher.open(stack)
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -191,6 +250,19 @@ class Publisher:
             raise
         finally:
             self._pushing = None
+
+
+def _memory(config: WeightsConfig) -> Memory | None:
+    """What the copies are made of where handles of them are given; None = what only this process can read."""
+    if config.transport != "handles":
+        return None
+    if config.staging == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("weights.staging: want host where there is no GPU, got 'cuda'")
+        from weightstore.cuda_handles import CudaMemory
+
+        return CudaMemory()
+    return HostMemory(pin=torch.cuda.is_available())
 
 
 def _copies(config: WeightsConfig) -> int:

@@ -1,13 +1,16 @@
 """One push after the other, and snapshots of the head in between: the work of the publisher's thread.
 
-reserve a version -> reconcile members -> each member, at its own pace: begin, buckets, end -> head moves
-                                                      | fails: evicted
+reserve a version -> reconcile members -> each cohort, at its own pace: begin, buckets, end -> head moves
+                                                      | a member fails: evicted
 an engine wants a snapshot -> written from the head's staging, served over HTTP
+
+Where engines share the learner's accelerator they are released before each step, and a push, or ``resume``, gives them memory again.
 """
 
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -16,16 +19,20 @@ import aiohttp
 from bus.connection import Bus
 from bus.errors import BusError, Fenced
 from bus.live import LiveView
-from bus.messages import VersionRow
+from bus.messages import LiveRow, VersionRow
+from weightstore.cohort import Cohort, Cohorts
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, PushFailed, ReceiverFailed
+from weightstore.handles import Memory
 from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member, Updated
-from weightstore.membership import Membership
+from weightstore.member import Check, Member, Updated
+from weightstore.membership import Membership, Opener
+from weightstore.port import WeightReceiver
 from weightstore.push import PushReport
 from weightstore.registry import WANT, VersionRegistry
 from weightstore.shelf import Shelf
 from weightstore.staging import Staging
+from weightstore.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -36,10 +43,15 @@ _GATHER_S = 0.25
 class Pusher:
     """Everything it owns lives in one loop. ``open`` it, run ``look`` and ``answer_wants`` beside, ``push`` one at a time."""
 
-    def __init__(self, bus: Bus, config: WeightsConfig, *, epoch: int, directory: Path, model_dir: Path | None) -> None:
-        self._bus, self._config, self._epoch = bus, config, epoch
+    def __init__(
+        self, bus: Bus, config: WeightsConfig, *, epoch: int, directory: Path, model_dir: Path | None, memory: Memory | None = None
+    ) -> None:
+        """``memory``: what the stagings are made of, where handles of it can be given."""
+        self._bus, self._config, self._epoch, self._memory = bus, config, epoch, memory
         self._view = LiveView(bus)
-        self._registry = VersionRegistry(bus)
+        self._registry, self._turns = VersionRegistry(bus), Turns(bus)
+        self._has_turn = False
+        """The learner's memory is in use: colocated engines are to have none."""
         self._shelf = Shelf(directory, self._registry, host=config.host, keep=config.keep_snapshots, model_dir=model_dir)
         self._head_staging: Staging | None = None
         self._deltas: asyncio.Queue[tuple[Staging, Staging]] = asyncio.Queue()
@@ -50,17 +62,27 @@ class Pusher:
         """Shut out older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
         config = self._config
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+
+        def over_http(row: LiveRow) -> WeightReceiver:
+            return HttpReceiver(session, row.address, epoch=self._epoch, deadline_s=config.phase_deadline_s)
+
         self._members = Membership(
             self._view,
-            lambda url: HttpReceiver(session, url, epoch=self._epoch, deadline_s=config.phase_deadline_s),
-            host=config.host,
-            backend=resolve_backend(config.backend),
-            deadline_s=config.phase_deadline_s,
+            over_http if self._memory is None else self._by_handles(stack, self._memory, over_http),
+            Cohorts(config.engines_together, config.host, resolve_backend(config.backend), config.phase_deadline_s),
         )
         stack.push_async_callback(self._members.close)
         self.head = await self._registry.fence(self._epoch)
         stack.push_async_callback(self._shelf.close)
         await self._shelf.open()
+
+    def _by_handles(self, stack: AsyncExitStack, memory: Memory, otherwise: Opener) -> Opener:
+        """Handles to engines of this place, and what there is otherwise to the others, which are named once."""
+        from weightstore.handle_receiver import HandleReceivers
+
+        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadline_s=self._config.phase_deadline_s)
+        stack.callback(receivers.close)
+        return receivers.open
 
     async def publish_initial(self, where: str, digest: str) -> VersionRow:
         self.head = await self._registry.publish_initial(where, self._epoch, digest=digest)
@@ -71,11 +93,12 @@ class Pusher:
         since, row = time.perf_counter(), None
         evicted: dict[str, str] = {}
         try:
+            await self._give_turn()
             row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
             staging.version, staging.step = row.version, step
-            members = await self._gather()
+            cohorts = await self._gather()
             begun = time.perf_counter()
-            updated = await self._update(members, staging, evicted)
+            updated = await self._update(cohorts, staging, evicted)
             transfer_s = time.perf_counter() - begun
             if len(updated) < self._config.min_engines:
                 raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(updated)} took it", evicted)
@@ -103,13 +126,71 @@ class Pusher:
             )
         )
 
-    async def _gather(self) -> list[Member]:
-        """The members; with too few of them, those that come within the deadline are waited for."""
+    async def release(self) -> tuple[str, ...]:
+        """Take the turn: no colocated engine works, or has memory, until ``resume`` or the next push; those that gave it up.
+
+        Those that take memory by themselves (``Turns``) are waited for.
+        One that does not is evicted, and named in the log. Raises BusUnavailable, Fenced.
+        """
+        await self._turns.take(self._epoch)
+        self._has_turn = True
+        await self._turns.until_nobody_takes()
+        cohorts = await self._members.reconcile()
+        return await self._each([member for cohort in cohorts for member in cohort.members if member.colocated], Member.release)
+
+    async def resume(self) -> tuple[str, ...]:
+        """Give the turn, and colocated engines the head once more; those that serve it.
+
+        Whoever cannot be given it (this learner has no copy of a head that another one has pushed) waits for the next push.
+        Raises BusUnavailable, Fenced.
+        """
+        await self._give_turn()
+        cohorts = [cohort for cohort in await self._members.reconcile() if cohort.is_colocated]
+        members = [member for cohort in cohorts for member in cohort.members]
+        if not members or self.head is None:
+            return ()
+        head, staging = self.head, None if self._head_staging is None else self._head_staging.hold()
+        try:
+            if staging is not None:
+                return tuple(sorted(await self._update(cohorts, staging, {})))
+            if head.version == 0 and head.snapshot:
+                return await self._each(members, lambda member: member.load(head.snapshot, 0))
+        finally:
+            if staging is not None:
+                staging.release()
+        _log.warning("engines wait for the next version, there is no copy of version=%d here engines=%d", head.version, len(members))
+        return ()
+
+    async def _give_turn(self) -> None:
+        if self._has_turn:
+            await self._turns.give(self._epoch)
+            self._has_turn = False
+
+    async def _each(self, members: list[Member], work: Callable[[Member], Awaitable[object]]) -> tuple[str, ...]:
+        """All at once; the ids of those that did it. Those that fail are evicted."""
+
+        async def one(member: Member) -> str:
+            try:
+                await work(member)
+            except ReceiverFailed as error:
+                await self._members.evict(member, str(error))
+                return ""
+            return member.id
+
+        found = await asyncio.gather(*[one(member) for member in members], return_exceptions=True)
+        for id in found:
+            if isinstance(id, BaseException):
+                raise id
+        return tuple(sorted(id for id in found if isinstance(id, str) and id))
+
+    async def _gather(self) -> list[Cohort]:
+        """The members in their cohorts; with too few of them, those that come within the deadline are waited for."""
         deadline = time.monotonic() + self._config.phase_deadline_s
         while True:
-            members = await self._members.reconcile()
-            if len(members) >= self._config.min_engines or time.monotonic() >= deadline:
-                return members
+            cohorts = await self._members.reconcile()
+            present = sum(len(cohort.members) for cohort in cohorts)
+            if present >= self._config.min_engines or time.monotonic() >= deadline:
+                return cohorts
             await asyncio.sleep(_GATHER_S)
 
     async def look(self) -> None:
@@ -126,8 +207,11 @@ class Pusher:
         while True:
             try:
                 async for row in self._bus.rows("weights").watch(WANT, _LOOK_S):
-                    if row is not None:
-                        await self._answer_want(int(row[0]["version"]))
+                    version = None if row is None else row[0].get("version")
+                    if isinstance(version, int):
+                        await self._answer_want(version)
+                    elif row is not None:
+                        _log.warning("a want is passed over: version: want a number, got %r by=%s", version, row[0].get("by"))
             except BusError as error:
                 _log.warning("wants not read error=%s", error)
             await asyncio.sleep(_LOOK_S)
@@ -141,25 +225,28 @@ class Pusher:
             except (BusError, OSError) as error:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
-    async def _update(self, members: list[Member], staging: Staging, evicted: dict[str, str]) -> dict[str, Updated]:
-        """To all at once, each at its own pace; those that took it. Those that fail are evicted, and named."""
+    async def _update(self, cohorts: list[Cohort], staging: Staging, evicted: dict[str, str]) -> dict[str, Updated]:
+        """To all cohorts at once, each at its own pace; those that took it. Those that fail are evicted, and named."""
 
-        async def one(member: Member) -> Updated | None:
-            check = staging.differences if self._config.verify == "always" or self._wants_first(member) else None
-            try:
-                updated = await member.update(staging.version, staging.buckets, check)
-            except ReceiverFailed as error:
-                evicted[member.id] = f"{error.phase}: {error.reason}"
-                await self._members.evict(member, str(error))
-                return None
-            self._members.succeeded(member)
-            return updated
+        def check_of(member: Member) -> Check | None:
+            return staging.differences if self._config.verify == "always" or self._wants_first(member) else None
 
-        found = await asyncio.gather(*[one(member) for member in members], return_exceptions=True)
-        for updated in found:
-            if isinstance(updated, BaseException):
-                raise updated
-        return {member.id: updated for member, updated in zip(members, found, strict=True) if isinstance(updated, Updated)}
+        async def one(cohort: Cohort) -> dict[str, Updated]:
+            outcome = await cohort.update(staging.version, staging.buckets, check_of)
+            failed = {member: how for member, how in outcome.items() if not isinstance(how, Updated)}
+            evicted.update({member.id: f"{how.phase}: {how.reason}" for member, how in failed.items()})
+            await asyncio.gather(*[self._members.evict(member, str(how)) for member, how in failed.items()])
+            for member in outcome.keys() - failed.keys():
+                self._members.succeeded(member)
+            return {member.id: how for member, how in outcome.items() if isinstance(how, Updated)}
+
+        found = await asyncio.gather(*[one(cohort) for cohort in cohorts], return_exceptions=True)
+        updated: dict[str, Updated] = {}
+        for took in found:
+            if isinstance(took, BaseException):
+                raise took
+            updated |= took
+        return updated
 
     def _wants_first(self, member: Member) -> bool:
         return self._config.verify == "first" and not member.verified

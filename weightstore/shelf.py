@@ -7,12 +7,10 @@ import asyncio
 import logging
 import re
 import shutil
-from contextlib import suppress
 from pathlib import Path
 
 from aiohttp import web
 
-from bus.errors import NotFound
 from bus.messages import VersionRow
 from weightstore import delta, snapshot
 from weightstore.errors import SnapshotBroken
@@ -36,9 +34,14 @@ class Shelf:
         self._directory, self._registry, self._host, self._keep, self._model_dir = directory, registry, host, keep, model_dir
         self._runner: web.AppRunner | None = None
         self._writing = asyncio.Lock()
+        self._here: set[int] = set()
+        """Versions of this registry whose directory is whole: a directory of another run has the same name."""
 
     async def open(self) -> None:
-        """Serve. The newest snapshot, if an earlier life has left it here whole, is put up again; else its row is told it is gone."""
+        """Serve. The newest snapshot, if an earlier life has left it here whole, is put up again; else its row is told it is gone.
+
+        All others are removed: nothing says whose weights they are.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in [*self._directory.glob("*" + snapshot.ASIDE), *self._directory.glob("v*-delta")]:
             shutil.rmtree(path)
@@ -52,7 +55,13 @@ class Shelf:
         self.url = f"http://{host}:{self._runner.addresses[0][1]}"
         newest = await self._registry.snapshot()
         if newest is not None and newest.snapshot.startswith("http"):
-            await self._registry.set_snapshot(newest.version, await self._left_over(newest))
+            if await asyncio.to_thread(self._left_over, newest):
+                self._here.add(newest.version)
+            await self._registry.set_snapshot(newest.version, self.where(newest.version))
+        for path in list(self._directory.iterdir()):
+            if (found := _NAME.fullmatch(path.name)) and int(found[1]) not in self._here:
+                _log.warning("a snapshot of another life is removed path=%s", path)
+                await asyncio.to_thread(shutil.rmtree, path)
 
     async def close(self) -> None:
         if self._runner is not None:
@@ -60,16 +69,17 @@ class Shelf:
 
     def where(self, version: int) -> str:
         """URL of a version's snapshot; "" when there is none."""
-        return f"{self.url}/v{version}" if (self._directory / f"v{version}").is_dir() else ""
+        return f"{self.url}/v{version}" if version in self._here else ""
 
     async def put(self, staging: Staging) -> str:
         """Write the staged version unless it is here, tell its row, remove the oldest; its URL. The caller holds the staging."""
         async with self._writing:
             if not self.where(staging.version):
                 await asyncio.to_thread(self._write, staging)
+                self._here.add(staging.version)
             where = self.where(staging.version)
             await self._registry.set_snapshot(staging.version, where)
-            await self._prune()
+            await self._prune(staging.version)
             return where
 
     async def put_delta(self, staging: Staging, base: Staging, *, keep: int) -> None:
@@ -86,7 +96,8 @@ class Shelf:
             await asyncio.to_thread(shutil.rmtree, path)
             return
         await self._registry.set_delta(staging.version, base.version, f"{self.url}/{path.name}")
-        for version in self._versions(_DELTA_NAME)[:-keep]:
+        deltas = sorted(int(found[1]) for one in self._directory.iterdir() if (found := _DELTA_NAME.fullmatch(one.name)))
+        for version in deltas[:-keep]:
             await self._registry.set_delta(version, -1, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}-delta")
 
@@ -100,6 +111,7 @@ class Shelf:
             if not self.where(0):
                 path = self._directory / "v0"
                 await asyncio.to_thread(snapshot.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest)
+                self._here.add(0)
             await self._registry.set_snapshot(0, self.where(0))
 
     def _write(self, staging: Staging) -> None:
@@ -107,19 +119,19 @@ class Shelf:
         snapshot.write(path, tensors, version=staging.version, step=staging.step, model_dir=self._model_dir, durable=False)
         _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
 
-    async def _prune(self) -> None:
-        for version in self._versions(_NAME)[: -self._keep]:
-            with suppress(NotFound):  # a directory of another run
-                await self._registry.set_snapshot(version, "")
+    async def _prune(self, put: int) -> None:
+        """Remove the oldest beside the one that has just been put."""
+        others = sorted(self._here - {put})
+        for version in others[: max(0, len(others) + 1 - self._keep)]:
+            self._here.discard(version)
+            await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
 
-    def _versions(self, name: "re.Pattern[str]") -> list[int]:
-        return sorted(int(found[1]) for path in self._directory.iterdir() if (found := name.fullmatch(path.name)))
-
-    async def _left_over(self, row: VersionRow) -> str:
+    def _left_over(self, row: VersionRow) -> bool:
+        """Whether the directory of this name is whole, and says of itself what the row says. Blocking."""
         try:
-            info = await asyncio.to_thread(snapshot.verify, self._directory / f"v{row.version}")
+            info = snapshot.verify(self._directory / f"v{row.version}")
         except SnapshotBroken as error:
             _log.warning("newest snapshot not usable version=%d reason=%s", row.version, error)
-            return ""
-        return self.where(row.version) if (info.version, info.step) == (row.version, row.step) else ""
+            return False
+        return (info.version, info.step, info.digest) == (row.version, row.step, row.digest)

@@ -5,13 +5,15 @@ deltas are written), and one user more waits. The trainer's thread fills, the pu
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from weightstore.checksums import Part, Told, differences, sum_of
 from weightstore.errors import BadManifest
+from weightstore.handles import PAGE, Memory
 from weightstore.manifest import Bucket, Manifest, spec_of, unflatten
 
 _ONCE = "every tensor of the manifest once"
@@ -20,18 +22,15 @@ _ONCE = "every tensor of the manifest once"
 class Staging:
     """One copy; its memory is used again and again. Whoever reads it holds it."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition) -> None:
+    def __init__(self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: Memory | None) -> None:
         self.manifest = manifest
         self.version = self.step = -1
         self.users = 0
         self._changed = changed
-        pinned = torch.cuda.is_available()
-        self.buckets: list[tuple[Bucket, Tensor]] = [
-            (bucket, torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=pinned)) for bucket in manifest.buckets(bucket_bytes)
-        ]
+        buckets = manifest.buckets(bucket_bytes)
+        self.buckets: list[tuple[Bucket, Tensor]] = list(zip(buckets, _flats(buckets, memory), strict=True))
         self._views: dict[str, Tensor] = dict(self.tensors())
-        self._sums: dict[tuple[str, tuple[str, ...], str, int], str] = {}
-        self._summing = threading.Lock()
+        self._sums = _Sums(self._views)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Views of the copy, by name."""
@@ -41,7 +40,7 @@ class Staging:
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is strange, doubled or missing."""
         missing = set(self._views)
-        self._sums.clear()
+        self._sums = _Sums(self._views)
         for name, tensor in tensors:
             if name not in missing:
                 raise BadManifest(name, _ONCE, "it twice" if name in self._views else "one that is not in it")
@@ -55,16 +54,13 @@ class Staging:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def differences(self, told: Told) -> list[str]:
-        """What an engine tells of weights that should be these, line by line where it is not so; [] = all is well. Any thread."""
-        with self._summing:  # several engines tell the same: computed once
-            return differences(told, self._views, lambda part: self._sum(told.scheme, part))
+    @property
+    def differences(self) -> Callable[[Told], list[str]]:
+        """What an engine tells of weights that should be these, line by line where it is not so; [] = all is well. Any thread.
 
-    def _sum(self, scheme: str, part: Part) -> str:
-        key = (scheme, part.names, part.dtype, part.zeros)
-        if key not in self._sums:
-            self._sums[key] = sum_of(scheme, part, self._views)
-        return self._sums[key]
+        Get it while the copy is held. A call that outlives that says nothing of use, and does no harm to the next fill.
+        """
+        return self._sums.differences
 
     def hold(self) -> "Staging":
         """Be one more user of a copy that is in use."""
@@ -80,12 +76,32 @@ class Staging:
             self._changed.notify_all()
 
 
+class _Sums:
+    """Checksums of one fill: a late thread cannot put them among those of the next."""
+
+    def __init__(self, views: Mapping[str, Tensor]) -> None:
+        self._views = views
+        self._known: dict[tuple[str, tuple[str, ...], str, int], str] = {}
+        self._summing = threading.Lock()
+
+    def differences(self, told: Told) -> list[str]:
+        with self._summing:  # several engines tell the same: computed once
+            return differences(told, self._views, lambda part: self._sum(told.scheme, part))
+
+    def _sum(self, scheme: str, part: Part) -> str:
+        key = (scheme, part.names, part.dtype, part.zeros)
+        if key not in self._known:
+            self._known[key] = sum_of(scheme, part, self._views)
+        return self._known[key]
+
+
 class StagingPool:
     """Some copies, lent out. Thread-safe."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2) -> None:
+    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: Memory | None = None) -> None:
+        """``memory``: where they lie; None = in memory of this process alone."""
         self.manifest = manifest
-        self._bucket_bytes, self._size = bucket_bytes, size
+        self._bucket_bytes, self._size, self._memory = bucket_bytes, size, memory
         self._all: list[Staging] = []
         self._changed = threading.Condition()
 
@@ -96,10 +112,19 @@ class StagingPool:
                 raise TimeoutError(f"staging: all {self._size} copies are in use after {timeout_s:g} s")
             staging = self._free()
             if staging is None:
-                staging = Staging(self.manifest, self._bucket_bytes, self._changed)
+                staging = Staging(self.manifest, self._bucket_bytes, self._changed, self._memory)
                 self._all.append(staging)
             staging.users = 1
             return staging
 
     def _free(self) -> Staging | None:
         return next((staging for staging in self._all if not staging.users), None)
+
+
+def _flats(buckets: Sequence[Bucket], memory: Memory | None) -> list[Tensor]:
+    """Flat uint8 for each; those that others can read are parts of one block."""
+    if memory is None:
+        return [torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets]
+    ends = list(accumulate((-(-bucket.num_bytes // PAGE) * PAGE for bucket in buckets), initial=0))
+    block = memory.empty(ends[-1])
+    return [block[start : start + bucket.num_bytes] for start, bucket in zip(ends, buckets, strict=False)]

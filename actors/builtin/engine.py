@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.builtin.filling import fill_from_directory
 from actors.builtin.lending import Lending
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, Limits, SamplingParams, seeds
@@ -28,10 +29,11 @@ from actors.builtin.scheduler import CLIENT_GONE, Event, Scheduler
 from actors.builtin.sequence import Sequence
 from actors.builtin.shape import ModelShape
 from actors.builtin.text import Text
-from actors.builtin.updates import WeightUpdates, fill_from_directory
+from actors.builtin.updates import WeightUpdates
 from actors.builtin.weights import Weights
 from actors.config import EngineConfig
 from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
+from actors.handles import HandleListener
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class BuiltinEngine:
         self._history: deque[tuple[float, float]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: Any = None
-        self.url = ""
+        self.url = self.handles = ""
+        self._listener: HandleListener | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -86,7 +89,12 @@ class BuiltinEngine:
         fill_from_directory(weights, self.model_dir)
         self.shape, self.text = shape, Text.read(self.model_dir)
         self.eos_ids = frozenset(shape.eos_ids) | frozenset(self.text.eos_ids if self.text else ())
-        self.limits = Limits(vocab_size=shape.vocab_size, max_context=context, encode=self.text.encode if self.text is not None else None)
+        self.limits = Limits(
+            vocab_size=shape.vocab_size,
+            max_context=context,
+            encode=self.text.encode if self.text is not None else None,
+            max_responses=self.config.max_running + self.config.max_waiting,
+        )
         self.scheduler = Scheduler(
             weights,
             self._first_version,
@@ -107,6 +115,8 @@ class BuiltinEngine:
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
         self._server = Server(self)
+        self._listener = HandleListener(self.updates)
+        self.handles = await self._listener.start()
         self.url = await self._server.start(self.config.host if host is None else host, self.config.port if port is None else port)
         return self.url
 
@@ -130,22 +140,32 @@ class BuiltinEngine:
         await asyncio.to_thread(self.scheduler.close, CLOSE_S)
         if self._server is not None:
             await self._server.close()
+        if self._listener is not None:
+            await self._listener.close()
         await self.updates.close()
         await self.lending.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
         """Take weights from a directory on this machine, whole or not at all; gives the seconds that decoding was held up.
 
-        Raises UpdateRefused or StaleEpoch, and serves what it served.
+        Memory that was released is taken again. A push that is under way comes first, and may be enough. Raises UpdateRefused or
+        StaleEpoch, and serves what it served.
         """
         self.updates.admit(epoch, "load_snapshot")
-        return await self.updates.carry_out(self.updates.load_directory(Path(directory), version))
+        if await self.updates.came_meanwhile(version):
+            return 0.0
+        return await self.updates.carry_out(self.updates.serve_directory(Path(directory), version))
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
         return self.scheduler.version
+
+    @property
+    def whole(self) -> bool:
+        """There are weights to serve: False from the release of their memory until an update has brought them."""
+        return self.updates.whole
 
     @property
     def epoch(self) -> int:
@@ -191,7 +211,10 @@ class BuiltinEngine:
             "epoch": self.epoch,
             "updates": self.updates.completed,
             "stall_s": self.updates.stall_s,
-            "lends": 1.0,
+            "at_once": 1.0,
+            "lends": float(self.whole),
+            "colocated": float(self.config.colocated),
+            "released": float(len(self.scheduler.released)),
         }
         return {**asdict(counters), "idle_s": idle_s, **gauges}
 
@@ -199,7 +222,7 @@ class BuiltinEngine:
 
     def submit(self, generate: Generate) -> Progress:
         """Queue the responses asked for, in whatever phase; raises EngineUnavailable when the queue is full."""
-        limit = self.config.max_running + self.config.max_waiting
+        limit = self.limits.max_responses
         if self._unfinished + len(generate.prompts) > limit:
             raise EngineUnavailable(self.url, f"the queue is full: {self._unfinished} unfinished requests, at most {limit}")
         progress = Progress()
@@ -243,6 +266,8 @@ class BuiltinEngine:
 
     async def probe(self, timeout_s: float = 20.0) -> None:
         """Generate a token in whatever phase; raises EngineFailed when that does not work, or its log-prob is no number."""
+        if self.scheduler.released or not self.whole:
+            raise EngineFailed(self.url, "its memory is released")
         generate = Generate(
             prompts=[np.zeros(1, np.int32)],
             params=[SamplingParams(max_new_tokens=1, temperature=0.0)],

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import re
 import shutil
-import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from actors.builtin.weights import EMBEDDING, HEAD, Weights
 from actors.errors import NotLent
+from actors.scratch import Scratch
 from weightstore import snapshot
 from weightstore.manifest import Manifest
 
@@ -39,30 +40,46 @@ class Lending:
     ) -> None:
         """``served`` gives version and weights that belong together."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
-        self._directory: Path | None = None
+        self._scratch: Scratch | None = None
+        self._making = asyncio.Lock()
         self._used_s: dict[str, float] = {}
+        self._readers: Counter[str] = Counter()
+        """Files that are being sent."""
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
         """A file of a snapshot. Raises NotLent when that version or kind of weights is not served, or no such file is part of it."""
         directory = await self._at(name)
-        self._used_s[name] = time.monotonic()
-        asyncio.get_running_loop().call_later(KEEP_S + 1, self._prune)
+        self._use(name)
         if "/" in file or not (directory / file).is_file():
             raise NotLent(f"{name}: there is no {file!r}")
         return directory / file
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """While entered the snapshot is kept, whatever comes."""
+        self._readers[name] += 1
+        try:
+            yield
+        finally:
+            self._readers[name] -= 1
+            self._use(name)
+
+    def _use(self, name: str) -> None:
+        self._used_s[name] = time.monotonic()
+        asyncio.get_running_loop().call_later(KEEP_S + 1, self._prune)
 
     async def close(self) -> None:
         for task in self._writing.values():
             task.cancel()
         await asyncio.gather(*self._writing.values(), return_exceptions=True)
-        if self._directory is not None:
-            await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
 
     async def _at(self, name: str) -> Path:
         if name in self._used_s:
-            assert self._directory is not None
-            return self._directory / name
+            assert self._scratch is not None
+            return self._scratch.path / name
         if name not in self._writing:
             task = asyncio.create_task(self._write(name), name=f"snapshot {name[:20]}")
             self._writing[name] = task
@@ -85,9 +102,10 @@ class Lending:
         self._prune()
         if len(self._used_s) + len(self._writing) > AT_ONCE:
             raise NotLent(f"{name}: {AT_ONCE} others are being read")
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="tidemill-lent-"))
-        path, writes = self._directory / name, weights.writes
+        async with self._making:
+            if self._scratch is None:
+                self._scratch = await asyncio.to_thread(Scratch, "lent")
+        path, writes = self._scratch.path / name, weights.writes
         await asyncio.to_thread(self._write_snapshot, path, tensors, version=version, step=-1, model_dir=self._model_dir, durable=False)
         if weights.writes != writes:
             await asyncio.to_thread(shutil.rmtree, path)
@@ -98,11 +116,12 @@ class Lending:
 
     def _prune(self) -> None:
         """Remove what is not read any more; a file that is open stays readable for whoever has it."""
-        for name in [name for name, used_s in self._used_s.items() if time.monotonic() - used_s > KEEP_S]:
-            del self._used_s[name]
-            assert self._directory is not None
+        now = time.monotonic()
+        for name in [name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]]:
+            del self._used_s[name], self._readers[name]
+            assert self._scratch is not None
             with suppress(OSError):
-                shutil.rmtree(self._directory / name)
+                shutil.rmtree(self._scratch.path / name)
 
 
 def _kinds(weights: Weights) -> list[dict[str, Tensor]]:

@@ -4,7 +4,6 @@ Every refusal is a BadRequest that says where, what was wanted and what came.
 """
 
 import difflib
-import math
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -79,6 +78,8 @@ class Limits:
     max_context: int
     encode: Callable[[str], list[int]] | None
     """Text to token ids; None = there is no tokenizer."""
+    max_responses: int = 4096
+    """To one request."""
 
 
 def parse_generate(body: object, limits: Limits) -> Generate:
@@ -95,6 +96,8 @@ def parse_generate(body: object, limits: Limits) -> Generate:
     else:
         params = [SamplingParams.parse(given)] * len(prompts)
     _check_ids(params, limits)
+    if (total := sum(each.n for each in params)) > limits.max_responses:
+        raise BadRequest(f"sampling_params.n: want at most {limits.max_responses} responses to a request, got {total}")
     continued_tokens = _integer(0)(body.get("continued_tokens") or 0, "continued_tokens")
     if continued_tokens >= (shortest := min(map(len, prompts))):
         raise BadRequest(f"continued_tokens: want fewer than the {shortest} tokens of the prompt, got {continued_tokens}")
@@ -108,7 +111,7 @@ def parse_generate(body: object, limits: Limits) -> Generate:
         return_logprob=_boolean(body.get("return_logprob") or False, "return_logprob"),
         continued_tokens=continued_tokens,
         min_version=_integer(0)(body.get("min_version") or 0, "min_version"),
-        min_version_timeout_s=_number(0, math.inf)(body.get("min_version_timeout_s", 60.0), "min_version_timeout_s"),
+        min_version_timeout_s=_number(0, 1 << 53)(body.get("min_version_timeout_s", 60.0), "min_version_timeout_s"),
     )
 
 
@@ -219,8 +222,8 @@ def _boolean(value: object, where: str) -> bool:
 
 
 def _top_k(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        raise BadRequest(f"{where}: want an integer >= 1, or -1 for the whole vocabulary, got {_shorten(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or (value != -1 and not 1 <= value < 1 << 31):
+        raise BadRequest(f"{where}: want an integer >= 1 and < 2^31, or -1 for the whole vocabulary, got {_shorten(value)}")
     return value
 
 

@@ -20,6 +20,8 @@ from actors.builtin.request import SamplingParams
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NO_TOP_P = 2.0
 """Above any sum of probabilities, however it was rounded."""
+NO_TOP_K = int(np.iinfo(np.int64).max)
+"""Above the size of any vocabulary."""
 
 
 def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -46,8 +48,8 @@ class Sampler:
         greedy_N = np.array([each.temperature == 0 for each in params])
         temperatures_N = np.array([each.temperature or 1.0 for each in params], np.float32)
         top_p_N = np.array([each.top_p if each.top_p < 1 else NO_TOP_P for each in params])
-        top_k_N = np.array([each.top_k if each.top_k > 0 else np.iinfo(np.int64).max for each in params], np.int64)
-        filtered_N = ((top_p_N < 1) | (top_k_N != np.iinfo(np.int64).max)) & ~greedy_N
+        top_k_N = np.array([min(each.top_k, NO_TOP_K) if each.top_k > 0 else NO_TOP_K for each in params], np.int64)
+        filtered_N = ((top_p_N < 1) | (top_k_N != NO_TOP_K)) & ~greedy_N
         self._seeds_N = np.array(seeds, np.uint64)
         self._all_greedy, self._any_greedy = bool(greedy_N.all()), bool(greedy_N.any())
         self._greedy_N = torch.from_numpy(greedy_N).to(device)

@@ -6,6 +6,9 @@
     loop:  take calls -> admit (prefill) -> decode one token for all running -> deliver -> again
                                    waits for a call when nothing runs and nothing waits, or while paused
 
+Where learner and engine share an accelerator, the memory of the weights, and of keys and values, can be released: then nothing is computed
+until both are there again, and what ran goes on after that.
+
 Everything else talks to it by ``call``: a function run by the thread between two steps. That is why a flip of the weights is an
 assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no transport.
 
@@ -31,7 +34,7 @@ from actors.builtin.sampler import Sampler
 from actors.builtin.sequence import Sequence
 from actors.builtin.slots import KVSlots
 from actors.builtin.weights import Weights
-from actors.errors import EngineFailed
+from actors.errors import EngineFailed, UpdateRefused
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +44,8 @@ MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
 CLIENT_GONE, CLOSING, ABORTED_BY_ID = "The client has gone", "The engine is closing", "Aborted"
+KV_CACHE, WEIGHTS = "kv_cache", "weights"
+"""What memory can be released of, under SGLang's names."""
 UNRELATED = (CLIENT_GONE, CLOSING, ABORTED_BY_ID)
 """Reasons of an abort that no weight update is to blame for."""
 
@@ -103,7 +108,12 @@ class Scheduler:
         """A weight update is open: set by its owner, for the counters."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
-        self._weights, self._post, self._threads = weights, post, threads
+        self.released: frozenset[str] = frozenset()
+        """Whose memory has been given up: some of KV_CACHE, WEIGHTS."""
+        self._shape = weights.shape
+        self._weights: Weights | None = weights
+        """None from their release until new ones have come."""
+        self._post, self._threads = post, threads
         self._max_running, self._share_prefix = max_running, share_prefix
         self._device, self._dtype = weights.device, weights.dtype
         self._slots = KVSlots(
@@ -167,7 +177,23 @@ class Scheduler:
     def resume(self) -> "Future[None]":
         return self.call(self._resume)
 
-    def flip(self, weights: Weights, version: int) -> "Future[tuple[Weights, float]]":
+    @property
+    def held(self) -> bool:
+        """Nothing is generated, whatever waits."""
+        return self.paused or bool(self.released) or self._weights is None
+
+    def release(self, tags: frozenset[str]) -> "Future[int]":
+        """Give up memory; gives the tokens generated so far. Raises UpdateRefused while something runs and nothing is paused."""
+        return self.call(lambda: self._release(tags))
+
+    def restore(self, tags: frozenset[str]) -> "Future[int]":
+        """Take memory again, and with that of keys and values end a pause; gives the tokens generated so far.
+
+        Weights are not there before a ``flip``.
+        """
+        return self.call(lambda: self._restore(tags))
+
+    def flip(self, weights: Weights, version: int) -> "Future[tuple[Weights | None, float]]":
         """Serve these weights from the next step on; gives the old ones and the seconds that decoding was held up."""
         return self.call(lambda: self._flip(weights, version))
 
@@ -182,7 +208,7 @@ class Scheduler:
         with torch.inference_mode():
             while not self._closed:
                 self._take_calls()
-                if not self.paused:
+                if not self.held:
                     self._step()
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
@@ -201,11 +227,13 @@ class Scheduler:
     def _take_calls(self) -> None:
         """Run what has been asked for; wait when there is nothing else to do."""
         while not self._closed:
-            busy = not self.paused and (self.running or self.waiting)
+            busy = not self.held and (self.running or self.waiting)
             try:
                 function, future = self._calls.get_nowait() if busy else self._wait_for_call()
             except queue.Empty:
                 return
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(function())
             except Exception as error:
@@ -214,7 +242,7 @@ class Scheduler:
 
     def _wait_for_call(self) -> tuple[Callable[[], Any], "Future[Any]"]:
         since = time.perf_counter()
-        if self.paused:
+        if self.held:
             call = self._calls.get()
             self.counters.paused_s += time.perf_counter() - since
             return call
@@ -283,6 +311,7 @@ class Scheduler:
             tokens_UT[row, : len(context)] = context
         prompt_R = torch.tensor([prompt for prompt, same in enumerate(prompts.values()) for _ in same], device=self._device)
         self._slots.reserve(tokens_UT.shape[1])
+        assert self._weights is not None
         x_UTE = decoder.forward(
             self._weights,
             torch.from_numpy(tokens_UT).to(self._device),
@@ -314,6 +343,7 @@ class Scheduler:
             self._compose()
         length = int(self._positions_N.max()) + 1
         self._slots.reserve(length)
+        assert self._weights is not None
         positions_N = torch.from_numpy(self._positions_N).to(self._device)
         x_N1E = decoder.forward(
             self._weights,
@@ -333,7 +363,7 @@ class Scheduler:
 
     def _angles(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         if self._rope is None or self._rope.length < self._slots.length:
-            shape = self._weights.shape
+            shape = self._shape
             self._rope = decoder.RopeTable(shape.rope, self._slots.length, head_dim=shape.head_dim, dtype=self._dtype, device=self._device)
         return self._rope.at(positions_BT)
 
@@ -353,13 +383,22 @@ class Scheduler:
             self._fail_broken(sequences, log_probs_N)
         finished = []
         for row, (sequence, token, log_prob) in enumerate(zip(sequences, tokens_N.tolist(), log_probs_N.tolist(), strict=True)):
-            if sequence.finish is not None or sequence.append(token, log_prob):
+            if sequence.finish is not None or self._append(sequence, token, log_prob):
                 finished.append(first_row + row)
             elif sequence.stream:
                 self._events.append((sequence, len(sequence.tokens), False))
         self.counters.tokens_generated += len(sequences)
         for row in reversed(finished):
             self._leave(row)
+
+    def _append(self, sequence: Sequence, token: int, log_prob: float) -> bool:
+        """True when it ends, also by an error of its own (its text cannot be made, say): that is nobody else's."""
+        try:
+            return sequence.append(token, log_prob)
+        except Exception as error:
+            log.exception("a response failed rid=%s", sequence.rid)
+            sequence.fail(f"looking for its end failed: {error!r}")
+            return True
 
     def _fail_broken(self, sequences: list[Sequence], log_probs_N: np.ndarray) -> None:
         for sequence, log_prob in zip(sequences, log_probs_N, strict=True):
@@ -409,15 +448,38 @@ class Scheduler:
             before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "All aborted")
             self.counters.requests_aborted_by_pushes = before + aborted
         elif mode == "retract":
-            for sequence in self.running:
-                sequence.retract()
-            self.waiting.extendleft(reversed(self.running))
-            self._clear()
+            self._retract()
+
+    def _retract(self) -> None:
+        for sequence in self.running:
+            sequence.retract()
+        self.waiting.extendleft(reversed(self.running))
+        self._clear()
 
     def _resume(self) -> None:
         self.paused = False
 
-    def _flip(self, weights: Weights, version: int) -> tuple[Weights, float]:
+    def _release(self, tags: frozenset[str]) -> int:
+        if self.running and not self.held:
+            raise UpdateRefused(f"release of {', '.join(sorted(tags))}: {len(self.running)} requests are being decoded; want a pause first")
+        self.released |= tags
+        if KV_CACHE in tags:
+            self._retract()
+            self._rope = None
+        if WEIGHTS in tags:
+            self._weights = None
+        return self.counters.tokens_generated
+
+    def _restore(self, tags: frozenset[str]) -> int:
+        back = tags & self.released
+        self.released -= tags
+        if KV_CACHE in back:
+            self._slots.reset()
+        if KV_CACHE in tags:  # a release may have failed behind its pause
+            self.paused = False
+        return self.counters.tokens_generated
+
+    def _flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
         started = time.perf_counter()
         old, self._weights, self.version = self._weights, weights, version
         self._donors.clear()  # their scores are the old version's
@@ -435,7 +497,10 @@ class Scheduler:
         self.running.clear()
         self._donors.clear()
         self._sampler = None
-        self._slots.reset()
+        if KV_CACHE in self.released:
+            self._slots.free()
+        else:
+            self._slots.reset()
 
     def _fail_all(self, reason: str) -> None:
         """After a step that failed nothing of the batch can be trusted; what waits is untouched."""

@@ -6,31 +6,50 @@
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
 
 from actors.builtin.answer import answer
-from actors.builtin.openai_server import OpenAiRoutes
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, parse_generate
 from actors.builtin.scheduler import ABORTED_BY_ID
-from actors.builtin.updates import parse_specs
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
-from actors.http_api import Handler, body_of, done, error_of, need, of_update_in, translate, version_in
+from actors.http_api import (
+    Handler,
+    body_of,
+    done,
+    error_of,
+    group_in,
+    memory_tags_in,
+    need,
+    of_update_in,
+    port_in,
+    seconds_in,
+    translate,
+    version_in,
+)
+from actors.openai_server import OpenAiRoutes
 from weightstore.errors import WeightstoreError
+from weightstore.manifest import TensorSpec
 
 if TYPE_CHECKING:
     from actors.builtin.engine import BuiltinEngine
 
+Result = TypeVar("Result")
 PAUSE_MODES = ("abort", "retract", "in_place")
 MAX_BODY_BYTES = 1 << 28
 UPDATE_S = 60.0
 """Bound on joining a group and on receiving a bucket, unless the request says another."""
 HEALTH_S = 20.0
 SHUTDOWN_S = 5.0
+LENT_S = 3600.0
+"""Bound on sending a file of a snapshot: whoever reads it may be frozen."""
 
 
 class Server:
@@ -39,7 +58,7 @@ class Server:
     def __init__(self, engine: "BuiltinEngine") -> None:
         self._engine, self._updates = engine, engine.updates
         self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[translate])
-        for path, handler in {**self._routes(), **OpenAiRoutes(engine).routes()}.items():
+        for path, handler in {**self._routes(), **OpenAiRoutes(engine, self).routes()}.items():
             method, _, where = path.partition(" ")
             self._app.router.add_route(method, where, handler)
         self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
@@ -74,49 +93,73 @@ class Server:
             "POST /begin_weight_update": self._begin_update,
             "POST /update_weights_from_distributed": self._update_from_distributed,
             "POST /end_weight_update": self._end_update,
+            "POST /receive_push": self._receive_push,
             "POST /update_weights_from_disk": self._update_from_disk,
             "POST /weights_checker": self._weights_checker,
             "POST /weights_checksums": self._weights_checksums,
+            "POST /release_memory_occupation": self._release_memory,
+            "POST /resume_memory_occupation": self._resume_memory,
             "GET /snapshots/{name}/{file}": self._snapshot,
         }
 
     # -- generating -----------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        engine = self._engine
-        self._engine.want_servable()
-        generate = parse_generate(await body_of(request), engine.limits)
-        await engine.serve_version(generate.min_version, generate.min_version_timeout_s)
-        self._engine.want_servable()  # again: it may have begun to drain while this waited
-        progress = engine.submit(generate)
-        try:
+        async with self._submitted(await body_of(request)) as (generate, progress):
             if generate.stream:
                 return await self._stream(request, generate, progress)
-            sequences = await progress.finished()
-        finally:
-            if not progress.done:
-                engine.abandon(progress)
-        failed = next((sequence.error for sequence in sequences if sequence.error is not None), None)
+            states = [state async for state in self._states(generate, progress)]
+        failed = next((state["error"]["message"] for state in states if "error" in state), None)
         if failed is not None:
-            raise EngineFailed(engine.url, failed)
-        answers = [answer(sequence, engine, logprobs=generate.return_logprob) for sequence in sequences]
-        return web.json_response(answers if generate.many else answers[0])
+            raise EngineFailed(self._engine.url, failed)
+        return web.json_response(states if generate.many else states[0])
 
     async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
         """Server-sent events, each with everything so far; a slow reader skips states, never tokens."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        async for place, num_tokens, ended in progress.changes():
-            sequence = progress.sequences[place]
-            if ended and sequence.error is not None:
-                state = error_of(sequence.error, 500)
-            else:
-                state = answer(sequence, self._engine, logprobs=generate.return_logprob, partial=None if ended else num_tokens)
-            if generate.many:
-                state["index"] = place
+        async for state in self._states(generate, progress):
             await response.write(b"data: " + json.dumps(state).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        async with self._submitted(body) as (generate, progress):
+            async for state in self._states(generate, progress):
+                yield state
+
+    @asynccontextmanager
+    async def _submitted(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[Generate, Progress]]:
+        """A body of /generate, checked, and its responses in the making; what is left of them at the end is not wanted."""
+        engine = self._engine
+        engine.want_servable()
+        generate = parse_generate(body, engine.limits)
+        await engine.serve_version(generate.min_version, generate.min_version_timeout_s)
+        engine.want_servable()  # again: it may have begun to drain while this waited
+        progress = engine.submit(generate)
+        try:
+            yield generate, progress
+        finally:
+            if not progress.done:
+                engine.abandon(progress)
+
+    async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[dict[str, Any]]:
+        """Every response when it has ended, in order; or, streamed, whenever it has grown."""
+        if not generate.stream:
+            await progress.finished()
+            for place in range(len(progress.sequences)):
+                yield self._state(generate, progress, place)
+            return
+        async for place, num_tokens, ended in progress.changes():
+            yield self._state(generate, progress, place, partial=None if ended else num_tokens)
+
+    def _state(self, generate: Generate, progress: Progress, place: int, *, partial: int | None = None) -> dict[str, Any]:
+        sequence = progress.sequences[place]
+        if partial is None and sequence.error is not None:
+            state = error_of(sequence.error, 500)
+        else:
+            state = answer(sequence, self._engine, logprobs=generate.return_logprob, partial=partial)
+        return {**state, "index": place} if generate.many and generate.stream else state
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = await body_of(request)
@@ -125,9 +168,9 @@ class Server:
             raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
         scheduler = self._engine.scheduler
         if everything:
-            await asyncio.wrap_future(scheduler.abort(lambda each: True))
+            await _to_its_end(scheduler.abort(lambda each: True))
         else:
-            await asyncio.wrap_future(scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID))
+            await _to_its_end(scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID))
         return web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -135,16 +178,16 @@ class Server:
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode: want one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        await asyncio.wrap_future(self._engine.scheduler.pause(mode))
+        await _to_its_end(self._engine.scheduler.pause(mode))
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def _continue(self, request: web.Request) -> web.Response:
         await self._command(request)
-        await asyncio.wrap_future(self._engine.scheduler.resume())
+        await _to_its_end(self._engine.scheduler.resume())
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def _flush_cache(self, request: web.Request) -> web.Response:
-        if await asyncio.wrap_future(self._engine.scheduler.flush()):
+        if await _to_its_end(self._engine.scheduler.flush()):
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
@@ -197,6 +240,7 @@ class Server:
                 "phase": engine.phase,
                 "epoch": engine.epoch,
                 "paused": engine.scheduler.paused,
+                "released": sorted(engine.scheduler.released),
                 "internal_states": [engine.stats()],
             }
         )
@@ -219,9 +263,9 @@ class Server:
         from weightstore.broadcast import BroadcastGroup
 
         body = await self._command(request)
-        host, port = need(body, "master_address", str), need(body, "master_port", int)
+        host, port = need(body, "master_address", str), port_in(body, "master_port")
         rank, world_size = need(body, "rank_offset", int), need(body, "world_size", int)
-        name, timeout_s = body.get("group_name", "weight_update_group"), float(body.get("timeout_s", UPDATE_S))
+        name, timeout_s = group_in(body), seconds_in(body, "timeout_s", UPDATE_S)
         try:
             await self._updates.carry_out(
                 self._updates.join(
@@ -234,7 +278,7 @@ class Server:
 
     async def _destroy_group(self, request: web.Request) -> web.Response:
         body = await self._command(request)
-        await self._updates.carry_out(self._updates.leave(body.get("group_name", "weight_update_group")))
+        await self._updates.carry_out(self._updates.leave(group_in(body)))
         return done("Succeeded to destroy custom process group.")
 
     async def _begin_update(self, request: web.Request) -> web.Response:
@@ -244,22 +288,33 @@ class Server:
 
     async def _update_from_distributed(self, request: web.Request) -> web.Response:
         body = await self._command(request)
-        names, dtypes, shapes = (need(body, name, list) for name in ("names", "dtypes", "shapes"))
-        if not len(names) == len(dtypes) == len(shapes):
-            raise BadRequest(f"names, dtypes, shapes: want equal lengths, got {len(names)}, {len(dtypes)}, {len(shapes)}")
         load_format = body.get("load_format")
         if load_format not in (None, "flattened_bucket"):
             raise BadRequest(f"load_format: want null or flattened_bucket, got {load_format!r}")
         await self._updates.carry_out(
             self._updates.bucket(
-                body.get("group_name", "weight_update_group"),
-                parse_specs(names, dtypes, shapes),
+                group_in(body),
+                _specs(body),
                 flat=load_format is not None,
                 version=version_in(body),
-                timeout_s=float(body.get("timeout_s", UPDATE_S)),
+                timeout_s=seconds_in(body, "timeout_s", UPDATE_S),
             )
         )
         return done("Succeeded to update parameter online.")
+
+    async def _receive_push(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        buckets, serve = need(body, "buckets", list), body.get("serve", False)
+        if not isinstance(serve, bool) or not all(isinstance(told, dict) for told in buckets):
+            raise BadRequest(f"buckets, serve: want a list of maps, and true or false, got {buckets!r:.200}, {serve!r:.200}")
+        receiving = self._updates.receive(
+            group_in(body),
+            [_specs(told) for told in buckets],
+            version=version_in(body),
+            timeout_s=seconds_in(body, "timeout_s", UPDATE_S),
+            serve=serve,
+        )
+        return done("Push received.", stall_s=await self._updates.carry_out(receiving))
 
     async def _end_update(self, request: web.Request) -> web.Response:
         body = await self._command(request)
@@ -283,8 +338,19 @@ class Server:
         version, told = await self._updates.carry_out(self._updates.told(of_update=of_update))
         return done("Success.", weight_version=None if version is None else str(version), **told.to_json())
 
+    async def _release_memory(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        await self._updates.carry_out(self._updates.release(memory_tags_in(body)))
+        return web.json_response(None)
+
+    async def _resume_memory(self, request: web.Request) -> web.Response:
+        body = await self._command(request)
+        await self._updates.carry_out(self._updates.resume(memory_tags_in(body)))
+        return web.json_response(None)
+
     async def _snapshot(self, request: web.Request) -> web.StreamResponse:
-        return web.FileResponse(await self._engine.lending.file(request.match_info["name"], request.match_info["file"]))
+        name, lending = request.match_info["name"], self._engine.lending
+        return _Lent(await lending.file(name, request.match_info["file"]), lambda: lending.reading(name))
 
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first."""
@@ -294,3 +360,35 @@ class Server:
             raise BadRequest(f"epoch: want an integer, got {epoch!r}")
         self._updates.admit(epoch, request.path)
         return body
+
+
+class _Lent(web.FileResponse):
+    """A file that is in use until it has been sent, which is in ``prepare``."""
+
+    def __init__(self, path: Path, reading: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(path)
+        self._reading = reading
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._reading():
+            async with asyncio.timeout(LENT_S):
+                return await super().prepare(request)
+
+
+async def _to_its_end(called: "Future[Result]") -> Result:
+    """What the decoding thread was asked for is done, even if the client hangs up."""
+    return await asyncio.shield(asyncio.wrap_future(called))
+
+
+def _specs(body: Mapping[str, Any]) -> list[TensorSpec]:
+    """As announced in SGLang's JSON; raises BadRequest, and UpdateRefused for what no tensor can have."""
+    names, dtypes, shapes = (need(body, name, list) for name in ("names", "dtypes", "shapes"))
+    if not len(names) == len(dtypes) == len(shapes):
+        raise BadRequest(f"names, dtypes, shapes: want equal lengths, got {len(names)}, {len(dtypes)}, {len(shapes)}")
+    try:
+        return [
+            TensorSpec(name=str(name), shape=tuple(map(int, shape)), dtype=str(dtype).removeprefix("torch."))
+            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+    except (WeightstoreError, TypeError, ValueError) as error:
+        raise UpdateRefused(str(error)) from error

@@ -62,7 +62,7 @@ class ModelShape:
         except (OSError, ValueError) as error:
             raise UnsupportedModel(str(path), f"want a Hugging Face configuration: {error}") from error
         _check_supported(config, str(path))
-        return _from_config(config, eos_ids=_eos_ids(config, model_dir), where=str(path))
+        return _from_config(config, eos_ids=eos_ids_of(config, model_dir), where=str(path))
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
@@ -157,7 +157,7 @@ def _rope(config: Mapping[str, Any], where: str) -> Rope:
     raise UnsupportedModel(f"{where}: rope_scaling", f"want default, linear or llama3, got {kind!r}")
 
 
-def _eos_ids(config: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
+def eos_ids_of(config: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
     """Of both configuration files; the tokenizer's own comes on top (``Text``)."""
     found: set[int] = set()
     generation = model_dir / "generation_config.json"

@@ -24,12 +24,23 @@ class KVSlots:
         self._dtype, self._device = dtype, device
         self.max_length = max_length
         self.length = 0
+        self.layers: list[tuple[Tensor, Tensor]] = []
         self._rows_S = torch.arange(slots, device=device)
         self.reset()
 
     def reset(self) -> None:
         """Forget everything and give the memory of long rows back."""
         self._allocate(min(FIRST_LENGTH, self.max_length))
+
+    def free(self) -> None:
+        """Keep no memory; ``reset`` before the next use."""
+        self.length = 0
+        self.layers.clear()
+        self._store = torch.zeros(0, dtype=self._dtype, device=self._device)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._store.untyped_storage().nbytes()
 
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions per row."""

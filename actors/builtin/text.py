@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from actors.errors import BadRequest
+
 
 class Text:
     """A tokenizer; thread-safe."""
@@ -30,7 +32,14 @@ class Text:
         return cls(tokenizer, () if eos_id is None else (eos_id,))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """``add_special``: with what the tokenizer puts before and behind every text (a chat template has it in it already)."""
+        """``add_special``: with what the tokenizer puts before and behind every text (a chat template has it in it already).
+
+        Raises BadRequest for what is no Unicode text: it has a half of a character of two.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"text: want Unicode text, got a half of a character ({text[error.start]!a}) at {error.start}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -42,13 +51,13 @@ class StopStrings:
 
     def __init__(self, text: Text, stops: tuple[str, ...]) -> None:
         self._text, self._stops = text, stops
-        # A token that shows has at least one byte; four more cover a character cut at the window's edge.
-        self._window = max(len(stop.encode()) for stop in stops) + 4
+        # In tokens: one that shows has at least one byte; four more cover a character cut at the window's edge.
+        self.window = max(len(stop.encode()) for stop in stops) + 4
 
     def find(self, ids: Sequence[int], begun: Sequence[int] = ()) -> str | None:
         """The stop string that the newest token completed, of a response that is ``begun`` and then ``ids``."""
-        window = ids[-self._window :]
-        if begun and (missing := self._window - len(window)):
+        window = ids[-self.window :]
+        if begun and (missing := self.window - len(window)):
             window = [*begun[-missing:], *window]
         tail = self._text.decode(window)
         return next((stop for stop in self._stops if stop in tail), None)

@@ -4,51 +4,39 @@
                                     (refused unless every tensor came exactly once)
 
 Whatever goes wrong before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and leaves
-the served weights as they are. Knows no HTTP. Used in the loop's thread; what blocks runs in threads by name.
+the served weights as they are. Where the memory of the weights has been released there are none to serve: the first whole update after its
+resume brings them, and until then nothing is generated. Knows no HTTP. Used in the loop's thread; what blocks runs in threads by name.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from actors.builtin.scheduler import Scheduler
-from actors.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
-from actors.errors import StaleEpoch, UpdateRefused
-from weightstore import delta, snapshot
-from weightstore.checksums import Told, sha256, told_of
+from actors.builtin.filling import fill_from_bucket, fill_from_delta, fill_from_directory, seal, told_of_weights
+from actors.builtin.receiving import Group, Incoming, Joined
+from actors.builtin.scheduler import KV_CACHE, WEIGHTS, Scheduler
+from actors.builtin.weights import EMBEDDING, HEAD, Weights
+from actors.errors import NotLent, StaleEpoch, UpdateRefused
+from weightstore import delta
+from weightstore.checksums import Told, sha256
 from weightstore.errors import WeightstoreError
+from weightstore.handles import Offered
 from weightstore.manifest import Bucket, TensorSpec
 
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+OPEN_S = 60.0
+"""An engine that catches up waits so long for a push to end, before it takes weights instead."""
+LOOK_S = 0.02
 Result = TypeVar("Result")
-
-
-class Group(Protocol):
-    """The receiving end of a push (``weightstore.broadcast``)."""
-
-    def receive(self, nbytes: int, timeout_s: float | None = None) -> Tensor:
-        """The next message; its memory is used again by the next call."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A group, and who uses it."""
-
-    group: Group
-    in_use: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from receiving a message until it is written: the group has one buffer."""
 
 
 @dataclass(slots=True)
@@ -57,10 +45,14 @@ class Update:
 
     epoch: int
     version: int | None
-    received: set[str] = field(default_factory=set)
+    received: dict[str, None] = field(default_factory=dict)
+    """Names, in the order in which they came."""
+    coming: set[str] = field(default_factory=set)
+    """Those asked for."""
     alias: Tensor | None = None
     """An output projection sent although it is tied to the embedding: kept to be compared."""
-    begun_s: float = field(default_factory=time.perf_counter)
+    is_sent: bool = True
+    """It comes in messages, not from a directory."""
 
 
 class WeightUpdates:
@@ -72,10 +64,19 @@ class WeightUpdates:
         self.completed = 0
         self.stall_s = 0.0
         """Seconds that flips have held up decoding, all together."""
-        self._served, self._scheduler, self._on_update = served, scheduler, on_update
+        self._shape, self._dtype, self._device = served.shape, served.dtype, served.device
+        self._sizes = served.shape.tensors()
+        if served.shape.tied:
+            self._sizes[HEAD] = self._sizes[EMBEDDING]
+        self._served: Weights | None = served
+        self._scheduler, self._on_update = scheduler, on_update
         self._standby: Weights | None = None
         self._open: Update | None = None
         self._groups: dict[str, Joined] = {}
+        self._order: tuple[str, ...] = ()
+        """Names as the last push brought them: the next standby copy lies in memory like that."""
+        self._straight: set[asyncio.Future[Tensor]] = set()
+        """Messages that are received right into the standby copy. Nothing else may use that copy while one is late."""
         self._writing = asyncio.Lock()
         """Held while the standby copy is written or swapped."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -112,7 +113,13 @@ class WeightUpdates:
     async def leave(self, name: str) -> None:
         joined = self._group(name)
         del self._groups[name]
-        await asyncio.to_thread(joined.group.close)
+        await self.sender_left()
+        await asyncio.to_thread(joined.close)
+
+    async def sender_left(self) -> None:
+        """Nothing more comes of an update that is open: it is discarded."""
+        if self._open is not None and self._open.is_sent:
+            self._discard("its sender has left")
 
     def _group(self, name: str) -> Joined:
         if name not in self._groups:
@@ -129,40 +136,137 @@ class WeightUpdates:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
 
+    # -- memory ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def whole(self) -> bool:
+        """There are weights to serve."""
+        return self._served is not None
+
+    async def release(self, tags: frozenset[str]) -> None:
+        """Give up memory; an open update is discarded with that of the weights. Raises UpdateRefused while requests are being decoded."""
+        async with self._writing:
+            tokens = await asyncio.wrap_future(self._scheduler.release(tags))
+            if WEIGHTS in tags:
+                if self._open is not None:
+                    self._discard("the memory of the weights is released")
+                self._served = self._standby = None
+            _give_back(self._device)
+        log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
+
+    async def resume(self, tags: frozenset[str]) -> None:
+        """Take memory again. Weights want an update then; keys and values are there at once, and a pause ends."""
+        async with self._writing:
+            await self._restore(tags)
+
+    async def _restore(self, tags: frozenset[str]) -> None:
+        tokens = await asyncio.wrap_future(self._scheduler.restore(tags))
+        log.info("memory resumed tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
+
+    async def came_meanwhile(self, version: int) -> bool:
+        """Wait for an update that is open, for ``OPEN_S`` at most: whether it has brought this version, or a newer one."""
+        if self._open is None:
+            return False
+        deadline = time.monotonic() + OPEN_S
+        while self._open is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - it ends in many ways
+            await asyncio.sleep(LOOK_S)
+        return self.whole and self._scheduler.version >= version
+
+    async def serve_directory(self, directory: Path, version: int | None) -> float:
+        """``load_directory`` by the engine itself: whatever was released is taken again, and it serves; a release comes before or after."""
+        async with self._writing:
+            had_released = bool(self._scheduler.released)
+            if had_released:
+                await self._restore(frozenset({WEIGHTS}))
+            stall_s = await self._load(self._instead(version), directory)
+            if had_released:
+                await self._restore(frozenset({KV_CACHE}))
+            return stall_s
+
+    def _want_memory(self) -> None:
+        if WEIGHTS in self._scheduler.released:
+            raise UpdateRefused("the memory of the weights is released: want resume_memory_occupation first")
+
     # -- an update ------------------------------------------------------------------------------------------------------
 
     async def begin(self, version: int | None) -> None:
         """Open an update; one that is open is discarded."""
+        self._want_memory()
         if self._open is not None:
             self._discard("another one begins")
-        self._set_open(Update(self.epoch, version))
+        update = Update(self.epoch, version)
+        self._set_open(update)
         async with self._writing:
             await self._ensure_standby()
+        self._check_current(update)
+
+    async def receive(
+        self, group_name: str, buckets: Sequence[Sequence[TensorSpec]], *, version: int | None, timeout_s: float, serve: bool
+    ) -> float | None:
+        """``begin``, every bucket in one flat message, and with ``serve`` the ``end``; each message within the time-out."""
+        await self.begin(version)
+        await self._receive_all(self._current(), group_name, [_bucket_of(specs) for specs in buckets], timeout_s)
+        return await self.end(version) if serve else None
 
     async def bucket(self, group_name: str, specs: Sequence[TensorSpec], *, flat: bool, version: int | None, timeout_s: float) -> None:
         """Receive tensors, flattened into one message or one by one, into the standby copy."""
         update = self._current()
         update.version = version if version is not None else update.version
-        whole = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
         # One by one is the same as buckets of one tensor each.
-        buckets = [whole] if flat else [Bucket(specs=(spec,), num_bytes=spec.num_bytes) for spec in specs]
+        messages = [specs] if flat else [[spec] for spec in specs]
+        await self._receive_all(update, group_name, [_bucket_of(each) for each in messages], timeout_s)
+
+    async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
+        """One is received while the one before is written. What goes wrong discards the update, and is UpdateRefused."""
+        specs = [spec for bucket in buckets for spec in bucket.specs]
         try:
             self._check(update, specs)
             joined = self._group(group_name)
-            async with asyncio.timeout(timeout_s):
-                await joined.in_use.acquire()
-            try:
-                for bucket in buckets:
-                    message = await asyncio.to_thread(joined.group.receive, bucket.num_bytes, timeout_s)
-                    await self._write(update, bucket, message)
-            finally:
-                joined.in_use.release()
+            async with joined.in_use(timeout_s):
+                self._check_current(update)
+                self._check(update, specs)
+                update.coming.update(spec.name for spec in specs)
+                incoming: list[Incoming] = []
+                try:
+                    for bucket in buckets:
+                        incoming.append(await self._receive(joined, bucket, timeout_s))
+                        if len(incoming) > 1:
+                            await self._write(update, incoming.pop(0))
+                    while incoming:
+                        await self._write(update, incoming.pop(0))
+                finally:
+                    for message in incoming:
+                        message.pass_over()
         except (UpdateRefused, WeightstoreError, TimeoutError) as error:
             if update is self._open:
                 self._discard(str(error))
             if isinstance(error, UpdateRefused):
                 raise
-            raise UpdateRefused(f"receiving {whole.num_bytes} bytes over group {group_name!r}: {error or 'it is in use'}") from error
+            num_bytes = sum(bucket.num_bytes for bucket in buckets)
+            raise UpdateRefused(f"receiving {num_bytes} bytes over group {group_name!r}: {str(error) or 'it is in use'}") from error
+
+    async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+        """Copy one flat bucket, which lies where this process can read it, into the standby copy."""
+        update = self._current()
+        update.version = version if version is not None else update.version
+        bucket = _bucket_of(specs)
+        try:
+            self._check(update, specs)
+            update.coming.update(spec.name for spec in specs)
+            if offered.num_bytes != bucket.num_bytes:
+                raise UpdateRefused(f"bucket: want {bucket.num_bytes} bytes, which these tensors have, got {offered.num_bytes}")
+            async with asyncio.timeout(timeout_s), self._writing:
+                self._check_current(update)
+                standby = self._standby
+                assert standby is not None
+                await self._write_standby(lambda: self._copy(update, standby, bucket, offered.tensor()))
+                update.received.update(dict.fromkeys(spec.name for spec in specs))
+        except (UpdateRefused, WeightstoreError, TimeoutError) as error:
+            if update is self._open:
+                self._discard(str(error))
+            if isinstance(error, UpdateRefused):
+                raise
+            raise UpdateRefused(f"reading {bucket.num_bytes} bytes: {str(error) or 'not done in time'}") from error
 
     async def end(self, version: int | None) -> float:
         """Serve what has been received; gives the seconds that decoding was held up."""
@@ -178,51 +282,59 @@ class WeightUpdates:
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
         """Take weights from a directory with safetensors, or a delta on what is served, whole or not at all; seconds as of ``end``."""
+        update = self._instead(version)
+        async with self._writing:
+            return await self._load(update, directory)
+
+    def _instead(self, version: int | None) -> Update:
+        """Of an update that comes in messages."""
+        self._want_memory()
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")
-        update = Update(self.epoch, version)
+        update = Update(self.epoch, version, is_sent=False)
         self._set_open(update)
-        async with self._writing:
-            try:
-                standby = await self._ensure_standby()
-                await asyncio.to_thread(self._fill, standby, directory)
-                self._check_current(update)
-                update.received.update(standby.named)
-                self._check_complete(update)
-                return await self._flip(update)
-            except Exception as error:
-                if update is self._open:
-                    self._discard(str(error))
-                raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
+        return update
+
+    async def _load(self, update: Update, directory: Path) -> float:
+        try:
+            standby = await self._ensure_standby()
+            await self._write_standby(lambda: self._fill(standby, directory))
+            self._check_current(update)
+            update.received.update(dict.fromkeys(standby.named))
+            self._check_complete(update)
+            return await self._flip(update)
+        except Exception as error:
+            if update is self._open:
+                self._discard(str(error))
+            raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
 
     def _fill(self, standby: Weights, directory: Path) -> None:
         changes = delta.read(directory)
         if changes is None:
             fill_from_directory(standby, directory)
-            return
-        if changes.base != self._scheduler.version:
+        elif self._served is None or changes.base != self._scheduler.version:
             raise UpdateRefused(f"{directory}: a delta on version {changes.base}, and version {self._scheduler.version} is served")
-        standby.writes += 1
-        for name, tensor in self._served.named.items():
-            standby.named[name].copy_(tensor)
-        delta.apply(directory, changes, standby.named)
-        _seal(standby)
+        else:
+            fill_from_delta(standby, self._served, directory, changes)
 
     async def checksums(self) -> dict[str, str]:
         """A digest of the bytes of every served tensor, by name, as SGLang has it."""
         async with self._writing:  # whoever flips holds it, so these tensors are not written while they are read
-            return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in self._served.named.items()})
+            named = self._want_whole().named
+            return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
     async def served(self) -> tuple[int, Weights]:
-        """The version that is served, and its weights; the next push but one writes into them (``Weights.writes``)."""
+        """The version that is served, and its weights; the next push but one writes into them (``Weights.writes``). Raises NotLent."""
         async with self._writing:
+            if self._served is None:
+                raise NotLent("the memory of the weights is released")
             return self._scheduler.version, self._served
 
     async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
         """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
         async with self._writing:
             if not of_update:
-                return self._scheduler.version, await asyncio.to_thread(_told, self._served)
+                return self._scheduler.version, await asyncio.to_thread(told_of_weights, self._want_whole())
             update = self._current()
             try:
                 self._check_whole(update)
@@ -230,9 +342,14 @@ class WeightUpdates:
                 self._discard(str(error))
                 raise
             assert self._standby is not None
-            return update.version, await asyncio.to_thread(_told, self._standby)
+            return update.version, await asyncio.to_thread(told_of_weights, self._standby)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _want_whole(self) -> Weights:
+        if self._served is None:
+            raise UpdateRefused("there are no weights: their memory was released, and no whole update has come since")
+        return self._served
 
     def _current(self) -> Update:
         if self._open is None:
@@ -254,16 +371,16 @@ class WeightUpdates:
         self._set_open(None)
 
     async def _ensure_standby(self) -> Weights:
-        if self._standby is None:
-            served = self._served
-            self._standby = await asyncio.to_thread(Weights, served.shape, dtype=served.dtype, device=served.device)
+        """A copy that can be written: a new one when there is none, when tensors come in another order, or when a push that broke off
+        may write the old one yet."""
+        if self._standby is None or self._straight or self._standby.order != self._order:
+            self._standby, self._straight = None, set()
+            shape, order = self._shape, self._order
+            self._standby = await asyncio.to_thread(lambda: Weights(shape, dtype=self._dtype, device=self._device, order=order))
         return self._standby
 
     def _check(self, update: Update, specs: Sequence[TensorSpec]) -> None:
-        sizes = self._served.shape.tensors()
-        if self._served.shape.tied:
-            sizes[HEAD] = sizes[EMBEDDING]
-        names = [spec.name for spec in specs]
+        sizes, seen = self._sizes, set(update.coming)
         for spec in specs:
             if spec.name not in sizes:
                 raise UpdateRefused(f"{spec.name}: the model has no tensor of this name")
@@ -271,16 +388,48 @@ class WeightUpdates:
                 raise UpdateRefused(f"{spec.name}: want shape {sizes[spec.name]}, got {spec.shape}")
             if not getattr(torch, spec.dtype).is_floating_point:
                 raise UpdateRefused(f"{spec.name}: want floating-point numbers, got {spec.dtype}")
-            if spec.name in update.received or names.count(spec.name) > 1:
+            if spec.name in seen:
                 raise UpdateRefused(f"{spec.name}: received twice")
+            seen.add(spec.name)
 
-    async def _write(self, update: Update, bucket: Bucket, message: Tensor) -> None:
-        async with self._writing:
-            self._check_current(update)
-            self._check(update, bucket.specs)  # again: another bucket may have been written meanwhile
-            assert self._standby is not None
-            await asyncio.to_thread(_copy, update, self._standby, bucket, message)
-            update.received.update(spec.name for spec in bucket.specs)
+    async def _receive(self, joined: Joined, bucket: Bucket, timeout_s: float) -> Incoming:
+        """Have the next message come: to where it belongs if its tensors lie there as they travel, else to memory of the group."""
+        assert self._standby is not None
+        place = self._standby.place(bucket)
+        if place is not None:
+            self._standby.writes += 1
+        future = await joined.receive(bucket.num_bytes, timeout_s, place)
+        if place is not None:
+            self._straight.add(future)
+            future.add_done_callback(self._straight.discard)
+        return Incoming(bucket, joined, place, future)
+
+    async def _write(self, update: Update, incoming: Incoming) -> None:
+        """Copy a message, once it is there, to where it belongs, unless it has come there."""
+        bucket, place, message = incoming.bucket, incoming.place, await incoming.future
+        try:
+            async with self._writing:
+                self._check_current(update)
+                standby = self._standby
+                assert standby is not None
+                if place is None or message.data_ptr() != place.data_ptr():
+                    await self._write_standby(lambda: self._copy(update, standby, bucket, message))
+                update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
+        finally:
+            if place is None:
+                incoming.joined.give_back(message)
+
+    async def _write_standby(self, work: Callable[[], None]) -> None:
+        """In a thread. If this is given up before the thread is done, nobody uses that copy again: it may be written yet."""
+        try:
+            await asyncio.to_thread(work)
+        except asyncio.CancelledError:
+            self._standby = None
+            raise
+
+    def _copy(self, update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
+        alias = fill_from_bucket(standby, bucket, message)
+        update.alias = update.alias if alias is None else alias
 
     def _check_complete(self, update: Update) -> None:
         self._check_whole(update)
@@ -291,8 +440,10 @@ class WeightUpdates:
 
     def _check_whole(self, update: Update) -> None:
         self._check_current(update)
+        if self._straight:
+            raise UpdateRefused(f"{len(self._straight)} buckets are still on their way")
         assert self._standby is not None
-        missing = self._standby.named.keys() - update.received
+        missing = self._standby.named.keys() - update.received.keys()
         if missing:
             raise UpdateRefused(f"{len(missing)} of {len(self._standby.named)} tensors are missing, among them {min(missing)}")
         if update.alias is not None and not torch.equal(update.alias.to(self._standby.device), self._standby.named[EMBEDDING]):
@@ -301,12 +452,15 @@ class WeightUpdates:
     async def _flip(self, update: Update) -> float:
         assert self._standby is not None and update.version is not None
         new = self._standby
-        await asyncio.to_thread(_seal, new)
+        if new.derives or self._device.type == "cuda":
+            await self._write_standby(lambda: seal(new))
         self._check_current(update)
         self._open = None
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
         self._scheduler.updating = self._open is not None
         self._served, self._standby = new, old
+        if update.coming:
+            self._order = tuple(update.received)
         self.completed += 1
         self.stall_s += stall_s
         log.info("weights version=%d epoch=%d stall_s=%.6f", update.version, update.epoch, stall_s)
@@ -314,62 +468,11 @@ class WeightUpdates:
         return stall_s
 
 
-def fill_from_directory(weights: Weights, directory: Path) -> None:
-    """Fill and seal a set of weights; raises UpdateRefused unless every tensor is there once, with its shape.
-
-    A snapshot is verified first, byte by byte (SnapshotBroken); a plain model directory has no checksums.
-    """
-    if (directory / snapshot.MANIFEST).exists():
-        snapshot.verify(directory)
-    filled: set[str] = set()
-    weights.writes += 1
-    for name, tensor in read_safetensors(directory):
-        target = weights.named.get(name)
-        if target is None and name == HEAD and weights.shape.tied:
-            continue
-        if target is None or name in filled:
-            raise UpdateRefused(
-                f"{directory}: {name}: " + ("there twice" if target is not None else "the model has no tensor of this name")
-            )
-        if target.shape != tensor.shape:
-            raise UpdateRefused(f"{directory}: {name}: want shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
-        target.copy_(tensor)
-        filled.add(name)
-    missing = weights.named.keys() - filled
-    if missing:
-        raise UpdateRefused(f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
-    _seal(weights)
+def _bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
+    return Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
 
 
-def _told(weights: Weights) -> Told:
-    return told_of(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))
-
-
-def _seal(weights: Weights) -> None:
-    weights.seal()
-    if weights.device.type == "cuda":
-        torch.cuda.synchronize(weights.device)  # the decoding thread must not overtake the copies
-
-
-def _copy(update: Update, standby: Weights, bucket: Bucket, message: Tensor) -> None:
-    standby.writes += 1
-    for spec, place in bucket.places():
-        part, dtype = message[place], getattr(torch, spec.dtype)
-        if part.storage_offset() % dtype.itemsize:
-            part = part.clone()  # a sender that mixes types need not align them
-        tensor = part.view(dtype).view(spec.shape)
-        if spec.name in standby.named:
-            standby.named[spec.name].copy_(tensor)
-        else:
-            update.alias = tensor.to(standby.dtype, copy=True)
-
-
-def parse_specs(names: Iterable[str], dtypes: Iterable[str], shapes: Iterable[Iterable[int]]) -> list[TensorSpec]:
-    """As announced in SGLang's JSON; raises UpdateRefused for what no tensor can have."""
-    try:
-        return [
-            TensorSpec(name=str(name), shape=tuple(map(int, shape)), dtype=str(dtype).removeprefix("torch."))
-            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-        ]
-    except (WeightstoreError, TypeError, ValueError) as error:
-        raise UpdateRefused(str(error)) from error
+def _give_back(device: torch.device) -> None:
+    if device.type == "cuda":  # another process is to have it
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()

@@ -9,7 +9,8 @@ D = head size.
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +19,11 @@ from torch import Tensor
 
 from actors.builtin.shape import ModelShape
 from actors.errors import UnsupportedModel
+from weightstore.manifest import Bucket
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ALIGNED_BYTES = 64
+"""As torch aligns a tensor on the CPU: products of a tensor that lies otherwise may differ in their last bits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,18 +47,27 @@ class LayerWeights:
 class Weights:
     """A set of tensors for one model; undefined until every name in ``named`` is filled and ``seal`` was called."""
 
-    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()) -> None:
+        """``order``: names in the order in which they lie in memory, as far as fused tensors allow; what a push brings can then be
+        received where it belongs (``place``)."""
+        self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
         self.writes = 0
         """Goes up whenever some of the tensors are about to be written."""
         self._sizes = shape.tensors()
+        self._starts, num_bytes = self._layout()
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self.embedding_VE = self._one(EMBEDDING)
-        self.layers = [self._layer(f"model.layers.{layer}.") for layer in range(shape.num_layers)]
+        self.layers = [self._layer(layer) for layer in range(shape.num_layers)]
         self.norm = self._one("model.norm.weight")
         self.head_VE = self.embedding_VE if shape.tied else self._one(HEAD)
         assert self.named.keys() == self._sizes.keys()
+
+    @property
+    def derives(self) -> bool:
+        """There is something for ``seal`` to compute."""
+        return self.shape.head_norm
 
     def seal(self) -> None:
         """Compute what is derived from the named tensors; call it when they are complete, before decoding with them."""
@@ -72,8 +85,43 @@ class Weights:
     def _empty(self, *sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=self.dtype, device=self.device)
 
+    def place(self, bucket: Bucket) -> Tensor | None:
+        """Memory of a bucket's tensors, flat uint8, if they lie there one after the other as they travel; else None."""
+        starts = []
+        for spec, part in bucket.places():
+            if spec.name not in self.named or getattr(torch, spec.dtype) != self.dtype:
+                return None
+            starts.append(self.named[spec.name].data_ptr() - self._memory.data_ptr() - part.start)
+        if not starts or starts.count(starts[0]) != len(starts):
+            return None
+        return self._memory[starts[0] : starts[0] + bucket.num_bytes]
+
+    def _layout(self) -> tuple[dict[str, int], int]:
+        """First byte of every piece of memory, by its first name, and the sum: each piece starts where a tensor of its own would."""
+        fused = {name: names for names in self._fused() for name in names}
+        starts: dict[str, int] = {}
+        end = 0
+        for name in [*self.order, *self._sizes]:
+            names = fused.get(name, [name])
+            if name in self._sizes and names[0] not in starts:
+                starts[names[0]] = end
+                num_bytes = sum(math.prod(self._sizes[each]) for each in names) * self.dtype.itemsize
+                end += -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        return starts, end
+
+    def _fused(self) -> Iterator[list[str]]:
+        for layer in range(self.shape.num_layers):
+            for kind in ("weight", "bias"):
+                for names in (_projections(layer, "self_attn", "qkv"), _projections(layer, "mlp", ("gate", "up"))):
+                    if f"{names[0]}{kind}" in self._sizes:
+                        yield [f"{name}{kind}" for name in names]
+
+    def _piece(self, first: str, *sizes: int) -> Tensor:
+        start = self._starts[first]
+        return self._memory[start : start + math.prod(sizes) * self.dtype.itemsize].view(self.dtype).view(sizes)
+
     def _one(self, name: str) -> Tensor:
-        self.named[name] = self._empty(*self._sizes[name])
+        self.named[name] = self._piece(name, *self._sizes[name])
         return self.named[name]
 
     def _optional(self, name: str) -> Tensor | None:
@@ -83,13 +131,13 @@ class Weights:
         if names[0] not in self._sizes:
             return None
         sizes = [self._sizes[name] for name in names]
-        whole = self._empty(sum(size[0] for size in sizes), *sizes[0][1:])
+        whole = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
         self.named.update(zip(names, whole.split([size[0] for size in sizes]), strict=True))
         return whole
 
-    def _layer(self, at: str) -> LayerWeights:
-        qkv = [f"{at}self_attn.{part}_proj." for part in "qkv"]
-        gate_up = [f"{at}mlp.{part}_proj." for part in ("gate", "up")]
+    def _layer(self, layer: int) -> LayerWeights:
+        at = f"model.layers.{layer}."
+        qkv, gate_up = _projections(layer, "self_attn", "qkv"), _projections(layer, "mlp", ("gate", "up"))
         qkv_weight = self._side_by_side([name + "weight" for name in qkv])
         gate_up_weight = self._side_by_side([name + "weight" for name in gate_up])
         assert qkv_weight is not None and gate_up_weight is not None
@@ -111,6 +159,11 @@ class Weights:
             down=self._one(at + "mlp.down_proj.weight"),
             down_bias=self._optional(at + "mlp.down_proj.bias"),
         )
+
+
+def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
+    """Names of projections that lie side by side, without their kind."""
+    return [f"model.layers.{layer}.{block}.{part}_proj." for part in parts]
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,7 @@
 """Settings of the router."""
 
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class RouterConfig:
 
 def check_url(url: object) -> str:
     """An engine's address without a slash at its end. Raises ValueError."""
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")) or len(url.split("://", 1)[1].strip("/")) == 0:
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        well = parts.scheme in ("http", "https") and parts.hostname and parts.hostname.encode("idna") and parts.port != 0
+    except ValueError:  # no port, no address in brackets, a part of the name that is empty or too long
+        well = False
+    if not isinstance(url, str) or not well or not url.isprintable() or " " in url:
         raise ValueError(f"worker: want a URL like http://host:port, got {url!r}")
     return url.rstrip("/")

@@ -7,23 +7,31 @@ the model then reads what it never wrote, and what is trained on is not what was
 ``/retrieve_from_text`` gives the token ids, log-probs and versions of a text, for whoever trains on it.
 """
 
+import bisect
+import itertools
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from actors import openai_api
 from actors.builtin.text import Text
 from actors.chat_template import ChatTemplate
-from actors.errors import BadRequest
+from actors.errors import BadRequest, EngineError
+from actors.http_api import json_map
+from actors.router.called import CalledTexts
 from actors.router.config import RouterConfig
 from actors.router.exchange import Answer, Handler, Request
 from actors.router.tree import Piece, TokenTree, columns
 
 MAX_CONTEXT = 1 << 15
-"""Tokens, where the model does not say."""
+"""Tokens, where neither engine nor model says."""
+CONTEXT_S = 60.0
+"""What an engine has said of its context is taken for so long."""
 
 
 class TokenExact:
@@ -37,7 +45,9 @@ class TokenExact:
             raise ValueError(f"router.model: want a directory with a tokenizer.json, got {config.model!r}")
         self._text, self._template, self._model = text, ChatTemplate.read(directory), directory.resolve().name
         self._max_context = _max_context(directory)
+        self._told_context, self._told_until = 0, float("-inf")
         self.tree = TokenTree(config.max_text)
+        self._called = CalledTexts(config.max_text)
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
         paths = {
@@ -49,9 +59,7 @@ class TokenExact:
         answering = paths.get(request.path)
         if request.method != "POST" or answering is None:
             return await handler(request)
-        if not (body := request.map):
-            raise BadRequest("body: want a JSON map")
-        return await answering(request, body, handler)
+        return await answering(request, handler)
 
     def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
         """A text as what is known of it and, tokenised, the rest."""
@@ -63,7 +71,8 @@ class TokenExact:
 
     # -- /generate ------------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: Request, body: dict[str, Any], handler: Handler) -> Answer:
+    async def _generate(self, request: Request, handler: Handler) -> Answer:
+        body = json_map(request.body)
         text = body.pop("text", None)
         if text is None:
             return await handler(request)
@@ -71,7 +80,7 @@ class TokenExact:
         if not texts or not all(isinstance(each, str) for each in texts):
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
         prompts = [self.pieces(each, request.session) for each in texts]
-        owners = _repeated(prompts, body.get("sampling_params"))
+        owners = _Owners(prompts, body.get("sampling_params"))
         ids = [_ids(prompt) for prompt in prompts]
         asking = request.asking({**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True})
         answer = await handler(asking)
@@ -84,7 +93,7 @@ class TokenExact:
             self._note(json.loads(raw), owners, request.session)
             return answer.with_(raw)
 
-    async def _listening(self, chunks: AsyncIterator[bytes], owners: Sequence[list[Piece]], session: str) -> AsyncIterator[bytes]:
+    async def _listening(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """The chunks as they are; the last state of each response is remembered."""
         rest = b""
         async for chunk in chunks:
@@ -94,13 +103,14 @@ class TokenExact:
                     self._note_one(state.get("index", 0), state, owners, session)
             yield chunk
 
-    def _note(self, answers: Any, owners: Sequence[list[Piece]], session: str) -> None:
+    def _note(self, answers: Any, owners: "_Owners", session: str) -> None:
         for place, answer in enumerate(answers if isinstance(answers, list) else [answers]):
             self._note_one(place, answer, owners, session)
 
-    def _note_one(self, place: int, answer: Mapping[str, Any], owners: Sequence[list[Piece]], session: str) -> None:
-        if place < len(owners) and all(piece.text for piece in owners[place]):  # a prompt of ids has no text to be found by
-            self.remember(owners[place], answer, session)
+    def _note_one(self, place: int, answer: Mapping[str, Any], owners: "_Owners", session: str) -> None:
+        prompt = owners.prompt(place)
+        if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
+            self.remember(prompt, answer, session)
 
     def remember(self, prompt: Sequence[Piece], answer: Mapping[str, Any], session: str = "") -> None:
         """Take in a finished response; one that does not tell its ids and log-probs is passed over."""
@@ -136,24 +146,27 @@ class TokenExact:
 
     # -- OpenAI's paths -------------------------------------------------------------------------------------------------
 
-    async def _openai(self, request: Request, body: dict[str, Any], handler: Handler) -> Answer:
+    async def _openai(self, request: Request, handler: Handler) -> Answer:
         try:
-            asked = openai_api.parse(body, chat=request.path == "/v1/chat/completions")
+            asked = openai_api.parse(json_map(request.body), chat=request.path == "/v1/chat/completions")
             if asked.chat:
-                text = openai_api.chat_text(asked, self._template)
-                prompts = [self.pieces(text, request.session, add_special=False)]
+                prompts = [self.pieces(self._chat_text(asked), request.session, add_special=False)]
             else:
                 prompts = [self._prompt(each, request.session) for each in asked.prompts]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
-        owners = _repeated(prompts, asked.sampling)
-        generate = asked.generate([_ids(prompt) for prompt in prompts], max_context=self._max_context)
+        owners = _Owners(prompts, asked.sampling)
+        context = await self._context(request, handler) if asked.chat and "max_new_tokens" not in asked.sampling else self._max_context
+        if isinstance(context, Answer):
+            return context
+        generate = asked.generate([_ids(prompt) for prompt in prompts], max_context=context)
         told = openai_api.Told(
             asked,
             id=secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
+            form_of_calls=openai_api.form_of_calls(asked, self._template),
         )
         answer = await handler(request.asking(generate, "/generate"))
         async with answer:
@@ -161,15 +174,35 @@ class TokenExact:
                 return await _refused(answer)
             if answer.streamed:
                 return answer.with_(self._told_parts(answer.chunks, told, owners, request.session))
-            answers = json.loads(await answer.read())
+            read = json.loads(await answer.read())
+            answers = read if isinstance(read, list) else [read]
             self._note(answers, owners, request.session)
-            return answer.with_(json.dumps(told.whole(answers if isinstance(answers, list) else [answers])).encode())
+            for place, each in enumerate(answers):
+                self._note_calls({**each, "index": place}, told)
+            return answer.with_(json.dumps(told.whole(answers)).encode())
+
+    async def _context(self, request: Request, handler: Handler) -> int | Answer:
+        """Tokens of prompt and response at an engine, which may take fewer than its model; an answer when none serves."""
+        if time.monotonic() < self._told_until:
+            return self._told_context
+        answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b""))
+        async with answer:
+            if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                return await _refused(answer)
+            try:
+                told = json.loads(await answer.read())["data"][0]["max_model_len"]
+            except (EngineError, ValueError, LookupError, TypeError):
+                told = None
+        if not isinstance(told, int) or told < 1:
+            return self._max_context
+        self._told_context, self._told_until = told, time.monotonic() + CONTEXT_S
+        return told
 
     def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
         return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
 
     async def _told_parts(
-        self, chunks: AsyncIterator[bytes], told: openai_api.Told, owners: Sequence[list[Piece]], session: str
+        self, chunks: AsyncIterator[bytes], told: openai_api.Told, owners: "_Owners", session: str
     ) -> AsyncIterator[bytes]:
         rest = b""
         async for chunk in chunks:
@@ -181,20 +214,28 @@ class TokenExact:
                     continue
                 if state["meta_info"].get("finish_reason") is not None:
                     self._note_one(state.get("index", 0), state, owners, session)
+                    self._note_calls(state, told)
                 for part in told.parts(state):
                     yield openai_api.event(part)
         for part in told.last():
             yield openai_api.event(part)
         yield openai_api.DONE
 
+    def _chat_text(self, asked: openai_api.Asked) -> str:
+        return openai_api.chat_text(replace(asked, messages=self._called.as_said(asked.messages)), self._template)
+
+    def _note_calls(self, answer: Mapping[str, Any], told: openai_api.Told) -> None:
+        self._called.note(told.message(answer), str(answer.get("text") or ""))
+
     # -- /retrieve_from_text --------------------------------------------------------------------------------------------
 
-    async def _retrieve(self, request: Request, body: dict[str, Any], handler: Handler) -> Answer:
+    async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Of ``text``, or of ``messages`` as the template renders them."""
+        body = json_map(request.body)
         text, add_special = body.get("text"), True
         if text is None and "messages" in body:
             body.setdefault("add_generation_prompt", False)
-            text, add_special = openai_api.chat_text(openai_api.parse(body, chat=True), self._template), False
+            text, add_special = self._chat_text(openai_api.parse(body, chat=True)), False
         if not isinstance(text, str):
             raise BadRequest(f"text: want a string, got {text!r}")
         found = list(columns(self.pieces(text, request.session, add_special=add_special))) if text else []
@@ -217,11 +258,19 @@ def _ids(pieces: Sequence[Piece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 
-def _repeated(prompts: Sequence[list[Piece]], params: Any) -> list[list[Piece]]:
-    """The prompt of each response: ``n`` of the first, ``n`` of the second, ..."""
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
-    return [prompt for prompt, count in zip(prompts, counts, strict=False) for _ in range(count if isinstance(count, int) else 1)]
+class _Owners:
+    """The prompt of each response: ``n`` of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
+
+    def __init__(self, prompts: Sequence[list[Piece]], params: Any) -> None:
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
+        self._prompts = prompts
+        self._ends = list(itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts))
+
+    def prompt(self, place: int) -> list[Piece] | None:
+        """None for a place that was not asked for."""
+        owner = bisect.bisect_right(self._ends, place)
+        return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
 
 
 def _state(event: bytes) -> dict[str, Any] | None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
+from actors.errors import BadRequest
+from actors.http_api import json_map
+
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 SESSION_FIELD = "session_id"
 REQUEST_HEADER = "X-Request-Id"
@@ -22,8 +25,9 @@ class Request:
 
     method: str
     path: str
-    """Begins with a slash; without the query."""
+    """Begins with a slash; decoded, without the query."""
     query: str = ""
+    """Encoded."""
     headers: Mapping[str, str]
     """Case does not matter."""
     body: bytes = b""
@@ -32,14 +36,13 @@ class Request:
 
     @property
     def map(self) -> dict[str, Any]:
-        """Its body as a JSON map; empty when it is none."""
+        """Its body as a JSON map; empty when it is none, or one that engines refuse."""
         if not self.body.lstrip().startswith(b"{"):
             return {}
         try:
-            found = json.loads(self.body)
-        except ValueError:
+            return json_map(self.body)
+        except BadRequest:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def field(self, name: str) -> Any:
         """One field of the map; None when it has not. A large body is parsed only if the name is in it."""

@@ -14,8 +14,10 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from http import HTTPStatus
+from urllib.parse import quote
 
 import aiohttp
+from yarl import URL
 
 from actors.engine_client import HttpEngine
 from actors.engines import Engines, NoEngine
@@ -135,7 +137,8 @@ class Forwarder:
 
     async def _open(self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float) -> aiohttp.ClientResponse:
         """A response whose status and headers are there."""
-        where = url + request.path + (f"?{request.query}" if request.query else "")
+        # Encoded here, so that the engine sees this very path: nothing in it is taken for a query, or for a way up to another path.
+        where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
         headers["Accept-Encoding"] = "identity"  # an engine's words come as they are, each when it is said
         try:
@@ -146,7 +149,7 @@ class Forwarder:
                 if response.status == UNAVAILABLE:
                     raise _refused(id, response, await response.content.read(MAX_REFUSAL_BYTES))
                 return response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL, UnicodeError) as error:
             raise NotSent(id, f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise TookTooLong(f"engine {id}: no answer within {self._config.timeout_s:g} s") from error

@@ -14,6 +14,8 @@ from bus.live import LiveView
 
 log = logging.getLogger(__name__)
 
+LOOK_S = 1.0
+"""A bus that does not answer is not waited for: what the checks of engines have shown is told meanwhile."""
 Ask = Callable[[str], Awaitable[int]]
 """Gives the version that the engine at a URL serves. Raises NotServing when it says that it does not, EngineError when it is silent."""
 
@@ -40,7 +42,8 @@ class WorkerLookout:
     def __init__(self, config: RouterConfig, ask: Ask, view: LiveView | None = None) -> None:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
-        self._removed: set[str] = set()
+        self._removed: dict[str, str] = {}
+        """By hand: URL -> its process; until it is added again, or another process is there. Its row may come and go."""
         self._on_bus = LiveLookout(view) if view is not None else None
         self._rows: dict[str, Sighting] = {}
         """By URL, as last seen."""
@@ -49,7 +52,7 @@ class WorkerLookout:
 
     async def add(self, url: str) -> None:
         """Know an engine; asked at once, so that it serves from now on if it can."""
-        self._removed.discard(url)
+        self._removed.pop(url, None)
         self._by_hand[url] = None
         await self._check(url)
         self._wake()
@@ -59,7 +62,8 @@ class WorkerLookout:
         known = url in self.urls()
         self._by_hand.pop(url, None)
         if known:
-            self._removed.add(url)
+            self._removed[url] = self._rows[url].process if url in self._rows else ""
+            self._health.pop(url, None)
         return known
 
     def urls(self) -> list[str]:
@@ -69,11 +73,16 @@ class WorkerLookout:
     async def look(self) -> list[Sighting]:
         if self._on_bus is not None:
             try:
-                self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.look()}
-            except BusError as error:  # what was seen last is still the best guess, and the checks go on
-                log.debug("engines on the bus not seen error=%s", error)
-        self._removed &= {*self._rows, *self._by_hand}
+                async with asyncio.timeout(LOOK_S):
+                    self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.look()}
+            except (BusError, TimeoutError) as error:  # what was seen last is still the best guess, and the checks go on
+                log.debug("engines on the bus not seen error=%s", error or "time-out")
+        self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
         return [self._sighting(url) for url in self.urls()]
+
+    def _another(self, url: str, process: str) -> bool:
+        """Another process than that one is at a URL."""
+        return bool(process) and url in self._rows and self._rows[url].process != process
 
     @asynccontextmanager
     async def noticing(self, wake: Callable[[], None]) -> AsyncIterator[None]:

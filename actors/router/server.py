@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 CONTROL = (
     *("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/init_weights_update_group"),
-    *("/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker"),
+    *("/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker", "/receive_push"),
 )
 """Besides ``/update_weight...``: commands to one engine, which its learner gives it itself."""
 SHUTDOWN_S = 5.0
@@ -113,15 +114,19 @@ class Router:
 
     async def _add(self, request: web.Request) -> web.Response:
         await self.lookout.add(await _worker_in(request))
-        await self.engines.look_again()
+        await self._look_again()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
         if not self.lookout.remove(url):
             raise BadRequest(f"url: want one of {', '.join(self.lookout.urls()) or 'none, there is no worker'}, got {url!r}")
-        await self.engines.look_again()
+        await self._look_again()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
+
+    async def _look_again(self) -> None:
+        with suppress(TimeoutError):  # it is done, and seen to a little later
+            await self.engines.look_again()
 
     async def _list(self, request: web.Request) -> web.Response:
         urls = self.lookout.urls()
@@ -147,7 +152,7 @@ class Router:
         try:
             async with self._session.post(url + "/abort_request", json=body) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:  # ValueError: no URL at all, from a row
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
@@ -197,7 +202,7 @@ def load_middleware(path: str, config: RouterConfig) -> Middleware:
 
 def _request(given: web.Request, body: bytes) -> Request:
     """The session is taken out of header or body: engines know nothing of it."""
-    request = Request(method=given.method, path=given.path, query=given.query_string, headers=given.headers, body=body)
+    request = Request(method=given.method, path=given.path, query=given.rel_url.raw_query_string, headers=given.headers, body=body)
     session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
         named = fields.pop(SESSION_FIELD)

@@ -11,6 +11,12 @@ import aiohttp
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 
 CONNECT_S = 5.0
+KEEP_S = 2.0
+"""An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
+
+
+class Aborted(BadRequest):
+    """Somebody aborted the request before it began (HTTP 499)."""
 
 
 class Api:
@@ -37,10 +43,15 @@ class Api:
         try:
             async with asyncio.timeout(timeout_s), self._session.request(method, self.url + path, json=body) as response:
                 if response.status != 200:
-                    raise self._refusal(path, response.status, await response.read())
+                    raw = await response.read()
+                    if response.status >= 500:
+                        response.close()  # uvicorn is about to: the next request is not to travel on it
+                    raise self._refusal(path, response.status, raw)
                 yield response
+        except aiohttp.ServerTimeoutError as error:
+            raise EngineUnavailable(self.url, f"{path}: not connected within {CONNECT_S:g} s") from error
         except TimeoutError as error:
-            raise EngineUnavailable(self.url, f"{path}: no answer within {timeout_s:g} s") from error
+            raise EngineUnavailable(self.url, f"{path}: no answer within {timeout_s or 0.0:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineUnavailable(self.url, f"{path}: {type(error).__name__}: {error}") from error
 
@@ -59,7 +70,7 @@ class Api:
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:
             self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
                 read_bufsize=1 << 20,
             )
@@ -75,4 +86,6 @@ class Api:
             pass
         if status in (408, 429, 502, 503, 504):
             return EngineUnavailable(self.url, f"{path}: {text}")
+        if status == 499:
+            return Aborted(f"{path}: {text}")
         return (BadRequest if 400 <= status < 500 else lambda reason: EngineFailed(self.url, reason))(f"{path}: {text}")

@@ -28,11 +28,13 @@ class Layout:
     """Why its checksums say nothing to us; "" = they do."""
 
 
-def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int) -> Layout:
-    """From /server_info and the model's configuration."""
+def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> Layout:
+    """From /server_info and the model's configuration; ``on_cpu``: this release computes checksums there."""
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":
         reason = f"on {info.get('device')} SGLang computes them in a way of its own"
+    elif not on_cpu:
+        reason = f"SGLang {info.get('version')} computes none on CPU"
     elif int(info.get("tp_size") or 1) > 1:
         reason = f"each of {info.get('tp_size')} ranks has a part of every tensor"
     elif dtype not in DTYPES:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -23,7 +24,8 @@ OWN = ("model-path", "host", "port", "weight-version")
 
 
 def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, Any]) -> list[str]:
-    """``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none.
+    """``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none,
+    a list several words, a map JSON. (A list that SGLang wants as JSON is given as a string.)
 
     Raises ValueError for one that is not the user's to give.
     """
@@ -33,12 +35,16 @@ def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str
         flag = name.replace("_", "-")
         if flag in OWN:
             raise ValueError(f"engine.sglang.arguments.{name}: is given by the engine itself; want another setting")
-        if value is None or value is False:
+        if value is None or value is False or value == []:
             continue
         words.append(f"--{flag}")
         if value is not True:
-            words += [str(one) for one in value] if isinstance(value, list | tuple) else [str(value)]
+            words += [_word(one) for one in (value if isinstance(value, list | tuple) else [value])]
     return words
+
+
+def _word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, Mapping | list | bool) else str(value)
 
 
 def free_port() -> int:

@@ -10,19 +10,23 @@ import asyncio
 import contextlib
 import json
 import logging
+import secrets
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from actors.builtin.request import Limits
+from actors.builtin.shape import eos_ids_of
 from actors.builtin.text import Text
 from actors.config import EngineConfig
-from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
+from actors.errors import EngineError, EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
+from actors.handles import HandleListener
 from actors.sglang.api import Api
 from actors.sglang.checksums import layout_of
 from actors.sglang.child import ServerChild, command_line, free_port, until_healthy
-from actors.sglang.releases import NEWEST_TRIED, release_of
+from actors.sglang.pieces import Pieces
+from actors.sglang.releases import NEWEST_TRIED, Release, release_of
 from actors.sglang.updates import WeightUpdates
 
 log = logging.getLogger(__name__)
@@ -30,8 +34,6 @@ log = logging.getLogger(__name__)
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
 PROBE_S = 60.0
 LOOK_S = 2.0
-LOST_LOOKS = 15
-"""A server that does not answer so many looks in a row is given up."""
 
 
 class SglangEngine:
@@ -49,19 +51,24 @@ class SglangEngine:
         *,
         version: int = 0,
         on_update: Callable[[int, int], None] | None = None,
+        release: Release | None = None,
     ) -> None:
+        """``release``: how to talk to the server; None = as it says itself."""
         self.model_dir, self.config = Path(model_dir), config or EngineConfig(kind="sglang")
-        self._first_version, self._on_update = version, on_update
+        self._first_version, self._on_update, self._release = version, on_update, release
         self._phase = "joining"
         self._changed = asyncio.Event()
         self._child: ServerChild | None = None
         self._guard: Any = None
+        self._cache = secrets.token_hex(4)
+        self.pieces: Pieces | None = None
         self._lost = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
-        self.url = ""
+        self.url = self.handles = ""
+        self._listener: HandleListener | None = None
         self.unfinished = 0
         """Requests that the server has."""
-        self.counters = {"requests": 0.0, "refused": 0.0, "aborted_by_clients": 0.0, "tokens": 0.0}
+        self.counters = {"requests": 0.0, "refused": 0.0, "asked_again": 0.0}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -81,6 +88,7 @@ class SglangEngine:
         self.limits = Limits(
             vocab_size=vocab_size, max_context=self.config.max_context or context, encode=text.encode if text is not None else None
         )
+        self.text, self.eos_ids = text, frozenset(eos_ids_of(values, self.model_dir)) | frozenset(text.eos_ids if text else ())
         self.names = frozenset(tensor_names(self.model_dir))
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
@@ -104,19 +112,49 @@ class SglangEngine:
                 raise self._child.failure(self.api.url)
             raise EngineFailed(self.api.url, f"SGLang does not answer after {settings.start_timeout_s:g} s")
         info = await self.api.call("GET", "/server_info", timeout_s=PROBE_S)
-        release = release_of(self.api.url, info.get("version"))
+        self.release = release = self._release or release_of(self.api.url, info.get("version"))
         if release.version > NEWEST_TRIED:
             log.warning("SGLang %s is newer than what was tried (%s)", info.get("version"), ".".join(map(str, NEWEST_TRIED)))
-        if settings.pause == "retract" and release.flush_needs_idle:
-            raise EngineFailed(self.api.url, f"SGLang {info.get('version')}: a retracting update ends it; want pause: in_place")
+        pause = "retract" if self.config.colocated else settings.pause
         self.ranks = int(info.get("tp_size") or 1)
-        layout = layout_of(info, vocab_size=self.limits.vocab_size, hidden_size=self._hidden_size)
-        self.updates = WeightUpdates(self.api, release, self.names, layout, pause=settings.pause, on_update=self._updated)
+        self.pieces = None if release.spans else self._in_pieces(info)
+        if pause == "retract" and release.flush_needs_idle and (self.pieces is None or self.config.colocated):
+            cure = "want another one" if self.config.colocated else "want pause: in_place"
+            raise EngineFailed(self.api.url, f"SGLang {info.get('version')}: a retracting update ends it; {cure}")
+        layout = layout_of(info, vocab_size=self.limits.vocab_size, hidden_size=self._hidden_size, on_cpu=release.cpu_checksums)
+        self.updates = WeightUpdates(
+            self.api, release, self.names, layout, pause=pause, pieces=self.pieces, ranks=self.ranks, on_update=self._updated
+        )
         self.updates.version = self._first_version
+        if settings.url and await self._has_version_0():
+            self.updates.version = max(0, self._first_version)
+            await self.updates.carry_out(self.updates.free())
+        self._listener = HandleListener(self.updates)
+        self.handles = await self._listener.start()
         self._guard = Guard(self)
         self.url = await self._guard.start(self.config.host if host is None else host, self.config.port if port is None else port)
         self._looking = asyncio.create_task(self._look(), name="sglang health")
         return self.url
+
+    async def _has_version_0(self) -> bool:
+        """Whoever started the server says so, and nothing has been written since. Any other version may be another run's."""
+        said = await self.api.call("GET", "/model_info", timeout_s=PROBE_S)
+        return str(said.get("weight_version")) == "0"
+
+    def _in_pieces(self, info: Mapping[str, Any]) -> Pieces:
+        log.info("sglang %s does not say which version made which token: requests are cut at updates and continued", info.get("version"))
+        return Pieces(
+            self.api,
+            self.text,
+            eos_ids=self.eos_ids,
+            max_context=self.limits.max_context,
+            extra_key=self.cache_key,
+            paused=lambda: self.updates.paused is not None,
+        )
+
+    def cache_key(self) -> str:
+        """What is cached of older weights is not used again, nor what somebody before left at a server that was found."""
+        return f"{self._cache} version {self.version}"
 
     def _arguments(self) -> dict[str, Any]:
         """The engine's own settings under SGLang's names; what the user gives goes before."""
@@ -125,14 +163,17 @@ class SglangEngine:
             ours["device"] = self.config.device
         if self.config.max_context:
             ours["context_length"] = self.config.max_context
-        return ours | self.config.sglang.arguments
+        arguments = ours | self.config.sglang.arguments
+        if self.config.colocated and arguments.get("device") != "cpu":
+            arguments.setdefault("enable_memory_saver", True)  # or its releases release nothing
+        return arguments
 
     async def failed(self) -> None:
         """Until the server is gone; raises EngineFailed with its last lines."""
         await self._lost.wait()
         if self._child is not None and self._child.ended.is_set():
             raise self._child.failure(self.api.url)
-        raise EngineFailed(self.api.url, f"SGLang has not answered for {LOST_LOOKS * LOOK_S:.0f} s")
+        raise EngineFailed(self.api.url, f"SGLang has not answered for {self.config.sglang.silent_s:g} s")
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and finish those there are; False when some are left at the deadline."""
@@ -150,6 +191,8 @@ class SglangEngine:
             await asyncio.gather(self._looking, return_exceptions=True)
         if self._guard is not None:
             await self._guard.close()
+        if self._listener is not None:
+            await self._listener.close()
             await self.updates.close()
         if self._child is not None:
             await self._child.stop()
@@ -159,7 +202,11 @@ class SglangEngine:
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
         """Take weights from a directory that the server can read; gives the seconds that generation was held up."""
         self.updates.admit(epoch, "load_snapshot")
-        return await self.updates.carry_out(self.updates.load_directory(Path(directory), version))
+        if self.updates.under_way:  # a push comes first, and may be enough
+            await self.between_updates(PROBE_S)
+            if self.whole and self.version >= version:
+                return 0.0
+        return await self.updates.carry_out(self.updates.serve_directory(Path(directory), version))
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 
@@ -167,6 +214,10 @@ class SglangEngine:
     def version(self) -> int:
         """Of the weights it serves; -1 = none whole."""
         return self.updates.version if hasattr(self, "updates") else self._first_version
+
+    @property
+    def whole(self) -> bool:
+        return self.version >= 0
 
     @property
     def epoch(self) -> int:
@@ -197,6 +248,8 @@ class SglangEngine:
             "updates": float(self.updates.completed),
             "stall_s": self.updates.stall_s,
             "ranks": float(self.ranks),
+            "colocated": float(self.config.colocated),
+            "released": float(len(self.updates.released)),
         }
         return {**self.counters, **gauges}
 
@@ -209,8 +262,22 @@ class SglangEngine:
                 self.url, f"version {wanted} is not served: version {self.version} is, after waiting {timeout_s:g} s"
             ) from None
 
+    async def between_updates(self, timeout_s: float) -> None:
+        """Wait while new weights come, but no longer than this."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.updates.settled.wait()
+
+    def want_servable(self) -> None:
+        """Raises EngineUnavailable unless it can generate now. While its memory is released, requests wait."""
+        if not self.servable or (self.version < 0 and not self.updates.released):
+            raise EngineUnavailable(self.url, f"it does not serve now: phase {self.phase}, version {self.version}")
+
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate a token in whatever phase; raises EngineFailed when that does not work, or its log-prob is no number."""
+        """Generate a token in any phase, once no update is under way; raises EngineFailed when none comes, or its log-prob is no number."""
+        await self.between_updates(timeout_s)
+        if self.updates.released:
+            raise EngineFailed(self.url, "its memory is released")
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
         try:
             answer = await self.api.call("POST", "/generate", body, timeout_s=timeout_s)
@@ -221,6 +288,10 @@ class SglangEngine:
             raise EngineFailed(self.api.url, f"the probe's log-prob is {log_prob}")
 
     def began(self, count: int) -> None:
+        """Raises EngineUnavailable when there are too many."""
+        limit = self.config.max_running + self.config.max_waiting
+        if self.unfinished + count > limit:
+            raise EngineUnavailable(self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}")
         self.unfinished += count
         self.counters["requests"] += count
 
@@ -240,18 +311,39 @@ class SglangEngine:
 
     async def _look(self) -> None:
         """Notice that the server is gone, or answers no more."""
-        silent = 0
-        while silent < LOST_LOOKS:
-            if self._child is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._child.ended.wait()
-                        break
-            else:
-                await asyncio.sleep(LOOK_S)
-            silent = 0 if await self.api.healthy() else silent + 1
+        ended = asyncio.create_task((self._child.ended if self._child is not None else asyncio.Event()).wait())
+        try:
+            while await self._answers(ended):
+                await self.updates.let_go()
+                await asyncio.wait({ended}, timeout=min(LOOK_S, self.config.sglang.silent_s / 4))
+        finally:
+            ended.cancel()
         log.error("sglang lost url=%s", self.api.url)
         self._lost.set()
+        if self.pieces is not None:
+            self.pieces.release()  # to fail, rather than wait for an update
+
+    async def _answers(self, ended: "asyncio.Task[Any]") -> bool:
+        """Does its scheduler, within ``silent_s`` after what it does for an update now? False once the server has ended."""
+        busy = self.updates.carried_out
+        asked = asyncio.create_task(self._until_answered())
+        try:
+            if busy is not None:
+                await asyncio.wait({asked, ended, busy}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asked, ended}, timeout=self.config.sglang.silent_s, return_when=asyncio.FIRST_COMPLETED)
+            return asked.done() and asked.exception() is None and not ended.done()
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
+    async def _until_answered(self) -> None:
+        """Ask for what only the scheduler knows; it answers whether it is idle, generates or is paused."""
+        while True:
+            try:
+                await self.api.call("GET", "/server_info")
+                return
+            except EngineError:
+                await asyncio.sleep(LOOK_S)
 
     def _updated(self, version: int, epoch: int) -> None:
         if self._phase == "stale":

@@ -1,21 +1,31 @@
 """Runs a command in a session of its own and kills all of it when the one who started this is gone, however it went.
 
 ``python -m actors.sglang.keeper COMMAND...`` with standard input a pipe that the starter holds open. SGLang's scheduler and detokenizer
-outlive a killed server and would keep the GPU's memory; no signal at the starter's death reaches them. Standard library only.
+outlive a killed server and would keep the GPU's memory; no signal at the starter's death reaches them. And the server outlives them, for a
+minute and more, answering nobody: one of them gone is the end of all. Standard library only.
 """
 
+import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+
+PART = b"sglang::"
+"""How SGLang calls the processes it cannot do without; others come and go."""
+SCAN_MS = 500
 
 
 def main(command: list[str]) -> int:
     """Run the command; its exit code (128 + signal, as a shell says it)."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ours to outlive: the server is asked to end, this one follows
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())  # ours to outlive: the server is asked to end, this one follows
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     threading.Thread(target=_kill_at_eof, daemon=True).start()
+    threading.Thread(target=_kill_without_part, args=(server, ending), daemon=True).start()
     code = server.wait()
     print(f"the server ended with code {code}", file=sys.stderr, flush=True)
     _kill_others()
@@ -28,14 +38,54 @@ def _kill_at_eof() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Event) -> None:
+    """Wait until a part of the server is gone, and end the server unless it is ending anyway.
+
+    Whoever is called as its parent is none: a command that a part runs, before it has a name of its own (the scheduler asks lscpu).
+    """
+    parts: dict[int, str] = {}
+    ends = select.poll()
+    known: set[int] = set()
+    while True:
+        for pid in _session():
+            with contextlib.suppress(OSError):
+                if pid not in known and (name := _name(pid)).startswith(PART) and name != _name(_parent(pid)):
+                    known.add(pid)
+                    end = os.pidfd_open(pid)
+                    parts[end] = f"{name.decode(errors='replace')} ({pid})"
+                    ends.register(end, select.POLLIN)
+        gone = ends.poll(SCAN_MS)
+        if ending.is_set():
+            return
+        if gone:
+            print(f"{parts[gone[0][0]]} is gone, so the server is ended", file=sys.stderr, flush=True)
+            server.kill()
+            return
+
+
 def _kill_others() -> None:
     """All of this session but the keeper, which has an exit code to pass on."""
+    for pid in _session():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _session() -> list[int]:
+    """Everybody of this session but the keeper."""
+    found = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
-        try:
+        with contextlib.suppress(OSError):
             if os.getpgid(pid) == os.getpgrp():
-                os.kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
+                found.append(pid)
+    return found
+
+
+def _name(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 if __name__ == "__main__":

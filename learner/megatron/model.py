@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from learner.megatron.bridge import open_bridge
 from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.memory import Memory, PlainMemory
 from learner.megatron.parallel import Parallel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -30,6 +31,8 @@ class Policy:
     """What the schedule and the optimizer see."""
     bridge: Any
     parallel: Parallel
+    memory: Memory = field(default_factory=PlainMemory)
+    """What the weights, their gradients and the optimizer's state lie in."""
 
     @property
     def config(self) -> Any:
@@ -41,6 +44,7 @@ class Policy:
 
         Without tensor parallelism they are views on the live weights.
         """
+        self.memory.want("the export of weights")
         yield from self.bridge.export(self.module)
 
     def digest(self) -> str:
@@ -52,20 +56,22 @@ class Policy:
         return total.hexdigest()
 
 
-def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel) -> Policy:
-    """Build the model on this rank and load the directory's weights into it."""
-    kind = DTYPES[dtype]
+def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Memory | None = None) -> Policy:
+    """Build the model on this rank, in ``memory``, and load the directory's weights into it."""
+    kind, memory = DTYPES[dtype], memory or PlainMemory()
     with megatron_device():
         bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
-        module = bridge.build()
-        for parameter in module.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        module.to(parallel.device)
-        with torch.no_grad():
-            bridge.load_weights([module], str(model_dir))
-        inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
-        ddp = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
-    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel)
+        with memory.region():
+            module = bridge.build()
+            for parameter in module.parameters():
+                tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            module.to(parallel.device)
+            with torch.no_grad():
+                bridge.load_weights([module], str(model_dir))
+            inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
+        with memory.region(scratch=True):  # of gradients, which each minibatch sets to zero first
+            ddp = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
+    return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, memory=memory)
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
@@ -78,11 +84,14 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "
 
 
 class WeightBackup:
-    """A second copy of the weights that can be put in their place for a while (the proximal policy, the reference)."""
+    """A second copy of the weights that can be put in their place for a while (the proximal policy, the reference).
+
+    Of weights on a CUDA device it lies in pinned host memory.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._copies = {name: parameter.detach().clone() for name, parameter in policy.module.named_parameters()}
+        self._copies = {name: _copy_on_host(parameter) for name, parameter in policy.module.named_parameters()}
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -92,6 +101,7 @@ class WeightBackup:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the present weights."""
+        self._policy.memory.want("a copy of the weights")
         for name, parameter in self._policy.module.named_parameters():
             self._copies[name].copy_(parameter)
 
@@ -103,15 +113,26 @@ class WeightBackup:
 
     @contextmanager
     def switch(self) -> Iterator[None]:
-        """While entered, the model has the copied weights; afterwards its own again, bit for bit (they are swapped, not copied)."""
+        """While entered, the model has the copied weights; afterwards its own again, bit for bit."""
         self._swap()
         try:
             yield
         finally:
             self._swap()
 
+    @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self._policy.module.named_parameters():
             copy = self._copies[name]
-            self._copies[name] = parameter.data
-            parameter.data = copy
+            if parameter.device == copy.device:
+                self._copies[name] = parameter.data
+                parameter.data = copy
+            else:  # the parameter stays where the memory's release and resume know it
+                own = parameter.detach().clone()
+                parameter.copy_(copy)
+                copy.copy_(own)
+
+
+def _copy_on_host(parameter: Tensor) -> Tensor:
+    copy = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda, requires_grad=False)
+    return copy.copy_(parameter.detach())

@@ -1,6 +1,7 @@
 """Adam with clipping and a learning rate that is a pure function of the step."""
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -26,7 +27,8 @@ class PolicyOptimizer:
 
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int) -> None:
         self._config, self._steps, self._policy = config, steps, policy
-        with megatron_device():
+        self._has_state = False
+        with megatron_device(), policy.memory.region():
             self.inner = get_megatron_optimizer(
                 MegatronOptimizerConfig(
                     optimizer="adam",
@@ -65,5 +67,11 @@ class PolicyOptimizer:
             group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
         if not all(math.isfinite(buffer.grad_data.sum()) for buffer in self._policy.ddp.buffers):
             raise FloatingPointError(f"step {step}: want finite gradients, got NaN or infinity")
-        _, norm, _ = self.inner.step()
+        with self._memory_of_state():
+            _, norm, _ = self.inner.step()
         return float(norm), rate
+
+    def _memory_of_state(self) -> AbstractContextManager[None]:
+        """Adam's moments are allocated by its first step."""
+        first, self._has_state = not self._has_state, True
+        return self._policy.memory.region() if first else nullcontext()

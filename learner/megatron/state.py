@@ -42,6 +42,7 @@ def save(
 
     ``numbers``: of the algorithm, equal on all ranks; ``load`` gives them back.
     """
+    policy.memory.want("a checkpoint")
     with megatron_device():
         content = _sharded(policy, optimizer, proximal, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
@@ -61,7 +62,7 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
-    with megatron_device():
+    with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, is_loading=True)
         same_world = facts["world"] == dist.get_world_size()
         if same_world:

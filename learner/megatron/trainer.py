@@ -101,6 +101,7 @@ class Trainer:
 
         A loss is a sum over all trainable tokens of its minibatch with denominators of the whole minibatch, however they are split.
         """
+        self._policy.memory.want("a step")
         began = time.perf_counter()
         step, rows = self._step(batch), [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
         per_minibatch = len(rows) // batch.num_minibatches
@@ -132,6 +133,7 @@ class Trainer:
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
         """Log-probs of the targets of every micro-batch under the present weights, [T] each, without gradient."""
+        self._policy.memory.want("log-probs")
         with megatron_device():
             rows = [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
             return self._forward_only(rows, batch.temperature)

@@ -4,8 +4,9 @@
     python -m tests.chaos.dying engine <phase> <signal> <arguments of `tidemill engine`>
 
 The learner has one rank; feeder and rank are started as `tidemill learner` does, one of them with the instant's function wrapped, and so
-is the engine: at its n-th call the process sends the signal (KILL or STOP) to its whole process group. The file <instant>.died (of an
-engine: <its name>.died) beside the run's directory says that it came to that.
+is the engine: at its n-th call the process sends the signal (KILL or STOP) to its whole process group and to those of all its children
+(KILL-SERVER, STOP-SERVER: to the children's alone). The file <instant>.died (of an engine: <its name>.died) beside the run's directory says
+that it came to that.
 """
 
 import importlib
@@ -15,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from launch.cli import main
 from launch.process import _die_with_parent
@@ -54,18 +57,30 @@ pruned       older checkpoints are gone, task floor and streams are untouched
 PHASES = {
     "joining": ("actors.builtin.updates:WeightUpdates.join", 1),
     "beginning": ("actors.builtin.updates:WeightUpdates.begin", 2),
-    "receiving": ("actors.builtin.updates:WeightUpdates.bucket", 2),
+    "receiving": ("actors.builtin.updates:WeightUpdates._receive", 2),
     "writing": ("actors.builtin.updates:WeightUpdates._write", 2),
+    "verifying": ("actors.builtin.updates:WeightUpdates.told", 1),
     "ending": ("actors.builtin.updates:WeightUpdates.end", 2),
     "flipping": ("actors.builtin.updates:WeightUpdates._flip", 2),
+    "between": ("actors.builtin.engine:BuiltinEngine._updated", 3),
 }
 """Phase of a push: the engine's function, and at which of its calls it dies, as the call begins."""
 
+SGLANG_PHASES = {
+    "sglang joining": ("actors.sglang.updates:WeightUpdates.join", 1),
+    "sglang beginning": ("actors.sglang.updates:WeightUpdates.begin", 2),
+    "sglang receiving": ("actors.sglang.updates:WeightUpdates.bucket", 2),
+    "sglang verifying": ("actors.sglang.updates:WeightUpdates.told", 1),
+    "sglang ending": ("actors.sglang.updates:WeightUpdates.end", 2),
+    "sglang between": ("actors.sglang.engine:SglangEngine._updated", 3),
+}
+"""The same of the guard of a real SGLang server."""
+
 
 def engine(phase: str, how: str, arguments: list[str]) -> int:
-    where, nth = PHASES[phase]
+    where, nth = (PHASES | SGLANG_PHASES)[phase]
     name = arguments[arguments.index("--id") + 1]
-    _die_at(where, nth, signal.Signals[f"SIG{how}"], _mark(arguments, name))
+    _die_at(where, nth, how, _mark(arguments, name))
     return main(["engine", *arguments])
 
 
@@ -88,7 +103,7 @@ def learner(instant: str, how: str, arguments: list[str]) -> int:
 def child(role: str, instant: str, how: str, arguments: list[str]) -> int:
     whose, where, nth = INSTANTS[instant]
     if whose == role:
-        _die_at(where, nth, signal.Signals[f"SIG{how}"], _mark(arguments, instant))
+        _die_at(where, nth, how, _mark(arguments, instant))
     return main([role, *arguments])
 
 
@@ -97,7 +112,7 @@ def _mark(arguments: list[str], instant: str) -> Path:
     return Path(directory).with_name(f"{instant}.died")
 
 
-def _die_at(where: str, nth: int, how: signal.Signals, mark: Path) -> None:
+def _die_at(where: str, nth: int, how: str, mark: Path) -> None:
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(module)
     *classes, name = path.split(".")
@@ -110,10 +125,20 @@ def _die_at(where: str, nth: int, how: signal.Signals, mark: Path) -> None:
         calls += 1
         if calls == nth:
             mark.touch()
-            os.killpg(0, how)
+            _strike(how)
         return original(*args, **kwargs)
 
     setattr(owner, name, dying)
+
+
+def _strike(how: str) -> None:
+    name, _, children_only = how.partition("-")
+    struck = signal.Signals[f"SIG{name}"]
+    groups = {os.getpgid(child.pid) for child in psutil.Process().children(recursive=True)} - {os.getpgrp()}
+    for group in groups:
+        os.killpg(group, struck)
+    if not children_only:
+        os.killpg(0, struck)
 
 
 if __name__ == "__main__":

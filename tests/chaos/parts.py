@@ -17,7 +17,7 @@ from launch.process import _die_with_parent
 from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
-PATIENCE_S = 200.0
+PATIENCE_S = 400.0
 """Longest wait for what must come; wall time on shared cores."""
 
 
@@ -39,12 +39,12 @@ class Part:
         top = psutil.Process(self.process.pid)
         return [top, *top.children(recursive=True)]
 
-    async def frozen(self) -> list[psutil.Process]:
-        """The whole family, once SIGSTOP has reached all of it; `thaw` ends it."""
+    async def frozen(self, *, below: bool = False) -> list[psutil.Process]:
+        """The whole family (or all below its top), once SIGSTOP has reached all of it; `thaw` ends it."""
         async with asyncio.timeout(PATIENCE_S):
-            while {process.status() for process in self.family()} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
+            while {process.status() for process in self.family()[below:]} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-        return self.family()
+        return self.family()[below:]
 
     def kill(self) -> None:
         self.process.kill()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import pytest
 
 from bus import subjects
 from bus.config import BusConfig
@@ -49,6 +50,7 @@ async def _full(run: Parts) -> Verdict:
         return await _rest_and_judge(run, bus, seen)
 
 
+@pytest.mark.slow
 def test_the_disk_of_the_bus_is_full_for_a_while(tmp_path: Path) -> None:
     """Nobody can store anything: everybody waits, says why in its log, and goes on when there is room."""
     with parts(tmp_path, *SETTINGS) as run, Server(tmp_path / "store") as server:

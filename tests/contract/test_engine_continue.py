@@ -13,7 +13,7 @@ import pytest
 from actors.engine_client import HttpEngine
 from actors.errors import BadRequest, EngineFailed
 from actors.port import Generation
-from actors.sglang.guard import OURS
+from actors.sglang.generating import OURS
 from bus.messages import Sampling, Span
 from tests.engine_serving import Served, serving
 from tests.tiny_models import tiny_tokenizer, write_tiny_model

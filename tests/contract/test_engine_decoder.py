@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from actors.builtin import decoder
+from actors.builtin.filling import fill_from_directory
 from actors.builtin.shape import ModelShape
 from actors.builtin.slots import FIRST_LENGTH, KVSlots
-from actors.builtin.updates import fill_from_directory
 from actors.builtin.weights import Weights
 from actors.errors import UnsupportedModel
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model

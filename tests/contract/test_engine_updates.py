@@ -1,92 +1,23 @@
-"""New weights for an engine that decodes: flips between tokens, spans, discarded standby copies, epochs. Real HTTP and gloo."""
+"""New weights for an engine that decodes: flips between tokens, spans, discarded standby copies, epochs. Real HTTP, gloo and handles."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from actors.errors import UpdateRefused
 from bus.messages import Sampling
-from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
+from tests.engine_push import DEADLINE_S, flat, joined, named, serves
+from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
+from tests.handle_push import joined_by_handles
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
-from weightstore.broadcast import BroadcastGroup
 
 CONTEXT = 4096
-DEADLINE_S = 20.0
-
-
-class Push:
-    """The learner's side: one group of two, buckets sent while the engine is asked to receive them."""
-
-    def __init__(self, served: Served, group: BroadcastGroup, **fields: Any) -> None:
-        self.served, self.group, self.fields = served, group, fields
-
-    async def begin(self, version: int | None = None) -> tuple[int, Any]:
-        return await self.served.post("/begin_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
-
-    async def bucket(
-        self, tensors: Iterable[tuple[str, Tensor]], *, send: bool = True, flat: bool = True, **fields: Any
-    ) -> tuple[int, Any]:
-        tensors = list(tensors)
-        body = {
-            "names": [name for name, _ in tensors],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
-            "shapes": [list(tensor.shape) for _, tensor in tensors],
-            "load_format": "flattened_bucket" if flat else None,
-            "group_name": self.group.name,
-        }
-        asked = asyncio.create_task(self.served.post("/update_weights_from_distributed", self.fields | body | fields))
-        parts = [tensor.detach().contiguous().flatten().view(torch.uint8) for _, tensor in tensors]
-        if send:
-            for message in [torch.cat(parts)] if flat else parts:
-                await asyncio.to_thread(self.group.send, message, DEADLINE_S)
-        return await asked
-
-    async def end(self, version: int | None = None) -> tuple[int, Any]:
-        return await self.served.post("/end_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
-
-    async def whole(self, model: Any, version: int) -> Any:
-        """Every tensor of the model in two buckets."""
-        tensors = list(named(model))
-        assert (await self.begin(version))[0] == 200
-        for part in (tensors[:5], tensors[5:]):
-            status, answer = await self.bucket(part)
-            assert status == 200, answer
-        status, answer = await self.end(version)
-        assert (status, answer["success"]) == (200, True), answer
-        return answer
-
-
-def named(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Without the alias of a tied embedding."""
-    return model.named_parameters()
-
-
-@asynccontextmanager
-async def joined(served: Served, name: str = "push", **fields: Any) -> AsyncIterator[Push]:
-    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", name, 2, "gloo", DEADLINE_S)
-    body = {
-        "master_address": "127.0.0.1",
-        "master_port": group.port,
-        "rank_offset": 1,
-        "world_size": 2,
-        "group_name": name,
-        "backend": "gloo",
-    }
-    asked = asyncio.create_task(served.post("/init_weights_update_group", body | fields))
-    await asyncio.to_thread(group.meet)
-    status, answer = await asked
-    assert (status, answer["success"]) == (200, True), answer
-    try:
-        yield Push(served, group, **fields)
-    finally:
-        group.close()
+over_both = pytest.mark.parametrize("joined", [joined, joined_by_handles], ids=["broadcast", "handles"])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -96,19 +27,59 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def models(family: str) -> list[Any]:
-    """Of versions 0, 1 and 2."""
-    return [tiny_model(family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(3)]
+    """Of versions 0 to 3."""
+    return [tiny_model(family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(4)]
 
 
 @pytest.fixture(scope="module")
 def directories(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp(family)
     return [
-        write_tiny_model(root / str(seed), family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(3)
+        write_tiny_model(root / str(seed), family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(4)
     ]
 
 
-async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path], models: list[Any]) -> None:
+async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(directories: list[Path], models: list[Any]) -> None:
+    """Or each would discard the other, and the learner evict the engine."""
+    async with serving(directories[0]) as served, joined(served) as push:
+        await push.begin(2)
+        catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
+        await asyncio.sleep(0.2)
+        await push.bucket(list(models[2].named_parameters()))
+        await push.end(2)
+        assert (await catching_up, served.engine.version) == (0.0, 2)
+        await push.begin(3)
+        catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 4))
+        await asyncio.sleep(0.2)
+        await push.bucket(list(models[3].named_parameters()))
+        await push.end(3)
+        await catching_up
+        assert served.engine.version == 4
+
+
+async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(directories: list[Path], models: list[Any]) -> None:
+    async with serving(directories[0]) as served:
+        async with joined_by_handles(served) as push:
+            for version in (1, 2):
+                await push.ask("join", pid=os.getpid())
+                await push.begin(version)
+                assert (await push.bucket(list(models[version].named_parameters())))[0] == 200
+                assert (await push.ask("leave"))[0] == 200
+                async with asyncio.timeout(DEADLINE_S):
+                    await served.engine.load_snapshot(directories[version], version)
+                assert served.engine.version == version
+            learner = await asyncio.create_subprocess_exec("sleep", "60")
+            await push.ask("join", pid=learner.pid)
+            await push.begin(3)
+            assert served.engine.updates._open is not None
+            learner.kill()
+            await learner.wait()
+            async with asyncio.timeout(DEADLINE_S):
+                await served.engine.load_snapshot(directories[3], 3)
+
+
+@over_both
+async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path], models: list[Any], joined: Any) -> None:
     given = prompts(6)
     async with serving(directories[0]) as served, joined(served, epoch=3) as push:
         before = (await served.post("/weights_checker", {"action": "checksum"}))[1]
@@ -131,14 +102,15 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
         assert (await served.post("/weights_checker", {"action": "checksum"}))[1]["ranks"] == after["ranks"]
 
 
-async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any]) -> None:
-    """Two flips while a batch is decoded; every log-prob is that of the version its span names, on keys and values kept as they were."""
+@over_both
+async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
+    """Three flips while a batch is decoded; every log-prob is that of the version its span names, on keys and values kept as they were."""
     given, params = prompts(4, seed=2), {"max_new_tokens": 120, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
         await served.client.pause()
         tasks = [asyncio.create_task(served.generate(prompt, sampling_seed=index, **params)) for index, prompt in enumerate(given)]
         await served.until(lambda: len(served.engine.scheduler.waiting) == 4)
-        for version in (1, 2):
+        for version in (1, 2, 3):
             goal = served.engine.scheduler.counters.steps + 20
             await served.client.resume()
             await served.until(lambda goal=goal: served.engine.scheduler.counters.steps >= goal)
@@ -147,9 +119,9 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: l
         await served.client.resume()
         for prompt, answer in zip(given, await asyncio.gather(*tasks), strict=True):
             spans, ids = answer["meta_info"]["weight_versions"], answer["output_ids"]
-            assert [span["version"] for span in spans] == ["0", "1", "2"]
+            assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
             assert [spans[0]["start"], *(span["end"] for span in spans)] == [0, *(span["start"] for span in spans[1:]), len(ids)]
-            assert answer["meta_info"]["weight_version"] == "2"
+            assert answer["meta_info"]["weight_version"] == "3"
             told = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
             want = (await scores_across(told, prompt, ids) / params["temperature"]).log_softmax(-1)
             chosen = want.gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
@@ -157,7 +129,8 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: l
         assert served.engine.stats()["requests_aborted"] == 0
 
 
-async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories: list[Path], models: list[Any]) -> None:
+@over_both
+async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories: list[Path], models: list[Any], joined: Any) -> None:
     async with serving(directories[0]) as served, joined(served) as push:
         states = served.client.stream([5, 6, 7], Sampling(max_new_tokens=4000, stop_token_ids=(), seed=1, temperature=0.0))
         task = asyncio.create_task(served.generate([5, 6], max_new_tokens=3000, ignore_eos=True))
@@ -277,7 +250,7 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
         async with joined(served) as push:  # the same name again
             await push.begin(1)
             asked = asyncio.create_task(push.bucket(tensors, send=False, timeout_s=20))
-            await served.until(lambda: any(each.in_use.locked() for each in served.engine.updates._groups.values()))
+            await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
             push.group.close()  # the learner dies
             status, answer = await asked
             assert (status, "lost" in answer["message"]) == (400, True)
@@ -296,7 +269,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(1)
         asked = asyncio.create_task(push.bucket(tensors, send=False))
-        await served.until(lambda: any(each.in_use.locked() for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
         await push.begin(2)  # discards it; its message still comes
@@ -336,7 +309,7 @@ async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(direc
     async with serving(directories[0]) as served, joined(served, "old") as before, joined(served, "new") as push:
         await before.begin(1)
         asked = asyncio.create_task(before.bucket(old, send=False))
-        await served.until(lambda: any(each.in_use.locked() for each in served.engine.updates._groups.values()))
+        await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
         await push.begin(2)
         await push.bucket(named(models[2]))
         message = torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in old])
@@ -453,3 +426,23 @@ async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
     finally:
         await engine.close()
     assert heard == [(3, 2)]
+
+
+async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: list[Path], models: list[Any]) -> None:
+    """Also when tensors are received where they belong: what a new push fills is other memory."""
+    async with serving(directories[0]) as served, joined(served) as old:
+        for version in range(1, 4):
+            await old.whole(models[0], version)
+        updates = served.engine.updates
+        assert updates._standby is not None and updates._standby.order == updates._order != ()
+        await old.begin(4)
+        tensors = list(named(models[2]))
+        asked = asyncio.create_task(old.bucket(tensors, send=False))
+        await served.until(lambda: any(each.receiving for each in updates._groups.values()))
+        async with joined(served) as push:
+            await push.whole(models[1], 4)
+            await asyncio.to_thread(old.group.send, flat(tensors), DEADLINE_S)
+            assert (await asked)[0] == 400
+            assert serves(served, models[1])
+            await push.whole(models[0], 5)
+            assert serves(served, models[0])

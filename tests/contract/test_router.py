@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from actors.builtin.engine import BuiltinEngine
 from actors.router.config import RouterConfig
@@ -18,6 +22,7 @@ from actors.router.exchange import Answer, Handler, Middleware, Request
 from actors.router.forward import Sessions
 from actors.router.server import load_middleware
 from bus.live import Heartbeat, LiveView
+from bus.server import EmbeddedServer
 from tests.actor_kit import at_work, engine_row
 from tests.bus_fixtures import BusOpener
 from tests.engine_serving import Served, serving
@@ -332,6 +337,55 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
                 await door.serving(one.engine.url, other.engine.url)
 
 
+async def test_who_was_removed_stays_away_until_another_process_is_there(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, faulty() as one, faulty() as other, routing(view=LiveView(bus, dead_after_s=60.0)) as door:
+        async with Heartbeat(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
+            await door.serving(one.url)
+            assert (await door.post("/remove_worker", {"url": one.url}))[0] == 200
+        assert (await door.get("/list_workers"))[1]["workers"] == []
+        await door.router.engines.look_again()  # its row is gone
+        async with Heartbeat(bus, row, every_s=0.2) as again, Heartbeat(bus, engine_row(other.url, id="e2"), every_s=0.2):
+            await door.serving(other.url)
+            assert (await door.get("/list_workers"))[1]["urls"] == [other.url], "its row is back, and so is it"
+            again.update(pid=row.pid + 1)
+            await door.serving(one.url, other.url)
+
+
+async def test_while_the_bus_is_away_health_counts_and_workers_come(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    async with open_bus() as bus, faulty() as one, faulty() as other:
+        async with routing(one.url, view=LiveView(bus, dead_after_s=60.0), health_every_s=0.5, health_timeout_s=2.0) as door:
+            os.kill(nats_server.pid, signal.SIGSTOP)
+            try:
+                await asyncio.sleep(1.5)  # a look has begun that gets no answer
+                one.silent, one.checks = True, 0
+                await door.serving()
+                assert one.checks <= 12, "as many as it has failed before a look at the bus is given up by the bus"
+                status, answer = await door.post("/add_worker", {"url": other.url})
+                assert (status, answer["worker_urls"]) == (200, {one.url: 0, other.url: 0})
+                await door.serving(other.url)
+            finally:
+                os.kill(nats_server.pid, signal.SIGCONT)
+
+
+async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody() -> None:
+    async with faulty() as one, routing(one.url) as door:
+        for url in (
+            "http://" + "a" * 70 + ".com",
+            "http://[::1",
+            "http://x:99999999",
+            "http://a..b",
+            "http://\x00",
+            "http://a b",
+            "ftp://a",
+        ):
+            status, answer = await door.post("/add_worker", {"url": url})
+            assert (status, "want a URL" in answer["error"]["message"]) == (400, True), (url, answer)
+        door.router.lookout._by_hand["http://" + "a" * 70] = None  # as a row on the bus may say
+        await door.router.engines.look_again()
+        assert (await door.post("/abort_request", {"rid": "x"}))[0] == 200
+        await door.serving(one.url)
+
+
 async def test_commands_to_an_engine_are_not_passed_on_and_what_is_keeps_its_words() -> None:
     async with faulty() as engine, routing(engine.url) as door:
         for path in ("/pause_generation", "/update_weights_from_disk", "/release_memory_occupation"):
@@ -344,6 +398,16 @@ async def test_commands_to_an_engine_are_not_passed_on_and_what_is_keeps_its_wor
         assert answer["headers"]["Authorization"] == "Bearer t"
         assert "X-Session-Id" not in answer["headers"]
         assert answer["headers"]["Accept-Encoding"] == "identity", "compressed, events would be held back"
+
+
+async def test_an_engine_sees_the_very_path_and_no_command_hidden_in_it() -> None:
+    hidden = ("/pause_generation%3Fx", "/pause_generation%23x", "/x/..%2Fpause_generation", "/x/%252e%252e/pause_generation", "/a%2526")
+    async with faulty() as engine, routing(engine.url) as door:
+        for path in hidden:
+            async with door.session.post(URL(f"{door.url}{path}?b=%26&c=%2B", encoded=True)) as response:
+                assert response.status == 200
+        assert engine.paths == [unquote(path) for path in hidden]
+        assert set(engine.queries) == {"b=%26&c=%2B"}
 
 
 async def test_middleware_changes_requests_repeats_them_and_answers_itself() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from actors.builtin.text import Text
 from actors.router.config import RouterConfig
 from actors.router.exact import TokenExact
 from tests.engine_serving import Served, serving
-from tests.router_kit import Door, routing
+from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model
 
 EXACT = "actors.router.exact:TokenExact"
@@ -196,6 +197,47 @@ async def test_completions_too_and_several_prompts_with_several_responses(model_
             prompt = (PROMPT, PROMPT, MORE, MORE)[place]
             await turn(door, prompt + choice["text"] + "!")
             assert engine.prompts[-1] == text.encode(prompt) + choice["token_ids"] + text.encode("!")
+
+
+async def test_a_chat_without_a_limit_may_fill_the_context_of_the_engine(model_dir: Path) -> None:
+    settings = {"middleware": (EXACT,), "model": str(model_dir)}
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    async with serving(model_dir, max_context=48) as served, routing(served.engine.url, **settings) as door:
+        limits = []
+        queue = served.engine.submit
+        served.engine.submit = lambda generate: (limits.append(generate.params[0].max_new_tokens), queue(generate))[1]  # type: ignore[method-assign]
+        for _ in range(2):
+            status, answer = await door.post("/v1/chat/completions", messages)
+            assert status == 200, answer
+            assert limits.pop() == 48 - answer["usage"]["prompt_tokens"]
+    async with faulty() as engine, routing(engine.url, **settings) as door:  # it does not say
+        status, answer = await door.post("/v1/chat/completions", {**messages, "stop": "x"})
+        assert engine.paths == ["/v1/models", "/generate"]
+    async with routing(**settings, wait_s=0.1) as door:
+        status, answer = await door.post("/v1/chat/completions", messages)
+        assert (status, "waited" in answer["error"]["message"]) == (503, True)
+
+
+async def test_more_responses_than_an_engine_gives_are_refused_by_it_and_cost_nothing(model_dir: Path) -> None:
+    async with heard(model_dir) as (door, engine):
+        await turn(door, PROMPT)
+        tracemalloc.start()
+        try:
+            for count in (4161, 20_000_000):
+                for path, body in (
+                    ("/generate", {"text": PROMPT, "sampling_params": {"n": count}}),
+                    ("/v1/completions", {"prompt": PROMPT, "n": count}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "n": count}),
+                ):
+                    status, answer = await door.post(path, body)
+                    assert (status, f"n: want at most 4160 responses to a request, got {count}" in answer["error"]["message"]) == (
+                        400,
+                        True,
+                    )
+            assert tracemalloc.get_traced_memory()[1] < 20_000_000, "bytes: the count was followed before it was refused"
+        finally:
+            tracemalloc.stop()
+        assert len(engine.prompts) == 1
 
 
 async def test_texts_beyond_the_bound_are_tokenised_like_any_other(model_dir: Path) -> None:

@@ -1,6 +1,7 @@
 """The engine's process on the bus: it waits for version 0, catches up with the head, serves, keeps up, and drains."""
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,11 +31,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @asynccontextmanager
-async def process(bus: Bus, server: EmbeddedServer, model: Path, grace_s: float = 0.1, id: str = "e1") -> AsyncIterator[asyncio.Event]:
-    draining = asyncio.Event()
-    running = run_engine(
-        server.url, bus.run, model, EngineConfig(max_running=4), bus.config, draining, id, factory=BuiltinEngine, grace_s=grace_s
-    )
+async def process(
+    bus: Bus, server: EmbeddedServer, model: Path, id: str = "e1", *, grace_s: float = 0.1, catch_up_s: float = 60.0
+) -> AsyncIterator[asyncio.Event]:
+    draining, config, times = asyncio.Event(), EngineConfig(max_running=4), {"grace_s": grace_s, "catch_up_s": catch_up_s}
+    running = run_engine(server.url, bus.run, model, config, bus.config, draining, id, factory=BuiltinEngine, **times)
     work = asyncio.create_task(cancellable(running))
     try:
         yield draining
@@ -63,9 +64,12 @@ async def test_from_waiting_to_serving_to_the_next_version_to_gone(
         async with process(bus, nats_server, models[0]):
             waiting = await row_until(rows, "engine.e1", lambda row: "version 0" in row["waits_for"])
             assert waiting["phase"] == "catching up"
+            gc.unfreeze()
             await registry.publish_initial(str(models[0]), 1)
             first = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
             assert first["version"] == 0
+            assert gc.get_freeze_count() > 10 * len(gc.get_objects()), "a full collection would hold up decoding"
+            gc.unfreeze()  # it is the tests' process here
             before = await greedy(first["address"])
             # a version that no push brings: the engine is passed by, and fetches it
             row = await registry.reserve(4, 1)
@@ -88,6 +92,18 @@ async def test_it_serves_the_weights_of_the_head_and_not_those_it_was_started_wi
                 row = await row_until(bus.rows("live"), f"engine.{id}", lambda row: row["phase"] == "serving")
                 answers.append(await greedy(row["address"]))
         assert answers[0] == answers[1]
+
+
+async def test_it_waits_for_its_first_weights_as_long_as_it_takes(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
+) -> None:
+    async with open_bus() as bus, process(bus, nats_server, models[0], catch_up_s=0.5):
+        rows, registry = bus.rows("live"), VersionRegistry(bus)
+        await registry.publish(await registry.reserve(4, 1))  # of which nobody has a snapshot
+        await row_until(rows, "engine.e1", lambda row: "not done within 0.5 s" in row["waits_for"])
+        await registry.set_snapshot(1, str(models[1]))
+        row = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
+        assert row["version"] == 1
 
 
 async def test_it_can_be_drained_before_there_is_anything_to_serve(

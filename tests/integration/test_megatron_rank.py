@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from bus.config import BusConfig
 from bus.connection import connect
@@ -20,7 +22,9 @@ from bus.messages import Done, Plan
 from bus.server import EmbeddedServer
 from learner.config import LearnerConfig, StalenessConfig
 from tests.feeder_kit import World
+from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import ROOT, free_port, rank_environment
+from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
 from weightstore.registry import VersionRegistry
 
@@ -42,7 +46,7 @@ class Learner:
     async def started(self) -> AsyncIterator[None]:
         """Feeder, actors and ranks; all are gone when the block is left."""
         async with self.world.actors(), self.world.feeder() as (url, feeding):
-            world_size, port = self.world.learner.data_parallel, free_port()
+            world_size, port = self.world.learner.data_parallel * self.world.learner.tensor_parallel, free_port()
             places = {
                 "run": self.world.run,
                 "bus_url": self.world.url,
@@ -172,3 +176,26 @@ async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
             assert await learner.ended() == [0, 0]
         last = max(await learner.digests())
         assert 2 <= last < 200
+
+
+async def test_an_engine_lost_in_mid_bucket_holds_up_no_tensor_parallel_rank(open_learner: OpenLearner, tmp_path: Path) -> None:
+    """Gathering over the ranks is over before anything is sent: one rank sends, the other has nothing to wait for."""
+    write_tiny_model(tmp_path / "model", vocab_size=300)
+    lost = {"killed": Behaviour(fails="kill", at="bucket", once_served=1), "stopped": Behaviour(fails="stop", at="bucket", once_served=2)}
+    weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 2.0}
+    async with open_learner(tensor_parallel=2, steps=8, checkpoint_every=8, weights=weights) as learner:
+        here = receivers(learner.world.url, learner.world.run, {"good": Behaviour(), **lost})
+        engines = await asyncio.to_thread(here.__enter__)
+        try:
+            await learner.finish()
+            assert sorted(await learner.digests()) == list(range(1, 9))
+            head = await VersionRegistry(learner.world.bus).head()
+            assert head is not None and head.step == 8
+            assert engines["killed"][1].exitcode == -signal.SIGKILL
+            assert psutil.Process(engines["stopped"][1].pid).status() == psutil.STATUS_STOPPED
+            told = await asyncio.to_thread(state, engines["good"][0])
+            assert told["ended"] == list(range(1, head.version + 1))
+        finally:
+            await asyncio.to_thread(here.__exit__, None, None, None)
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    assert told["digest"] == digest(final)

@@ -1,11 +1,15 @@
 """Process groups of two and three: bytes, deadlines with dead and silent peers, and a peer made the way SGLang makes it."""
 
+import asyncio
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
@@ -16,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from weightstore.broadcast import BroadcastGroup
+from weightstore.channel import GroupChannel
 from weightstore.errors import PeerLost
 
 SMALL, LARGE = 1000, 16_000_000
@@ -39,6 +44,14 @@ def hang_before_receiving(port: int, rank: int, world_size: int, pipe: Any) -> N
     group.receive(SMALL)
     pipe.send(os.getpid())
     pipe.recv()
+
+
+def join_in_vain(port: int, rank: int, world_size: int, deadline_s: float, pipe: Any) -> None:
+    pipe.send("joining")
+    try:
+        BroadcastGroup.join("127.0.0.1", port, rank, world_size, "pair", "gloo", deadline_s)
+    except PeerLost as error:
+        pipe.send(type(error).__name__)
 
 
 def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> None:
@@ -128,6 +141,22 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
         assert process.exitcode is None or how == signal.SIGKILL
 
 
+async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
+    """Several wait in a channel's thread: each would block for a deadline of its own, and the process wait for them at its end."""
+    group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", 20)
+    with child(hang_before_receiving, group.port, 1, 2) as (pipe, _):
+        await asyncio.to_thread(group.meet)
+        thread = ThreadPoolExecutor(1)
+        channel = GroupChannel(group, [], thread, deadline_s=1.5)
+        await channel.send(pattern(SMALL))
+        os.kill(told(pipe), signal.SIGSTOP)
+        began = time.monotonic()
+        found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)
+        assert all(isinstance(error, PeerLost) for error in found) and "an earlier message was lost" in str(found[-1])
+        assert time.monotonic() - began < 8 * 1.5
+        channel.close()
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_hung_sender_ends_the_receivers_wait(how: signal.Signals) -> None:
     with child(send_then_wait) as (pipe, process):
@@ -155,6 +184,46 @@ def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
         with pytest.raises(PeerLost, match=r"no answer within 0.5 s"):
             BroadcastGroup.join("127.0.0.1", silent.getsockname()[1], 1, 2, "pair", "gloo", 0.5)
     assert time.monotonic() - began < 9, "refused at once, not after 10 s"
+
+
+def test_who_waits_for_the_others_of_a_group_that_is_closed_is_told_at_once() -> None:
+    """One member of three never comes: neither the learner's thread nor the member that came waits for the deadline."""
+    began, deadline_s = time.monotonic(), 300.0
+    group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", deadline_s)
+    with child(join_in_vain, group.port, 1, 3, deadline_s) as (pipe, _), ThreadPoolExecutor(1) as thread:
+        meeting = thread.submit(group.meet)
+        assert told(pipe) == "joining"
+        with pytest.raises(TimeoutError):
+            meeting.result(1.0)
+        group.close()
+        with pytest.raises(PeerLost, match="meeting 2 peers"):
+            meeting.result(deadline_s)
+        assert told(pipe) == "PeerLost"
+    assert time.monotonic() - began < deadline_s / 2
+
+
+LEFT_BEHIND = """
+import threading, time
+from weightstore.broadcast import within
+asked = []
+def abort():
+    asked.append("abort")
+    threading.Event().wait()
+for forget in (lambda: asked.append("abort"), abort):
+    try:
+        within(0.2, threading.Event().wait, "stuck", forget)
+    except RuntimeError as error:
+        asked.append(str(error))
+assert within(60, lambda: 7, "quick") == 7
+print(asked, flush=True)
+"""
+
+
+def test_what_blocks_for_ever_is_aborted_at_the_deadline_and_keeps_no_process_from_ending() -> None:
+    """NCCL in its first broadcast, where the peer has died; its abort may block, too."""
+    done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(["abort", "not done within 0.2 s"] * 2)
 
 
 def test_wrong_arguments_are_named() -> None:

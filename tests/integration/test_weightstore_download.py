@@ -1,5 +1,6 @@
 """Snapshots over HTTP: whole, resumed, torn, changed, gone."""
 
+import resource
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -70,6 +71,19 @@ async def test_what_an_interrupted_download_brought_is_used(source: Path, tmp_pa
     assert snapshot.verify(tmp_path / "got") == info and not (tmp_path / "got" / "of-another-snapshot.bin").exists()
     assert [each for each in requests if each[0] == "model.safetensors"] == [("model.safetensors", "bytes=1000-")]
     assert "config.json" not in [name for name, _ in requests]
+
+
+async def test_a_full_disk_is_a_snapshot_that_cannot_be_had_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    async with served(source, []) as url:
+        resource.setrlimit(resource.RLIMIT_FSIZE, ((source / "model.safetensors").stat().st_size // 2, hard))
+        try:
+            with pytest.raises(SnapshotUnavailable, match="cannot be written"):
+                await fetch(url, tmp_path / "got")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert not (tmp_path / "got.part").exists() and not (tmp_path / "got").exists()
+        await fetch(url, tmp_path / "got")
 
 
 async def test_wrong_bytes_from_an_earlier_try_are_thrown_away(source: Path, tmp_path: Path) -> None:

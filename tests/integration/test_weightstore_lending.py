@@ -21,7 +21,7 @@ from bus.connection import connect
 from bus.live import Heartbeat, LiveView
 from bus.messages import LiveRow
 from bus.server import EmbeddedServer
-from tests.contract.test_engine_updates import joined
+from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_deltas import Loader
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
@@ -217,17 +217,19 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
         assert go_on.wait(LIMIT_S)
         return snapshot.write(*args, **settings)
 
-    async with serving(directories[0], version=0) as served:
+    async with serving(directories[0], version=0) as served, joined(served) as push:
+        if way == "push":  # until both copies lie in memory as pushes come
+            for _ in range(3):
+                await push.whole(tiny_model(seed=0), 0)
         served.engine.lending = Lending(served.engine.updates.served, directories[0], write=slowly)
         asked = asyncio.create_task(fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got"))
         await asyncio.to_thread(begun.wait, LIMIT_S)
-        async with joined(served) as push:
-            for version in range(1, pushes + 1):
-                if way == "load":
-                    await served.engine.load_snapshot(directories[version], version)
-                else:
-                    await push.whole(tiny_model(seed=version), version)
-                assert served.engine.version == version
+        for version in range(1, pushes + 1):
+            if way == "load":
+                await served.engine.load_snapshot(directories[version], version)
+            else:
+                await push.whole(tiny_model(seed=version), version)
+            assert served.engine.version == version
         go_on.set()
         if pushes == 1:  # into the standby copy; the one that is read is not touched
             info = await asked
@@ -255,3 +257,32 @@ async def test_what_nobody_reads_is_removed_and_only_so_many_are_kept(tmp_path: 
         assert (await lending.file(f"v3-{digest}", "manifest.json")).exists()
         assert [path.exists() for path in kept] == [False, True]
     assert not kept[1].parent.exists()
+
+
+async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_path: Path) -> None:
+    """Or the next file of the same snapshot would be gone, should a push have come meanwhile."""
+    directory, name = write_tiny_model(tmp_path / "model"), f"v0-{digest_of(weights(0))}"
+    size = 64 << 20
+
+    def unused(lending: Lending) -> None:
+        lending._used_s[name] -= 1000.0
+        lending._prune()
+
+    async with serving(directory, version=0) as served:
+        lending: Lending = served.engine.lending
+        there = (await lending.file(name, "manifest.json")).parent
+        with (there / "large").open("wb") as large:
+            large.truncate(size)
+        async with served.session.get(f"{served.engine.url}/snapshots/{name}/large") as answer:
+            await answer.content.readexactly(1)  # and then nothing for long
+            unused(lending)
+            assert there.exists()
+            async with served.session.get(f"{served.engine.url}/snapshots/{name}/manifest.json") as other:
+                assert other.status == 200
+            unused(lending)
+            assert there.exists(), "one of two readers has gone"
+            await answer.content.readexactly(size - 1)
+        async with asyncio.timeout(LIMIT_S):
+            while there.exists():
+                unused(lending)
+                await asyncio.sleep(0.01)

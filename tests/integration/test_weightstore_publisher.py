@@ -21,17 +21,22 @@ from bus.messages import LiveRow
 from bus.server import EmbeddedServer
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore import joining
+from weightstore.cohort import Cohort, Cohorts
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
+from weightstore.manifest import Manifest
 from weightstore.member import Member
 from weightstore.port import Rendezvous, WeightReceiver
 from weightstore.publisher import Publisher
 from weightstore.registry import VersionRegistry
+from weightstore.snapshot import ASIDE
 
 DEADLINE_S = 2.0
+BUCKET_BYTES = 16_000
 SLACK_S = 20.0
 """What a busy machine may add; a push that waits for a hung engine without a deadline takes far longer."""
 GOOD = Behaviour()
+over_both = pytest.mark.parametrize("transport", ["broadcast", "handles"])
 
 
 @pytest.fixture
@@ -48,7 +53,7 @@ def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
 def publishing(
     bus_url: str, run: str, directory: Path, *, epoch: int = 1, model_dir: Path | None = None, **settings: Any
 ) -> Iterator[Publisher]:
-    config = WeightsConfig(**{"bucket_bytes": 16_000, "phase_deadline_s": DEADLINE_S, **settings})
+    config = WeightsConfig(**{"bucket_bytes": BUCKET_BYTES, "phase_deadline_s": DEADLINE_S, **settings})
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=model_dir)
     try:
         publisher.start()
@@ -72,9 +77,10 @@ def look(bus_url: str, run: str, what: str, *args: Any) -> Any:
     return asyncio.run(ask())
 
 
-def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_path: Path) -> None:
+@over_both
+def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
     with receivers(bus_url, run_id, {"a": GOOD, "b": GOOD, "away": Behaviour(phase="draining")}) as engines:
-        with publishing(bus_url, run_id, tmp_path) as publisher:
+        with publishing(bus_url, run_id, tmp_path, transport=transport) as publisher:
             assert publisher.publish_initial(tmp_path / "model").version == 0
             for step in (3, 5):
                 tensors = tiny_tensors(step)
@@ -85,7 +91,10 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
             assert report.stall_s == {"a": 0.001, "b": 0.001}
             assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
             for id in ("a", "b"):
-                assert state(engines[id][0]) == {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "groups": 1, "asked": 1}
+                over_group = transport == "broadcast"
+                told = {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "asked": 1, "groups": int(over_group), "ended": [1, 2]}
+                read = 0 if over_group else 2 * len(Manifest.of(tensors.items()).buckets(BUCKET_BYTES))
+                assert state(engines[id][0]) == told | {"sizes": [2] if over_group else [], "read": read}
             assert state(engines["away"][0])["version"] == 0
             head = publisher.latest()
             assert head is not None and (head.version, head.step, head.state) == (2, 5, "published")
@@ -93,14 +102,20 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
     assert not torch.distributed.is_initialized()
 
 
-def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(bus_url: str, run_id: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("transport", "at_once"), [("broadcast", True), ("broadcast", False), ("handles", False)])
+def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(
+    bus_url: str, run_id: str, tmp_path: Path, transport: str, at_once: bool
+) -> None:
     phases = ("join", "begin", "bucket", "end")
     bad = {
-        f"{how}-{at}": Behaviour(fails=how, at=at, once_served=0 if at == "join" else 1)
+        f"{how}-{at}": Behaviour(fails=how, at=at, once_served=0 if at == "join" else 1, at_once=at_once)
         for how in ("kill", "stop", "refuse")
         for at in phases
     }
-    with receivers(bus_url, run_id, {"good-1": GOOD, "good-2": GOOD, **bad}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+    with (
+        receivers(bus_url, run_id, {"good-1": GOOD, "good-2": GOOD, **bad}) as engines,
+        publishing(bus_url, run_id, tmp_path, transport=transport) as publisher,
+    ):
         began = time.monotonic()
         first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert time.monotonic() - began < DEADLINE_S + SLACK_S
@@ -113,27 +128,29 @@ def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(bus_url
         assert second.engines == ("good-1", "good-2")
         for how in ("kill", "stop", "refuse"):
             for at in ("begin", "bucket", "end"):
-                assert second.evicted[f"{how}-{at}"].startswith(at), second.evicted
+                assert second.evicted[f"{how}-{at}"].startswith(("transfer", "bucket") if at_once else at), second.evicted
         for id in second.engines:
             assert state(engines[id][0])["digest"] == digest(tiny_tensors(2))
         for at in ("begin", "bucket", "end"):  # refused, and alive: it serves what it served
             assert state(engines[f"refuse-{at}"][0])["digest"] == digest(tiny_tensors(1))
 
 
-def test_an_evicted_engine_comes_back_with_the_next_push(bus_url: str, run_id: str, tmp_path: Path) -> None:
+@over_both
+def test_an_evicted_engine_comes_back_with_the_next_push(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
     once = Behaviour(fails="refuse", at="bucket", only_once=True)
-    with receivers(bus_url, run_id, {"once": once}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+    with receivers(bus_url, run_id, {"once": once}) as engines, publishing(bus_url, run_id, tmp_path, transport=transport) as publisher:
         first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert first.engines == () and "refused at bucket" in first.evicted["once"]
         assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).engines == ("once",)
         assert state(engines["once"][0])["digest"] == digest(tiny_tensors(2))
 
 
-def test_too_few_engines_fail_the_push_and_the_number_stays_used(bus_url: str, run_id: str, tmp_path: Path) -> None:
+@over_both
+def test_too_few_engines_fail_the_push_and_the_number_stays_used(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
     once = Behaviour(fails="refuse", at="end", only_once=True)
-    with receivers(bus_url, run_id, {"once": once}), publishing(bus_url, run_id, tmp_path, min_engines=1) as publisher:
+    with receivers(bus_url, run_id, {"once": once}), publishing(bus_url, run_id, tmp_path, transport=transport, min_engines=1) as publisher:
         publisher.publish_initial(tmp_path / "model")
-        with pytest.raises(PushFailed, match=r"version 1: want >= 1 engines, 0 took it; once: end: HTTP 400: refused at end"):
+        with pytest.raises(PushFailed, match=r"version 1: want >= 1 engines, 0 took it; once: (transfer|end): .*refused at end"):
             publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         head = publisher.latest()
         assert head is not None and head.version == 0
@@ -163,8 +180,9 @@ def test_a_replaced_learner_cannot_push(bus_url: str, run_id: str, tmp_path: Pat
             pass
 
 
-def test_an_engine_that_knows_a_newer_learner_ends_this_one(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+@over_both
+def test_an_engine_that_knows_a_newer_learner_ends_this_one(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path, transport=transport) as publisher:
         body = json.dumps({"weight_version": "9", "epoch": 5}).encode()
         urllib.request.urlopen(urllib.request.Request(f"{engines['a'][0]}/begin_weight_update", data=body), timeout=10).close()
         with pytest.raises(Fenced, match="epoch 1 is fenced off by epoch 5"):
@@ -175,17 +193,21 @@ def test_an_engine_that_knows_a_newer_learner_ends_this_one(bus_url: str, run_id
 async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -> None:
     class Silent:
         url = "silent"
+        carries = False
 
-        async def join(self, rendezvous: Rendezvous) -> None:
+        async def join(self, rendezvous: Rendezvous | None) -> None:
             await asyncio.Event().wait()
 
+        def close(self) -> None:
+            pass
+
     row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
-    member = Member(row, cast(WeightReceiver, Silent()), host="127.0.0.1", backend="gloo", deadline_s=0.3)
+    member = Member(row, cast(WeightReceiver, Silent()), deadline_s=0.3)
     began = time.monotonic()
-    with pytest.raises(ReceiverFailed, match=r"engine silent: join: not done within 0.3 s"):
-        await member.update(1, [])
+    outcome = await Cohort(Cohorts(1, "127.0.0.1", "gloo", 0.3), [member]).update(1, [], lambda _: None)
+    assert isinstance(failed := outcome[member], ReceiverFailed)
+    assert failed.phase == "join" and "0.3 s" in failed.reason
     assert time.monotonic() - began < 10
-    await member.close(leave=False)
 
 
 def test_wrong_tensors_are_refused_before_anything_is_pushed(bus_url: str, run_id: str, tmp_path: Path) -> None:
@@ -259,12 +281,15 @@ def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: f
 def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_url: str, run_id: str, tmp_path: Path) -> None:
     model = write_tiny_companions(tmp_path / "model")
     loader = Loader()
+    begun = tmp_path / "late" / f"v0{ASIDE}"
+    begun.mkdir(parents=True)
     with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model, keep_snapshots=2) as publisher:
         publisher.publish_initial(model)
         for step in range(1, 5):
             publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0)
             head = catch_up(bus_url, run_id, tmp_path / "late", loader)
             assert (loader.version, head.step, loader.loaded) == (step, step, digest(tiny_tensors(step)))
+            assert not begun.exists(), "what was begun of an older version"
         assert any("a snapshot of version 1" in text for text in loader.said) and loader.said[-1] == ""
         assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == ["v3", "v4"]
         assert list((tmp_path / "late").iterdir()) == []

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 from pathlib import Path
 
 import aiohttp
@@ -17,9 +18,10 @@ from tests.integration.test_weightstore_publisher import GOOD, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.checksums import Told
+from weightstore.cohort import Cohort, Cohorts
 from weightstore.errors import ReceiverFailed
 from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member
+from weightstore.member import Member, Updated
 
 
 @pytest.fixture
@@ -101,17 +103,19 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for flipped in (receiver.flipped, ""):
             receiver.flipped = flipped
-            member = Member(row, receiver, host="127.0.0.1", backend="gloo", deadline_s=20.0)
+            member = Member(row, receiver, deadline_s=20.0)
+            cohort = Cohort(Cohorts(1, "127.0.0.1", "gloo", 20.0), [member])
             try:
+                how = (await cohort.update(1, staging.buckets, lambda _: staging.differences))[member]
                 if flipped:
-                    with pytest.raises(ReceiverFailed, match=rf"verify: version 1 .* in 1 tensors: {flipped} \({dtype}\): want sum64"):
-                        await member.update(1, staging.buckets, staging.differences)
+                    wrong = rf"verify: version 1 .* in 1 tensors: {flipped} \({dtype}\): want sum64"
+                    assert isinstance(how, ReceiverFailed) and re.search(wrong, str(how))
                     assert (await served.post("/weights_checksums", {}))[1] == before
                     assert served.engine.version == 0
                 else:
-                    updated = await member.update(1, staging.buckets, staging.differences)
-                    assert updated.verify_s is not None and member.verified
+                    assert isinstance(how, Updated) and how.verify_s is not None and member.verified
             finally:
+                cohort.close()
                 await member.close(leave=True)
         status, answer = await served.post("/weights_checksums", {"of": "served"})
         assert (status, answer["weight_version"]) == (200, "1")

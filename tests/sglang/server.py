@@ -1,27 +1,60 @@
-"""A real SGLang server on this machine's CPU, for tests: how it is started where there are no kernels for it."""
+"""A real SGLang server on this machine's CPU, for tests: started as launch/configs/sglang-cpu.yaml says."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from actors.config import EngineConfig, SglangConfig
+import aiohttp
+import yaml
 
-STAND_IN = Path(__file__).parent / "stand_in"
-ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(STAND_IN)}
-ARGUMENTS: dict[str, Any] = {
-    "device": "cpu",
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "disable_overlap_schedule": True,
-    "max_total_tokens": 16384,
-    "mem_fraction_static": 0.1,
-    "skip_server_warmup": True,
-    "sleep_on_idle": True,
-    "log_level": "warning",
-    "random_seed": 1,
-}
+from actors.config import EngineConfig, SglangConfig
+from actors.engine_client import HttpEngine
+from actors.sglang.api import Api
+from actors.sglang.engine import SglangEngine
+from actors.sglang.releases import Release, release_of
+from tests.engine_serving import LIMIT_S, Served
+from tests.whole.running import ROOT
+
+CONTEXT = 4096
+
+OVERLAY = ROOT / "launch/configs/sglang-cpu.yaml"
+_SGLANG: dict[str, Any] = yaml.safe_load(OVERLAY.read_text())["engine"]["sglang"]
+ARGUMENTS: dict[str, Any] = _SGLANG["arguments"]
+ENVIRONMENT: dict[str, str] = _SGLANG["environment"] | {"PYTHONPATH": str(ROOT / _SGLANG["environment"]["PYTHONPATH"])}
 
 
 def config(python: str, *, url: str = "", log: str = "", pause: str = "in_place") -> EngineConfig:
     """Of an engine whose server runs on CPU, in fp32."""
     sglang = SglangConfig(python=python, arguments=ARGUMENTS, environment=ENVIRONMENT, url=url, log=log, pause=pause)
     return EngineConfig(kind="sglang", max_running=16, sglang=sglang)
+
+
+@asynccontextmanager
+async def serving(python: str, server: str, directory: Path, *, pause: str = "in_place", cut: bool = False) -> AsyncIterator[Served]:
+    """A guard of one test in front of the server, with the weights of ``directory`` as version 0.
+
+    ``cut``: the server is taken for one that does not say which version made which token.
+    """
+    release = replace(await release_at(server), spans=False) if cut else None
+    engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1, release=release)
+    await asyncio.to_thread(engine.load)
+    client = HttpEngine(await engine.start())
+    try:
+        await engine.load_snapshot(directory, 0)
+        engine.phase = "serving"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+            yield Served(engine, client, session)  # type: ignore[arg-type]
+    finally:
+        await client.close()
+        await engine.close()
+
+
+async def release_at(server: str) -> Release:
+    api = Api(server)
+    try:
+        return release_of(server, (await api.call("GET", "/server_info"))["version"])
+    finally:
+        await api.close()

@@ -48,7 +48,7 @@ def test_what_is_no_address_is_refused_without_repeating_secrets(line: str, comp
 def test_a_password_comes_from_the_environment_and_never_from_the_command_line() -> None:
     environment = {"TIDEMILL_BUS_USER": "actor-0", "TIDEMILL_BUS_PASSWORD": "secret"}
     assert parse(address_line("nats://a:1", None, "", environment)).password == "secret"
-    assert load(None, ["run=r"], environment).config.bus == BusConfig(), "what is secret is no setting"
+    assert load((), ["run=r"], environment).config.bus == BusConfig(), "what is secret is no setting"
     with pytest.raises(ValueError, match="want no password on the command line") as refused:
         address_line("nats://actor-0:secret@a:1", None, "", {})
     assert "secret" not in str(refused.value)
@@ -75,7 +75,7 @@ def test_a_bus_is_not_opened_to_everybody_by_mistake(settings: dict[str, object]
 
 def test_every_process_of_a_run_has_a_user() -> None:
     with pytest.raises(ValueError, match="want a user for each of 5 actors or engines, got 4"):
-        load(None, ["run=r", "up.actors=5", "bus.auth=true", "bus.auth_users=4"])
+        load((), ["run=r", "up.actors=5", "bus.auth=true", "bus.auth_users=4"])
 
 
 @pytest.mark.parametrize(

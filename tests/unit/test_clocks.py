@@ -15,7 +15,7 @@ WALL = {
 READ_FOR = {
     "actors/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
-    "actors/builtin/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "actors/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/chat_template.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/exact.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",

@@ -29,6 +29,17 @@ def test_later_sources_win(tmp_path: Path) -> None:
     assert loaded.config.learner.group_size == RunConfig().learner.group_size
 
 
+def test_of_several_files_the_later_one_wins(tmp_path: Path) -> None:
+    first = write(tmp_path, "learner: {steps: 1, groups_per_step: 2}\n")
+    second = tmp_path / "more.yaml"
+    second.write_text("learner: {steps: 3}\nengine: {sglang: {arguments: {tp_size: 2}}}\n")
+    loaded = load([first, second], ["engine.sglang.arguments.dp_size=1"])
+    assert (loaded.config.learner.steps, loaded.config.learner.groups_per_step) == (3, 2)
+    assert loaded.config.engine.sglang.arguments == {"tp_size": 2, "dp_size": 1}
+    assert loaded.config.run == "digits-more"
+    assert f"steps: 3{' ' * 38} # {second}:1" in render(loaded)
+
+
 def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
     file = write(tmp_path, "seed: 7\nlearner:\n  steps: 1\n")
     text = render(load(file, ["up.actors=3"], {"TIDEMILL_BUS__LEASE_S": "4"}))
@@ -58,6 +69,13 @@ def test_seed_and_places_follow_unless_said(tmp_path: Path) -> None:
     assert config.run == "digits"
     assert config.model.path == "runs/digits/prepared/model"
     assert config.data.path == "runs/digits/prepared/prompts.jsonl"
+
+
+def test_one_word_makes_learner_and_engines_share(tmp_path: Path) -> None:
+    config = load(write(tmp_path, ""), ["learner.colocated=true"]).config
+    assert config.engine.colocated and not config.weights.overlap
+    alone = load(write(tmp_path, "")).config
+    assert not alone.engine.colocated and alone.weights.overlap
 
 
 @pytest.mark.parametrize(
@@ -122,7 +140,7 @@ def test_a_name_made_of_the_file_is_fit_for_the_bus(tmp_path: Path) -> None:
 def test_the_digest_tells_training_apart_and_places_not(tmp_path: Path) -> None:
     file = write(tmp_path, "prepare: {}")
     digest = load(file).config.digest()
-    for same in ("directory=elsewhere", "bus.port=4333", "up.actors=3", "run=other"):
+    for same in ("directory=elsewhere", "bus.port=4333", "up.actors=3", "run=other", "learner.colocated=true"):
         assert load(file, [same]).config.digest() == digest, same
     for other in ("actor.reward=exact", "learner.optimizer.lr=1", "seed=3", "sampling.max_new_tokens=3", "prepare.task=sort"):
         assert load(file, [other]).config.digest() != digest, other
@@ -160,6 +178,9 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["weights.push_every=4", "staleness.max_lag=2"], "push_every: want <= staleness.max_lag"),
         (["weights.push_every=3", "staleness.max_lag=2", "learner.checkpoint_every=20"], "multiple of weights.push_every"),
         (["bus.samples_max_bytes=1000"], "bus.samples_max_bytes: want >="),
+        (["learner.colocated=true", "weights.overlap=true"], "weights.overlap: want false with learner.colocated"),
+        (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),
+        (["learner.colocated=true", "engine.kind=sglang", "engine.sglang.url=http://x"], "engine.sglang.url: want a server"),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: list[str], complaint: str) -> None:

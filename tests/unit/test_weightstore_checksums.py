@@ -1,13 +1,15 @@
 """Checksums: against a ten-line loop, every bit counts, and what differs is named."""
 
 import hashlib
+import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.receiver_app import tiny_tensors
+from tests.receiver_app import staged, tiny_tensors
 from weightstore import checksums
 from weightstore.checksums import LANES, Part, Told, differences, sha256, sum64, sum_of, told_of
 
@@ -97,3 +99,32 @@ def test_strange_answers_are_refused() -> None:
     for answer in ({}, {"scheme": "sum64", "parts": [{"names": ["x"]}]}, {"scheme": "crc", "parts": []}):
         with pytest.raises(ValueError, match="checksums: want"):
             Told.parse(answer)
+
+
+def test_a_comparison_that_outlives_its_push_says_nothing_of_the_next_weights() -> None:
+    """Its thread has read a copy that is filled anew before it has its sum: that is not kept for the new weights."""
+    one, two = {"w": torch.full((100,), 1.0)}, {"w": torch.full((100,), 2.0)}
+    read, filled = threading.Event(), threading.Event()
+
+    class Slow(tuple[str, ...]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            yield from super().__iter__()
+            self.looks += 1
+            if self.looks == 3:  # who is spoken of; whether that is known; and now its tensors have been read
+                read.set()
+                assert filled.wait(60)
+
+    def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> Told:  # in a type of its own: they are copied
+        return Told(scheme="sum64", parts=(Part(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
+
+    staging = staged(one)
+    thread = threading.Thread(target=staging.differences, args=(told(one, Slow(("w",))),), daemon=True)
+    thread.start()
+    assert read.wait(60)
+    staging.fill(two.items())
+    filled.set()
+    thread.join(60)
+    assert staging.differences(told(two, ("w",))) == []
+    assert len(staging.differences(told(one, ("w",)))) == 1

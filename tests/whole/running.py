@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,11 @@ class Up:
     def log(self) -> str:
         return (self.directory.parent / "up.log").read_text()
 
-    def wait(self) -> int:
+    def wait(self, limit_s: float = UP_LIMIT_S) -> int:
         try:
-            return self.process.wait(UP_LIMIT_S)
+            return self.process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"`tidemill up` did not end within {UP_LIMIT_S:.0f} s; its last words:\n{self.log[-3000:]}") from None
+            raise AssertionError(f"`tidemill up` did not end within {limit_s:.0f} s; its last words:\n{self.log[-3000:]}") from None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -60,10 +60,11 @@ class Up:
             yield bus
 
 
-def start(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Up:
+def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Up:
     """`tidemill up` with its run directory under ``tmp_path``; to be ended by who starts it."""
     directory = tmp_path / "run"
-    command = [sys.executable, "-m", "launch", "up", str(config), *flags]
+    files = [config] if isinstance(config, Path) else config
+    command = [sys.executable, "-m", "launch", "up", *map(str, files), *flags]
     for setting in (f"directory={directory}", *settings):
         command += ["--set", setting]
     with (tmp_path / "up.log").open("a") as log:
@@ -72,7 +73,7 @@ def start(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str
 
 
 @contextlib.contextmanager
-def up(tmp_path: Path, *settings: str, config: Path = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Iterator[Up]:
+def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Iterator[Up]:
     """The same, ended with all its children when the block is left."""
     run = start(tmp_path, *settings, config=config, flags=flags)
     try:

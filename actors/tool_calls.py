@@ -1,0 +1,141 @@
+"""Calls of tools in what a model says: a text as what is said and what is called. Pure.
+
+    tags    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>      Hermes, Qwen2.5, Qwen3
+    json    {"name": "add", "parameters": {"a": 3}}; {...}                     Llama 3.1 and later: nothing but calls
+
+What only looks like a call (no JSON, no name, not closed) is said, not called: nothing is lost.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
+ARGUMENTS = ("arguments", "parameters")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a tool."""
+
+    name: str
+    arguments: str
+    """A JSON map."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """A text taken apart. Of a text that grows both only grow, too."""
+
+    content: str
+    calls: tuple[Call, ...]
+
+
+def form_of(template: str) -> str | None:
+    """How a model with this chat template writes calls: tags | json; None = in no way known here."""
+    if OPENING in template:
+        return "tags"
+    return "json" if "<|python_tag|>" in template else None
+
+
+def read(text: str, form: str, *, finished: bool) -> Said:
+    """``finished``: nothing more will come, so whatever is open is said."""
+    return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
+
+
+def with_maps(calls: object, where: str) -> list[dict[str, Any]]:
+    """A message's ``tool_calls`` as chat templates want them: arguments as maps. Raises ValueError."""
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: want a list, got {calls!r}")
+    return [_with_map(call, f"{where}[{place}]") for place, call in enumerate(calls)]
+
+
+def _with_map(call: object, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ValueError(f'{where}: want {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}, got {call!r}')
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise ValueError(f"{where}.function.arguments: want JSON, got {arguments!r}") from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _read_tags(text: str, finished: bool) -> Said:
+    content, at = "", 0
+    calls: list[Call] = []
+    while (opening := text.find(OPENING, at)) >= 0:
+        content = _joined(content, text[at:opening], calls)
+        closing = text.find(CLOSING, opening)
+        if closing < 0:
+            rest = text[opening:] if finished else ""
+            return _ended(_joined(content, rest, calls), calls, finished)
+        call = _call(text[opening + len(OPENING) : closing])
+        at = closing + len(CLOSING)
+        if call is None:
+            content += text[opening:at]
+        else:
+            calls.append(call)
+            content = content.rstrip()
+    rest = text[at:] if finished else text[at : len(text) - _begun(text[at:])]
+    return _ended(_joined(content, rest, calls), calls, finished)
+
+
+def _joined(content: str, more: str, calls: list[Call]) -> str:
+    """Blanks between calls are no content."""
+    return content + (more.lstrip() if calls and not content else more)
+
+
+def _ended(content: str, calls: list[Call], finished: bool) -> Said:
+    """Blanks at the end are held back while a call may follow, and dropped behind one."""
+    return Said(content if finished and not calls else content.rstrip(), tuple(calls))
+
+
+def _begun(text: str) -> int:
+    """Characters at the end that may become an opening."""
+    return next((size for size in range(min(len(OPENING) - 1, len(text)), 0, -1) if text.endswith(OPENING[:size])), 0)
+
+
+def _read_json(text: str, finished: bool) -> Said:
+    if not text.lstrip().startswith("{"):
+        return Said(text if finished or text.strip() else "", ())
+    calls = _calls(text) if finished else ()
+    return Said(text if finished and not calls else "", calls)
+
+
+def _calls(text: str) -> tuple[Call, ...]:
+    """All of a text, or nothing."""
+    decoder, calls, rest = json.JSONDecoder(), [], text.strip()
+    while rest:
+        try:
+            value, end = decoder.raw_decode(rest)
+            call = _called(value)
+        except (ValueError, RecursionError):
+            return ()
+        if call is None:
+            return ()
+        calls.append(call)
+        rest = rest[end:].lstrip().removeprefix(";").lstrip()
+    return tuple(calls)
+
+
+def _call(text: str) -> Call | None:
+    try:
+        return _called(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _called(value: object) -> Call | None:
+    """None for no call. Raises ValueError or RecursionError for one that cannot be told: halves of characters, a thousand lists deep."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return None
+    arguments: object = next((value[name] for name in ARGUMENTS if name in value), {})
+    if not isinstance(arguments, Mapping):
+        return None
+    call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
+    f"{call.name}{call.arguments}".encode()
+    return call

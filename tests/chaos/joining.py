@@ -1,0 +1,81 @@
+"""An engine joins a run that is under way: its first response is of the newest version, and nobody has waited for it."""
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+from bus.connection import Bus
+from bus.messages import Sample
+from tests.chaos.parts import PATIENCE_S, parts
+from tests.chaos.rounds import SETTINGS, serving
+from tests.chaos.test_instants import new_steps
+from weightstore.registry import VersionRegistry
+
+MAX_LAG = 2
+"""Of smoke.yaml: from a version to the next one that made a sample there are no more steps than one more."""
+
+
+def join(tmp_path: Path, engine: Sequence[str] = (), *, deadline_s: float) -> None:
+    """``engine``: further settings, of both engines above all."""
+    asyncio.run(_join(tmp_path, engine, deadline_s))
+
+
+async def _join(tmp_path: Path, engine: Sequence[str], deadline_s: float) -> None:
+    with parts(tmp_path, *SETTINGS, f"weights.phase_deadline_s={deadline_s}", *engine) as run:
+        await run.begin("actor", "learner")
+        first = run.start("engine", name="first")
+        async with run.bus() as bus:
+            await new_steps(bus, 3)
+            versions, seen = VersionRegistry(bus), _Seen(bus)
+            watching = asyncio.create_task(seen.watch())
+            try:
+                before, phases = await _head(versions), first.log.count("engine phase=")
+                second = run.start("engine", name="second")
+                row = await serving(bus, second, 0, "joining")
+                newest, after = seen.newest, await _head(versions)
+                meanwhile = list(seen.versions)
+                async with asyncio.timeout(PATIENCE_S):
+                    while seen.of_second is None:  # noqa: ASYNC110
+                        await asyncio.sleep(0.02)
+                await new_steps(bus, 3)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+            told = {part.name: await serving(bus, part, 0, "afterwards") for part in run.started if part.role == "engine"}
+            pushes = next(part for part in run.started if part.name == "learner").log
+    begun = seen.of_second.spans[0].version
+    assert row.version >= before, "it served nothing older"
+    assert begun >= max(before, newest - 1), f"newest seen {newest}: it may be of a push under way; head was {before}; got {begun}"
+    assert after >= before + 3, "steps and pushes went on while it joined"
+    made = sorted({before, after} | {version for version in meanwhile if before < version < after})
+    assert max(b - a for a, b in itertools.pairwise(made)) <= MAX_LAG + 1, f"and so did the other engine: versions {made}"
+    assert first.log.count("engine phase=") == phases, "which has served all the time"
+    assert sum(row.load.get("requests_aborted", 0) + row.load.get("requests_aborted_by_pushes", 0) for row in told.values()) == 0
+    assert "evicted" not in pushes.replace("evicted=0", ""), "no push has left anybody out"
+
+
+async def _head(versions: VersionRegistry) -> int:
+    head = await versions.head()
+    assert head is not None
+    return head.version
+
+
+class _Seen:
+    """Samples, as they are stored."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self.newest = -1
+        self.versions: list[int] = []
+        self.of_second: Sample | None = None
+
+    async def watch(self) -> None:
+        async for received in self._bus.samples.tail(follow=True):
+            sample = received.sample
+            if not isinstance(sample, Sample) or not sample.spans:
+                continue
+            self.versions += [span.version for span in sample.spans]
+            self.newest = max(self.newest, *self.versions[-len(sample.spans) :])
+            if sample.engine == "second" and self.of_second is None:
+                self.of_second = sample

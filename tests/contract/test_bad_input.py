@@ -1,0 +1,240 @@
+"""What no engine can follow is a 400 at the built-in engine, at a SGLang server's guard and at the router, and never a 500."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from actors.config import EngineConfig, SglangConfig
+from actors.sglang.engine import SglangEngine
+from actors.sglang.releases import release_of
+from tests.engine_serving import LIMIT_S, serving
+from tests.router_kit import Faulty, faulty, routing
+from tests.tiny_models import write_tiny_model
+
+EXACT = "actors.router.exact:TokenExact"
+HALF = "3\ud83d"
+"""What is left of an emoji that was cut in two."""
+PARAMS = {"max_new_tokens": 1}
+USER = {"role": "user", "content": "3"}
+GROUP = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo", "timeout_s": 0.01}
+BUCKET: dict[str, Any] = {"names": [], "dtypes": [], "shapes": []}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("bad") / "model", max_position_embeddings=64)
+
+
+class Asked:
+    """Somebody who takes requests."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self._url, self._session = url, session
+
+    async def post(self, path: str, body: Any) -> tuple[int, str]:
+        """``body``: as JSON, or bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        async with self._session.post(self._url + path, data=data, headers={"Content-Type": "application/json"}) as response:
+            return response.status, await response.text()
+
+
+@asynccontextmanager
+async def builtin(model_dir: Path) -> AsyncIterator[Asked]:
+    async with serving(model_dir) as served:
+        yield Asked(served.engine.url, served.session)
+
+
+@asynccontextmanager
+async def router(model_dir: Path) -> AsyncIterator[Asked]:
+    config = {"middleware": (EXACT,), "model": str(model_dir), "wait_s": 0.1}
+    async with serving(model_dir) as served, routing(served.engine.url, **config) as door:
+        yield Asked(door.url, door.session)
+
+
+@asynccontextmanager
+async def guard(model_dir: Path, release: str = "0.5.23") -> AsyncIterator[Asked]:
+    """In front of a server that would take anything."""
+    async with faulty() as server, guarding(model_dir, server, release) as asked:
+        server.does = "generate"
+        yield asked
+
+
+@asynccontextmanager
+async def guarding(model_dir: Path, server: Faulty, release: str = "0.5.23", **config: Any) -> AsyncIterator[Asked]:
+    settings = EngineConfig(kind="sglang", sglang=SglangConfig(url=server.url), **config)
+    engine = SglangEngine(model_dir, settings, release=release_of("e", release))
+    await asyncio.to_thread(engine.load)
+    await engine.start()
+    engine.phase = "serving"
+    try:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+            yield Asked(engine.url, session)
+    finally:
+        await engine.close()
+
+
+Place = Callable[[Path], AbstractAsyncContextManager[Asked]]
+PLACES = pytest.mark.parametrize("place", [builtin, router, guard], ids=lambda place: str(place.__name__))
+
+
+@PLACES
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/generate", {"text": HALF, "sampling_params": PARAMS}, "text: want Unicode text, got a half of a character ('\\\\ud83d')"),
+        ("/generate", b'{"text": "3\xed\xa0\xbd"}', "body: want JSON"),
+        ("/generate", {"input_ids": [5], "rid": HALF}, "rid: want Unicode text"),
+        ("/generate", {"input_ids": [5], "sampling_params": {"stop": HALF}}, "sampling_params: want Unicode text"),
+        ("/generate", b"[" * 100_000, "at most 100 deep"),
+        ("/generate", b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "at most 100 deep"),
+    ],
+)
+async def test_what_no_engine_can_follow(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
+    async with place(model_dir) as asked:
+        status, answer = await asked.post(path, body)
+        assert (status, why in answer) == (400, True), answer
+
+
+@pytest.mark.parametrize("place", [builtin, router], ids=["builtin", "router"])
+async def test_chats_and_completions_of_what_is_no_text(place: Place, model_dir: Path) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud83d"}'}}]
+    deep = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 3000}}]
+    cases: list[tuple[str, Any, str]] = [
+        ("completions", {"prompt": HALF}, "prompt"),
+        ("chat/completions", {"messages": [{**USER, "content": HALF}]}, "messages"),
+        ("chat/completions", {"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ("chat/completions", {"messages": [USER], "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        (
+            "chat/completions",
+            {"messages": [USER, {"role": "assistant", "tool_calls": deep}]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+    ]
+    async with place(model_dir) as asked:
+        for path, body, param in cases:
+            status, answer = await asked.post(f"/v1/{path}", {**body, "max_tokens": 1})
+            assert status == 400, (body, answer)
+            assert json.loads(answer)["error"]["param"] == param
+        status, answer = await asked.post("/v1/chat/completions", b"{")
+        assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
+        body = {"messages": [USER, {"role": "assistant", "tool_calls": calls}], "max_tokens": 1}
+        assert (await asked.post("/v1/chat/completions", body))[0] in (200, 400), "whether the template shows it"
+
+
+@pytest.mark.parametrize("place", [builtin, guard], ids=["builtin", "guard"])
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version": float("inf")}, "min_version: want"),
+        ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": float("nan")}, "min_version_timeout_s: want"),
+        ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": 10**400}, "min_version_timeout_s: want"),
+        ("/init_weights_update_group", {**GROUP, "master_port": 70000}, "master_port: want a port, 1 .. 65535, got 70000"),
+        ("/init_weights_update_group", {**GROUP, "master_port": True}, "master_port: want int"),
+        *(
+            (path, {**body, "timeout_s": bad}, "timeout_s: want a number of seconds > 0")
+            for path, body in (("/init_weights_update_group", GROUP), ("/update_weights_from_distributed", BUCKET))
+            for bad in ("x", float("nan"), -1, 0, 10**400, None, True)
+        ),
+    ],
+)
+async def test_numbers_out_of_range(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
+    async with place(model_dir) as asked:
+        status, answer = await asked.post(path, body)
+        assert (status, why in answer) == (400, True), answer
+
+
+async def test_no_tokens_at_a_server_that_is_asked_in_pieces(model_dir: Path) -> None:
+    async with guard(model_dir, "0.5.17") as asked:
+        for text in ("", [""], ["3", ""]):
+            status, answer = await asked.post("/generate", {"text": text, "sampling_params": PARAMS})
+            assert (status, "text: want at least one token" in answer) == (400, True), answer
+
+
+async def test_more_than_may_wait_is_a_503_at_a_guard(model_dir: Path) -> None:
+    async with faulty() as server, guarding(model_dir, server, max_running=2, max_waiting=3) as asked:
+        server.does = "hang"
+        body = {"input_ids": [[5], [6]], "sampling_params": PARAMS}
+        waiting = [asyncio.create_task(asked.post("/generate", body)) for _ in range(2)]
+        await reached(server, 2)
+        status, answer = await asked.post("/generate", body)
+        assert (status, "the queue is full: 4 unfinished requests, at most 5" in answer) == (503, True), answer
+        last = asyncio.create_task(asked.post("/generate", {"input_ids": [5], "sampling_params": PARAMS}))
+        await reached(server, 3)
+        for task in (*waiting, last):
+            task.cancel()
+        await asyncio.gather(*waiting, last, return_exceptions=True)
+
+
+async def reached(server: Faulty, count: int) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while server.paths.count("/generate") < count:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0.01)
+
+
+ODD: tuple[Any, ...] = (None, True, -1, 1.5, 2**63, 10**400, float("inf"), "", "\x00", "[" * 3000, [], {}, [None], [2**70])
+GENERATE = (
+    *(
+        "text",
+        "input_ids",
+        "sampling_params",
+        "rid",
+        "stream",
+        "return_logprob",
+        "continued_tokens",
+        "min_version",
+        "min_version_timeout_s",
+    ),
+    *("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "lora_path", "priority", "extra_key", "session_id", "unknown"),
+)
+SAMPLING = (
+    *("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "min_new_tokens", "n", "sampling_seed"),
+    *("skip_special_tokens", "no_stop_trim", "min_p", "logit_bias", "stop_regex"),
+)
+OPENAI = (
+    *("model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "n", "stop", "seed", "logprobs", "stream_options"),
+    *("top_logprobs", "logit_bias", "rid", "min_version", "return_token_ids", "user", "best_of", "echo"),
+)
+CHAT = ("messages", "tools", "tool_choice", "response_format", "chat_template_kwargs", "add_generation_prompt")
+MESSAGE = ("role", "content", "tool_calls", "name", "tool_call_id")
+UPDATES = {
+    "/init_weights_update_group": ({**GROUP}, ("epoch", "master_address", "rank_offset", "world_size", "backend", "group_name")),
+    "/destroy_weights_update_group": ({}, ("group_name",)),
+    "/update_weights_from_distributed": (BUCKET, ("names", "dtypes", "shapes", "group_name", "load_format", "weight_version")),
+    "/receive_push": ({"buckets": [BUCKET]}, ("buckets", "group_name", "weight_version", "serve", "timeout_s")),
+    "/begin_weight_update": ({}, ("weight_version",)),
+    "/end_weight_update": ({}, ("weight_version",)),
+    "/update_weights_from_disk": ({}, ("model_path", "weight_version")),
+    "/weights_checker": ({}, ("action",)),
+    "/weights_checksums": ({}, ("of",)),
+    "/abort_request": ({}, ("rid",)),
+}
+
+
+def odd() -> list[tuple[str, Any]]:
+    """Requests of which one field is odd."""
+    wait = {"min_version_timeout_s": 0.01}
+    found: list[tuple[str, Any]] = []
+    for value in ODD:
+        found += [("/generate", {"input_ids": [5], **wait, "sampling_params": PARAMS, name: value}) for name in GENERATE]
+        found += [("/generate", {"text": "3", **wait, "sampling_params": {**PARAMS, name: value}}) for name in SAMPLING]
+        for path, given, more in (("completions", {"prompt": "3"}, ("prompt",)), ("chat/completions", {"messages": [USER]}, CHAT)):
+            found += [(f"/v1/{path}", {**given, **wait, "max_tokens": 1, name: value}) for name in (*OPENAI, *more)]
+        found += [("/v1/chat/completions", {"messages": [{**USER, name: value}], "max_tokens": 1}) for name in MESSAGE]
+        found += [("/retrieve_from_text", {name: value}) for name in ("text", "messages")]
+    pushes = [("/receive_push", {"buckets": [{**BUCKET, name: value}]}) for value in ODD for name in ("names", "dtypes", "shapes")]
+    updates = [(path, {**body, name: value}) for value in ODD for path, (body, names) in UPDATES.items() for name in names]
+    return found + pushes + updates  # last: one that was begun is waited for
+
+
+@PLACES
+async def test_nothing_odd_is_a_500(place: Place, model_dir: Path) -> None:
+    async with place(model_dir) as asked:
+        for path, body in odd():
+            status, answer = await asked.post(path, body)
+            assert status != 500, (path, body, answer)

@@ -1,0 +1,328 @@
+"""The contract of an engine, on the built-in one and (``make test-sglang``) on real SGLang: the same prompts, the same weights, fp32."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.errors import BadRequest, EngineUnavailable
+from actors.sglang.generating import HOLD_S
+from bus.messages import LiveRow, Sampling
+from tests.engine_kinds import Kind
+from tests.engine_push import joined
+from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, scores_across, told_log_probs
+from tests.receiver_app import staged
+from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.cohort import Cohort, Cohorts
+from weightstore.errors import ReceiverFailed
+from weightstore.http_receiver import HttpReceiver
+from weightstore.member import Member, Updated
+
+CONTEXT = 4096
+VOCABULARY = 299
+TOLERANCE = 1e-3
+"""Nats, fp32 on both sides."""
+PROMPT = [5, 6, 7, 8]
+LONG = 1200
+GROUP_S = 60
+AT_ONCE_S = 20
+
+
+@pytest.fixture(scope="module")
+def dtype() -> str:
+    return "float32"
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Of versions 0 to 3."""
+    root = tmp_path_factory.mktemp("models")
+    return [write_tiny_model(root / str(seed), seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def first_model(directories: list[Path]) -> Path:
+    return directories[0]
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Any]:
+    return [tiny_model(seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
+
+
+class Watched:
+    """One streamed request; how far it is."""
+
+    def __init__(self, served: Served) -> None:
+        self.tokens = 0
+        self._grown = asyncio.Event()
+        self._served = served
+        self.task = asyncio.create_task(self._read())
+
+    async def _read(self) -> Any:
+        """The last state: all of it."""
+        sampling = {"max_new_tokens": LONG, "ignore_eos": True}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "rid": "watched", "stream": True, "return_logprob": True}
+        state: Any = None
+        async with self._served.session.post(self._served.engine.url + "/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    state = json.loads(line[6:])
+                    self.tokens = len(state["output_ids"])
+                    self._grown.set()
+        return state
+
+    async def beyond(self, tokens: int) -> None:
+        """Wait until it has more than so many."""
+        while self.tokens <= tokens:
+            assert not self.task.done(), f"ended with {self.tokens} tokens, wanted more than {tokens}"
+            self._grown.clear()
+            await self._grown.wait()
+
+
+@asynccontextmanager
+async def asked(served: Served) -> AsyncIterator[Watched]:
+    watched = Watched(served)
+    try:
+        yield watched
+    finally:
+        watched.task.cancel()
+        await asyncio.gather(watched.task, return_exceptions=True)
+
+
+async def assert_made_by(model: Any, version: int, answer: Any) -> None:
+    """One version made all of it, and its log-probs are those of these weights."""
+    tokens = answer["output_ids"]
+    assert answer["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": len(tokens)}]
+    wanted = log_probs_of(await scores(model, PROMPT, tokens), tokens)
+    assert np.abs(told_log_probs(answer) - wanted).max() < TOLERANCE
+
+
+async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    given = prompts(4)
+    async with kind.serving(directories[0]) as served:
+        for prompt in given:
+            answer = await served.generate(prompt, max_new_tokens=16, temperature=0.0, ignore_eos=True)
+            assert answer["output_ids"] == (await greedy(models[0], prompt, 16))[:16]
+        for prompt, temperature in zip(given, (1.0, 0.7, 1.3, 1.0), strict=True):
+            answer = await served.generate(prompt, max_new_tokens=48, temperature=temperature, ignore_eos=True)
+            wanted = log_probs_of(await scores(models[0], prompt, answer["output_ids"]) / temperature, answer["output_ids"])
+            assert np.abs(told_log_probs(answer) - wanted).max() < TOLERANCE
+            assert answer["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 48}]
+        filtered = await served.generate(PROMPT, max_new_tokens=32, temperature=0.7, top_p=0.9, top_k=8, ignore_eos=True)
+        assert (told_log_probs(filtered) <= 0).all()
+
+
+async def test_one_request_lives_through_three_pushes(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    """Four sets of weights in one response; each stretch has the log-probs of its weights, on keys and values kept as they were."""
+    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(served) as one:
+        for version in (1, 2, 3):
+            await one.beyond(one.tokens + 20)
+            await push.whole(models[version], version)
+        made = await one.task
+        assert served.engine.stats()["requests_aborted_by_pushes"] == 0
+    spans = made["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
+    assert (made["meta_info"]["finish_reason"]["type"], len(made["output_ids"])) == ("length", LONG)
+    stretches = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
+    wanted = log_probs_of(await scores_across(stretches, PROMPT, made["output_ids"]), made["output_ids"])
+    assert np.abs(told_log_probs(made) - wanted).max() < TOLERANCE
+
+
+async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path]) -> None:
+    async with kind.serving(directories[0]) as served, asked(served) as one:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "watched-2"}
+        other = asyncio.create_task(served.post("/generate", body))
+        await one.beyond(10)
+        await served.client.abort("nobody")
+        assert (await served.post("/abort_request", {"rid": ""}))[0] == 400
+        await served.client.abort("watched")
+        made = await one.task
+        assert made["meta_info"]["finish_reason"]["type"] == "abort"
+        stats = served.engine.stats()
+        assert (stats["requests_aborted"], stats["requests_aborted_by_pushes"]) == (1, 0)
+        assert 10 < len(told_log_probs(made)) < LONG
+        status, answer = await other
+        assert (status, len(answer["output_ids"]), answer["meta_info"]["id"]) == (200, LONG, "watched-2")
+
+
+async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directories: list[Path]) -> None:
+    async with kind.serving(directories[0]) as served, asked(served) as one:
+        sampling = {"max_new_tokens": LONG, "ignore_eos": True}
+        body = {"input_ids": [PROMPT, PROMPT[:2]], "sampling_params": sampling, "rid": "both"}
+        both = asyncio.create_task(served.post("/generate", body))
+        await one.beyond(10)
+        await served.client.abort("both")
+        status, answers = await both
+        assert (status, [made["meta_info"]["finish_reason"]["type"] for made in answers]) == (200, ["abort", "abort"])
+        assert [made["meta_info"]["id"] for made in answers] == ["both_0", "both_1"]
+        assert len((await one.task)["output_ids"]) == LONG
+
+
+async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directories: list[Path]) -> None:
+    """The way of pushing that this system does not have: pause (abort), update, continue. Streamed or not."""
+    async with kind.serving(directories[0]) as served, asked(served) as one:
+        other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
+        await one.beyond(10)
+        assert (await served.post("/pause_generation", {"mode": "abort"}))[0] == 200
+        ended = [await one.task, await other]
+        assert (await served.post("/continue_generation", {}))[0] == 200
+        assert [made["meta_info"]["finish_reason"]["type"] for made in ended] == ["abort", "abort"]
+        assert served.engine.stats()["requests_aborted_by_pushes"] == 2
+
+
+async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    async with kind.serving(directories[0]) as served, asked(served) as one:
+        await one.beyond(10)
+        await served.client.pause()
+        later = asyncio.create_task(served.generate(PROMPT, max_new_tokens=4, ignore_eos=True))
+        await asyncio.sleep(0.3)  # what was under way arrives
+        seen = one.tokens
+        await asyncio.sleep(0.5)
+        assert (one.tokens, later.done()) == (seen, False)
+        await served.client.resume()
+        made = await one.task
+        assert len((await later)["output_ids"]) == 4
+    assert len(made["output_ids"]) == LONG
+    await assert_made_by(models[0], 0, made)
+
+
+async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: Kind, directories: list[Path]) -> None:
+    """One that is being decoded, and one that comes in the pause: SGLang's scheduler does not have it yet."""
+    async with kind.serving(directories[0]) as served, asked(served) as one:
+        await one.beyond(10)
+        await served.client.pause()
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "later"}
+        later = asyncio.create_task(served.post("/generate", body))
+        await asyncio.sleep(0.3)
+        for name in ("later", "watched"):
+            await served.client.abort(name)
+        await asyncio.sleep(0.3)
+        await served.client.resume()
+        (status, answer), made = await later, await one.task
+        assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+        assert answer["meta_info"]["completion_tokens"] < LONG
+        assert made["meta_info"]["finish_reason"]["type"] == "abort"
+        assert served.engine.stats()["requests_aborted"] == 2
+
+
+async def test_nothing_is_generated_before_it_serves_and_a_late_one_joins(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    async with kind.serving(directories[0]) as served:
+        served.engine.phase = "catching up"
+        with pytest.raises(EngineUnavailable):
+            await served.client.generate(PROMPT, Sampling(max_new_tokens=2))
+        assert not await served.client.healthy()
+        await served.engine.load_snapshot(directories[2], 7, 3)
+        served.engine.phase = "serving"
+        assert await served.client.healthy()
+        late = await served.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+        async with joined(served, timeout_s=GROUP_S, epoch=3) as push:
+            await push.whole(models[3], 8)
+            pushed = await served.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
+        assert (served.engine.version, served.engine.epoch) == (8, 3)
+    await assert_made_by(models[2], 7, late)
+    await assert_made_by(models[3], 8, pushed)
+
+
+async def test_a_push_that_breaks_off_is_never_served_in_part(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push:
+        assert (await push.begin(1))[0] == 200
+        assert (await push.bucket(list(models[1].named_parameters())[:5]))[0] == 200
+        status, answer = await push.end(1)
+        assert status == 400, answer
+        assert served.engine.version == (0 if kind.in_standby else -1)
+        if kind.in_standby:
+            assert (await served.generate(PROMPT, max_new_tokens=2))["meta_info"]["weight_version"] == "0"
+        else:
+            async with asyncio.timeout(HOLD_S / 2):  # nobody waits for the end of it
+                status, _ = await served.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+            assert status == 503
+        await push.whole(models[2], 2)
+        await assert_made_by(models[2], 2, await served.generate(PROMPT, max_new_tokens=16, ignore_eos=True))
+
+
+async def test_what_its_sender_leaves_open_holds_up_nothing(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    """As when a learner finds that checksums differ, evicts the engine, and the engine fetches that version."""
+    async with kind.serving(directories[0], version=0) as served:
+        for version, num_sent in ((1, 0), (2, 5), (3, None)):
+            async with joined(served, timeout_s=GROUP_S) as push:
+                await push.begin(version)
+                if tensors := list(models[version].named_parameters())[:num_sent]:
+                    assert (await push.bucket(tensors))[0] == 200
+                assert (await served.post("/destroy_weights_update_group", {"group_name": push.group.name}))[0] == 200
+                if num_sent == 0:
+                    served_on = await served.generate(PROMPT, max_new_tokens=2)
+                    assert served_on["meta_info"]["weight_version"] == "0"
+                async with asyncio.timeout(AT_ONCE_S):
+                    await served.engine.load_snapshot(directories[version], version)
+            await assert_made_by(models[version], version, await served.generate(PROMPT, max_new_tokens=4))
+
+
+async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    sent = {name: tensor.detach() for name, tensor in models[1].state_dict().items()}
+    bent = "model.layers.1.self_attn.k_proj.weight"
+    other = sent | {bent: sent[bent].clone()}
+    other[bent].flatten()[-1] = 5.0
+    async with kind.serving(directories[0]) as served:
+        row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
+        for version, check, good in ((1, staged(other).differences, False), (2, staged(sent).differences, True)):
+            receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
+            cohort = Cohort(Cohorts(1, "127.0.0.1", "gloo", 60.0), [Member(row, receiver, deadline_s=60.0)])
+            try:
+                outcome = await cohort.update(version, staged(sent).buckets, lambda _, check=check: check)
+            finally:
+                cohort.close()
+            (found,) = outcome.values()
+            if good:
+                assert isinstance(found, Updated) and found.verify_s is not None
+            else:
+                assert isinstance(found, ReceiverFailed)
+                assert re.match(r"version 1 .* in 1 tensors: .*k_proj", found.reason) and found.phase == "verify"
+                assert served.engine.version == (0 if kind.in_standby else -1)
+        assert served.engine.version == 2
+
+
+async def test_a_minimum_version_is_waited_for(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push:
+        waiting = asyncio.create_task(served.client.generate(PROMPT, Sampling(max_new_tokens=4), min_version=1))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await push.whole(models[1], 1)
+        assert {span.version for span in (await waiting).spans} == {1}
+
+
+async def test_a_replaced_learner_is_refused(kind: Kind, directories: list[Path]) -> None:
+    async with kind.serving(directories[0]) as served:
+        assert (await served.post("/pause_generation", {"mode": "in_place", "epoch": 5}))[0] == 200
+        for path in ("/continue_generation", "/begin_weight_update", "/destroy_weights_update_group"):
+            status, answer = await served.post(path, {"epoch": 4, "weight_version": "9", "group_name": "g"})
+            assert (status, answer["epoch"]) == (409, 5), path
+        assert (await served.post("/continue_generation", {"epoch": 5}))[0] == 200
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "beyond the vocabulary": ({"input_ids": [5, VOCABULARY]}, r"want token ids in 0 \.\. 298"),
+    "negative": ({"input_ids": [-1]}, r"want token ids in 0 \.\. 298"),
+    "beyond 32 bits": ({"input_ids": [2**40]}, r"want token ids in 0 \.\. 298"),
+    "no prompt": ({"input_ids": []}, "input_ids"),
+    "no ids": ({"input_ids": ["a"]}, "input_ids"),
+    "two prompts": ({"input_ids": PROMPT, "text": "x"}, "input_ids"),
+    "too long": ({"input_ids": [5] * CONTEXT}, "longer than the model's context"),
+    "a stop that is no token": ({"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [400]}}, r"want token ids in 0 \.\. 298"),
+}
+
+
+async def test_what_is_wrong_is_refused_and_nothing_ends(kind: Kind, directories: list[Path]) -> None:
+    async with kind.serving(directories[0]) as served:
+        for name, (body, said) in BAD.items():
+            status, answer = await served.post("/generate", {"sampling_params": {"max_new_tokens": 2}, **body})
+            assert status == 400, (name, answer)
+            assert pytest.raises(BadRequest, match=said).matches(BadRequest(answer["error"]["message"])), (name, answer)
+        assert len((await served.generate(PROMPT, max_new_tokens=2, ignore_eos=True))["output_ids"]) == 2

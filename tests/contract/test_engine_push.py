@@ -1,0 +1,110 @@
+"""A whole push in one request: received in order, served with it or not, and whatever breaks it off."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.test_engine_updates import directories, family, models
+from tests.engine_push import DEADLINE_S, flat, joined, named, serves
+from tests.engine_serving import serving
+from weightstore.errors import PeerLost
+
+__all__ = ["directories", "family", "models"]
+
+
+async def test_a_push_asked_for_at_once(directories: list[Path], models: list[Any]) -> None:
+    """Copied at first, and then received where they belong; served with the last message, or when the end is asked for."""
+    async with serving(directories[0]) as served, joined(served) as push:
+        for version in range(1, 6):
+            model, serve = models[version % 3], version % 2 == 1
+            status, answer = await push.at_once(model, version, serve=serve)
+            assert (status, answer["success"], answer["stall_s"] is None) == (200, True, not serve), answer
+            if not serve:
+                assert served.engine.version == version - 1
+                assert (await served.post("/weights_checksums", {"of": "update"}))[1]["weight_version"] == str(version)
+                assert (await push.end(version))[0] == 200
+            assert served.engine.version == version and serves(served, model)
+
+
+@pytest.mark.parametrize("serve", [True, False])
+async def test_what_is_wrong_in_a_push_asked_for_at_once_is_said_and_nothing_of_it_is_served(
+    directories: list[Path], models: list[Any], serve: bool
+) -> None:
+    async with serving(directories[0]) as served, joined(served) as push:
+        tensors = list(named(models[1]))
+        for parts, wanted in (
+            ([tensors[:5], tensors[4:]], "received twice"),
+            ([tensors[:5], [("model.strange", tensors[0][1])]], "the model has no tensor of this name"),
+            ([tensors[:5], [(tensors[5][0], tensors[5][1][:1])]], "want shape"),
+        ):
+            status, answer = await push.ask_at_once(parts, 1, serve=serve)
+            assert (status, wanted in answer["message"]) == (400, True), answer
+        asked = asyncio.create_task(push.ask_at_once([tensors[:5]], 1, serve=serve))
+        await asyncio.to_thread(push.group.send, flat(tensors[:5]), DEADLINE_S)
+        status, answer = await asked
+        assert status == (400 if serve else 200), answer
+        if not serve:
+            status, answer = await push.end(1)
+        assert (status, "tensors are missing" in answer["message"]) == (400, True), answer
+        assert served.engine.version == 0 and serves(served, models[0])
+        assert (await push.end(1))[0] == 400, "it was discarded"
+        await push.at_once(models[1], 1, serve=True)
+        assert serves(served, models[1])
+
+
+async def test_a_push_asked_for_at_once_is_discarded_when_its_sender_is_silent_or_another_begins(
+    directories: list[Path], models: list[Any]
+) -> None:
+    tensors = list(named(models[1]))
+    parts = [tensors[:5], tensors[5:9], tensors[9:]]
+    async with serving(directories[0]) as served:
+        async with joined(served, timeout_s=1.0) as push:
+            asked = asyncio.create_task(push.ask_at_once(parts, 1))
+            await asyncio.to_thread(push.group.send, flat(parts[0]), DEADLINE_S)
+            status, answer = await asked
+            assert (status, "receiving" in answer["message"]) == (400, True), answer
+        async with joined(served) as old:
+            asked = asyncio.create_task(old.ask_at_once(parts, 1))
+            await asyncio.to_thread(old.group.send, flat(parts[0]), DEADLINE_S)
+            async with joined(served) as new:
+                await new.at_once(models[2], 2, serve=True)
+                with suppress(PeerLost):  # the engine may not have waited for it yet when it left
+                    await asyncio.to_thread(old.group.send, flat(parts[1]), DEADLINE_S)
+                assert (await asked)[0] == 400
+                assert served.engine.version == 2 and serves(served, models[2])
+                await new.at_once(models[1], 3, serve=True)
+                assert serves(served, models[1])
+
+
+async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(directories: list[Path], models: list[Any]) -> None:
+    tensors = list(named(models[2]))
+    async with serving(directories[0]) as served, joined(served) as push:
+        async with served.engine.updates._writing:
+            asked = [asyncio.create_task(push.ask_at_once([tensors], 1))]
+            await served.until(lambda: served.engine.updates._open is not None)
+            asked.append(asyncio.create_task(push.ask_at_once([tensors], 2)))
+            await served.until(lambda: served.engine.updates._open.version == 2)
+        status, answer = await asked[0]
+        assert (status, "another one has begun" in answer["message"]) == (400, True), answer
+        await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
+        assert (await asked[1])[0] == 200 and served.engine.version == 2 and serves(served, models[2])
+
+
+async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Path], models: list[Any]) -> None:
+    """Of the two that a group has: or the third of them would wait for ever."""
+    tensors = list(named(models[1]))
+    parts = [tensors[:5], tensors[5:9], tensors[9:]]
+    async with serving(directories[0]) as served, joined(served) as push:
+        for version in range(1, 4):
+            asked = asyncio.create_task(push.ask_at_once(parts, version))
+            await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates._groups.values()))
+            await push.begin(version)
+            for part in parts[:2]:
+                await asyncio.to_thread(push.group.send, flat(part), DEADLINE_S)
+            assert (await asked)[0] == 400
+        async with asyncio.timeout(DEADLINE_S):
+            await push.at_once(models[2], 4, serve=True)
+        assert serves(served, models[2])

@@ -1,0 +1,123 @@
+"""Both kinds of engine behind one kit: the built-in one in this process, and a guard in front of a real SGLang server.
+
+Tests of ``tests/contract`` that take ``kind`` run on the built-in engine, and with ``--sglang-python`` on SGLang as well.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from actors.builtin.engine import BuiltinEngine
+from actors.config import EngineConfig
+from actors.engine_client import HttpEngine
+from actors.sglang.api import Api
+from actors.sglang.child import ServerChild, command_line, free_port
+from actors.sglang.engine import SglangEngine
+from tests.engine_serving import LIMIT_S, Served
+from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
+
+START_S = 300.0
+MAX_RUNNING = 16
+
+
+class Kind(Protocol):
+    """How tests get an engine of one kind."""
+
+    name: str
+    dtype: str
+    in_standby: bool
+    """A push that breaks off leaves the older weights served; otherwise nothing is served before the next one."""
+    seeds: bool
+    """A request with a seed has the same answer again; otherwise a greedy one has."""
+
+    def serving(self, directory: Path, *, version: int = 0) -> AbstractAsyncContextManager[Served]:
+        """An engine of one test with the weights of ``directory``."""
+        ...
+
+
+class Builtin:
+    """A new engine for every test."""
+
+    name, in_standby, seeds = "builtin", True, True
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    @asynccontextmanager
+    async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
+        engine = BuiltinEngine(directory, EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype), version=version)
+        await asyncio.to_thread(engine.load)
+        async with _served(engine) as served:
+            yield served
+
+
+class Sglang:
+    """One server for all tests; a new guard, and weights loaded anew, for every one of them."""
+
+    name, in_standby, seeds = "sglang", False, False
+
+    def __init__(self, python: str, url: str, dtype: str) -> None:
+        self.python, self.url, self.dtype = python, url, dtype
+
+    @asynccontextmanager
+    async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
+        engine = SglangEngine(directory, replace(config(self.python, url=self.url), dtype=self.dtype), version=-1)
+        await asyncio.to_thread(engine.load)
+        async with _served(engine, first=(directory, version)) as served:
+            yield served
+
+
+@asynccontextmanager
+async def _served(engine: Any, first: tuple[Path, int] | None = None) -> AsyncIterator[Served]:
+    client = HttpEngine(await engine.start())
+    try:
+        if first is not None:
+            await engine.load_snapshot(*first)
+        engine.phase = "serving"
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+            yield Served(engine, client, session)
+    finally:
+        await client.close()
+        await engine.close()
+
+
+@contextmanager
+def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Iterator[str]:
+    """A server that runs meanwhile, in a loop and a thread of its own; its URL."""
+    port = free_port()
+    words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING})
+    ready, stop, failed = threading.Event(), threading.Event(), list[str]()
+
+    async def run() -> None:
+        child, api = ServerChild(words, ENVIRONMENT, log), Api(f"http://127.0.0.1:{port}")
+        await child.start()
+        try:
+            deadline = time.monotonic() + START_S
+            while not await api.healthy():
+                if child.ended.is_set() or time.monotonic() > deadline:
+                    failed.append(child.last_lines(40))
+                    return
+                await asyncio.sleep(0.5)
+            ready.set()
+            await asyncio.to_thread(stop.wait)
+        finally:
+            ready.set()
+            await api.close()
+            await child.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="sglang server")
+    thread.start()
+    try:
+        ready.wait()
+        assert not failed, failed[0]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,101 @@
+"""The learner's pushes on a real bus, of a rank that cannot gather its weights alone: what has failed is pushed again as it was staged."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from bus.config import BusConfig
+from bus.server import EmbeddedServer
+from learner.feed_client import FeedClient
+from learner.feed_messages import Start
+from learner.megatron.model import Policy
+from learner.pushes import Pushes
+from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
+from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
+from weightstore.config import WeightsConfig
+from weightstore.errors import PushFailed
+
+__all__ = ["bus_url"]
+START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
+
+
+@dataclass
+class Sharded:
+    """A policy on two tensor-parallel ranks, of which this is one: ``export`` is collective, so it may be called as often as asked only."""
+
+    step: int = 0
+    exports: int = 0
+    parallel: Any = field(default_factory=lambda: SimpleNamespace(dp_rank=0, tp_rank=0, tp_size=2))
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.exports += 1
+        yield from tiny_tensors(self.step).items()
+
+
+@dataclass
+class Feed:
+    told: list[tuple[int, int]] = field(default_factory=list)
+
+    def published(self, version: int, step: int) -> None:
+        self.told.append((version, step))
+
+
+def pushes_of(policy: Sharded, feed: Feed, url: str, run: str, directory: Path, *, wait: bool, **settings: Any) -> Pushes:
+    return Pushes(
+        cast(Policy, policy),
+        cast(FeedClient, feed),
+        run=run,
+        bus_url=url,
+        bus=BusConfig(),
+        weights=WeightsConfig(phase_deadline_s=5.0, **settings),
+        model_dir=write_tiny_companions(directory / "model"),
+        snapshots=directory / "snapshots",
+        wait=wait,
+    )
+
+
+def test_a_push_that_failed_is_made_again_with_what_was_staged(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    policy, feed = Sharded(), Feed()
+    pushes = pushes_of(policy, feed, bus_url, run_id, tmp_path, wait=False, min_engines=1)
+    with pushes.open(START):
+        policy.step = pushes.step = 1
+        before = policy.exports
+        pushes.publish()
+        assert pushes._handle is not None
+        pushes._handle.wait()
+        pushes.collect()  # nobody has taken it
+        policy.step = pushes.step = 2  # a step is made meanwhile
+        with receivers(bus_url, run_id, {"e1": GOOD}) as engines:
+            pushes.collect(wait=True)
+            assert policy.exports == before + 1
+            assert feed.told[-1][1] == 1 and state(engines["e1"][0])["digest"] == digest(tiny_tensors(1))
+            pushes.publish()
+            pushes.collect(wait=True)
+            assert policy.exports == before + 2
+            assert feed.told[-1][1] == 2 and state(engines["e1"][0])["digest"] == digest(tiny_tensors(2))
+        assert feed.told[0] == (0, 0) and len(feed.told) == 3
+
+
+def test_a_bus_that_is_away_for_longer_than_a_push_bridges_is_waited_for(
+    nats_server: EmbeddedServer, bus_url: str, run_id: str, tmp_path: Path
+) -> None:
+    policy, feed = Sharded(), Feed()
+    pushes = pushes_of(policy, feed, bus_url, run_id, tmp_path, wait=False, min_engines=1)
+    with receivers(bus_url, run_id, {"e1": GOOD}) as engines, pushes.open(START):
+        nats_server.kill()
+        policy.step = pushes.step = 1
+        before = policy.exports
+        pushes.publish()
+        assert pushes._handle is not None
+        pushes._handle.wait()
+        with pytest.raises(PushFailed, match="bus unavailable"):
+            pushes._handle.result(0)
+        nats_server.start()
+        pushes.collect(wait=True)
+        assert (policy.exports, feed.told[-1][1]) == (before + 1, 1)
+        assert state(engines["e1"][0])["digest"] == digest(tiny_tensors(1))

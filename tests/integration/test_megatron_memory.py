@@ -1,0 +1,140 @@
+"""The learner's memory between steps: what is given up is all there is, comes back as it was, and is never used meanwhile."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.errors import MemoryReleased
+from learner.megatron import parallel, state
+from learner.megatron.memory import Memory, PlainMemory
+from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.trainer import Trainer
+from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
+from tests.learner_steps import make_batches, make_samples
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+
+class LossyMemory(PlainMemory):
+    """Loses what was allocated in its regions at a release, as a device does: every byte becomes 255, which makes NaNs of floats.
+
+    At a resume what is to be kept comes back.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: dict[int, torch.UntypedStorage] = {}
+        self._scratch: set[int] = set()
+        self._kept: dict[int, torch.Tensor] = {}
+
+    @contextmanager
+    def region(self, *, scratch: bool = False) -> Iterator[None]:
+        before = set(storages())
+        with super().region():
+            yield
+        new = {at: storage for at, storage in storages().items() if at not in before}
+        self.places |= new
+        self._scratch |= new.keys() if scratch else set()
+
+    def release(self) -> None:
+        super().release()
+        for at, storage in self.places.items():
+            content = torch.tensor([], dtype=torch.uint8).set_(storage)
+            if at not in self._scratch:
+                self._kept[at] = content.clone()
+            content.fill_(255)
+
+    def resume(self) -> None:
+        super().resume()
+        for at, content in self._kept.items():
+            torch.tensor([], dtype=torch.uint8).set_(self.places[at]).copy_(content)
+
+
+def storages() -> dict[int, torch.UntypedStorage]:
+    """Of all tensors that this process has."""
+    found = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided]
+    return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[parallel.Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+def learner(model_dir: Path, here: parallel.Parallel, memory: Memory, dtype: str) -> tuple[Policy, PolicyOptimizer, Trainer, WeightBackup]:
+    policy = build_policy(model_dir, dtype=dtype, parallel=here, memory=memory)
+    optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+    backup = WeightBackup(policy)
+    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, proximal=backup), backup
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_with_releases_between_them_are_the_same_bits(here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str) -> None:
+    batches = [make_batches(make_samples(vocab=VOCAB, seed=seed))[0] for seed in range(3)]
+    digests = []
+    for memory in (PlainMemory(), LossyMemory()):
+        policy, optimizer, trainer, _ = learner(model_dir, here, memory, dtype)
+        made = []
+        for batch in batches:
+            memory.release()
+            memory.resume()
+            trainer.train(batch)
+            made.append(policy.digest())
+        memory.release()
+        memory.resume()
+        checkpoint = tmp_path / type(memory).__name__
+        checkpoint.mkdir()
+        state.save(checkpoint, step=3, policy=policy, optimizer=optimizer)
+        again = build_policy(model_dir, dtype=dtype, parallel=here, memory=type(memory)())
+        restored = PolicyOptimizer(again, OPTIMIZER, steps=10)
+        state.load(checkpoint, policy=again, optimizer=restored)
+        again.memory.release()
+        again.memory.resume()
+        made.append(again.digest())
+        digests.append(made)
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 3 and digests[0][-1] == digests[0][-2]
+    inner = optimizer.inner
+    state_tensors = [
+        each for one in inner.optimizer.state.values() for each in one.values() if isinstance(each, torch.Tensor) and each.ndim
+    ]
+    main = [each for group in inner.optimizer.param_groups for each in group["params"]]
+    everything = [*policy.module.parameters(), *main, *(buffer.grad_data for buffer in policy.ddp.buffers), *state_tensors]
+    assert state_tensors
+    outside = [each.shape for each in everything if each.untyped_storage().data_ptr() not in memory.places]
+    assert not outside, "these stay in memory when it is released"
+
+
+def test_what_is_released_cannot_be_used(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
+    memory = PlainMemory()
+    policy, optimizer, trainer, backup = learner(model_dir, here, memory, "float32")
+    batch = make_batches(make_samples(vocab=VOCAB))[0]
+    memory.release()
+    for use in (
+        lambda: trainer.train(batch),
+        lambda: trainer.log_probs(batch),
+        lambda: dict(policy.export()),
+        policy.digest,
+        backup.refresh,
+        lambda: state.save(tmp_path, step=1, policy=policy, optimizer=optimizer),
+        lambda: PolicyOptimizer(policy, OPTIMIZER, steps=10),
+        memory.release,
+    ):
+        with pytest.raises(MemoryReleased, match="released"):
+            use()
+    memory.resume()
+    with pytest.raises(AssertionError):
+        memory.resume()
+    trainer.train(batch)

@@ -1,0 +1,98 @@
+"""The keeper of a server's processes, on one that is called like SGLang's and has its parts: which deaths end all of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.whole.running import ROOT
+
+PARTS = "(exec -a {scheduler}) & (exec -a helper sleep 600) & (exec -a sglang::detokenizer sleep 600) & echo up; wait"
+PROGRAM = PARTS.format(scheduler="sglang::scheduler_TP0 sleep 600")
+FORKING = PARTS.format(scheduler="""sglang::scheduler_TP0 bash -c '(sleep 2; :) & wait; echo copied; sleep 600; :'""")
+"""Its scheduler has a copy of itself for two seconds, as between a fork and an exec."""
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
+    words = [sys.executable, "-m", "actors.sglang.keeper", "bash", "-c", getattr(request, "param", PROGRAM)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, cwd=ROOT, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert process.stdout.readline() == "up\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def parts(keeper: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
+    """All below it, by the first word of their command line, once all have one of their own, and it watches two of them."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        below = {(one.cmdline() or [""])[0]: one for one in psutil.Process(keeper.pid).children(recursive=True)}
+        if below.keys() == {"bash", "sglang::scheduler_TP0", "helper", "sglang::detokenizer"} and watched(keeper.pid) == 2:
+            return below
+        assert time.monotonic() < deadline, list(below)
+        time.sleep(0.02)
+
+
+def watched(pid: int) -> int:
+    """How many processes it has a descriptor of; others come and go while they are looked at."""
+    found = []
+    for one in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(one))
+    return sum("pidfd" in one for one in found)
+
+
+def told(keeper: "subprocess.Popen[str]") -> str:
+    """What it says, once it has ended; its input stays open till then, or it would end all at once."""
+    keeper.wait(timeout=WAIT_S)
+    assert keeper.stderr is not None
+    return keeper.stderr.read()
+
+
+@pytest.mark.parametrize("name", ["sglang::scheduler_TP0", "sglang::detokenizer"])
+def test_a_part_that_dies_ends_all(keeper: "subprocess.Popen[str]", name: str) -> None:
+    whole = parts(keeper)
+    whole[name].kill()
+    assert f"{name} ({whole[name].pid}) is gone" in told(keeper)
+    assert keeper.returncode == 128 + signal.SIGKILL
+    _, alive = psutil.wait_procs(list(whole.values()), timeout=WAIT_S)
+    assert alive == []
+
+
+def test_others_come_and_go_and_an_end_that_was_asked_for_is_no_failure(keeper: "subprocess.Popen[str]") -> None:
+    whole = parts(keeper)
+    whole["helper"].kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.wait(timeout=3)
+    keeper.send_signal(signal.SIGTERM)
+    whole["sglang::scheduler_TP0"].kill()
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.wait(timeout=3)  # it waits for the server, which was asked to end, too
+    whole["bash"].terminate()
+    said = told(keeper)
+    assert "is gone" not in said
+    assert "the server ended with code -15" in said
+    assert keeper.returncode == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(list(whole.values()), timeout=WAIT_S)
+    assert alive == []
+
+
+@pytest.mark.parametrize("keeper", [FORKING], indirect=True)
+def test_a_command_of_a_part_that_is_called_as_the_part_itself_may_end(keeper: "subprocess.Popen[str]") -> None:
+    assert keeper.stdout is not None and keeper.stdout.readline() == "copied\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        keeper.wait(timeout=3)
+    (scheduler,) = [one for one in psutil.Process(keeper.pid).children(recursive=True) if one.cmdline()[0] == "sglang::scheduler_TP0"]
+    scheduler.kill()
+    assert f"sglang::scheduler_TP0 ({scheduler.pid}) is gone" in told(keeper)

@@ -1,0 +1,386 @@
+"""Pushes by handles: who gets them, what of the learner's memory is left when somebody is killed, and what an engine refuses."""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import torch
+import zmq.asyncio
+
+from actors.errors import UpdateRefused
+from bus.errors import Fenced
+from tests.engine_serving import Served, greedy, prompts, serving
+from tests.handle_push import joined_by_handles
+from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
+from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
+from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.errors import BadManifest, ReceiverFailed
+from weightstore.handle_receiver import HandleReceiver
+from weightstore.handles import HostMemory, Mapped
+from weightstore.manifest import TensorSpec
+from weightstore.staging import Staging
+
+__all__ = ["bus_url"]
+
+DEADLINE_S = 30.0
+LIMIT_S = 60.0
+MEMFD = "memfd:tidemill-staging"
+
+
+def maps_of(pid: int) -> int:
+    """Mappings of any learner's memory in a process."""
+    return Path(f"/proc/{pid}/maps").read_text().count(MEMFD)
+
+
+def until(reached: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not reached():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+# -- whole pushes -----------------------------------------------------------------------------------------------------------
+
+
+def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
+    bus_url: str, run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = Behaviour(handles="", fails="refuse", at="bucket", only_once=True)  # evicted once, and taken in again
+    behaviours = {"here": GOOD, "elsewhere": Behaviour(handles="elsewhere"), "old": old}
+    with receivers(bus_url, run_id, behaviours) as engines, caplog.at_level(logging.WARNING, logger="weightstore.handle_receiver"):
+        with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
+            reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
+            assert [report.engines for report in reports] == [("elsewhere", "here"), *[("elsewhere", "here", "old")] * 2]
+            assert [report.verified for report in reports] == [report.engines for report in reports]
+        states = {id: state(url) for id, (url, _) in engines.items()}
+    assert {each["digest"] for each in states.values()} == {digest(tiny_tensors(3))}
+    assert {id: bool(each["read"]) for id, each in states.items()} == {"here": True, "elsewhere": False, "old": False}
+    said = re.findall(r"no handles for this engine.* engine=(\w+)", caplog.text)
+    assert sorted(said) == ["elsewhere", "old"], caplog.text
+
+
+def test_an_engine_that_cannot_read_handles_is_pushed_to_by_broadcast_from_the_next_push_on(
+    bus_url: str, run_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    behaviours = {"good": GOOD, "blind": Behaviour(handles="blind"), "odd": Behaviour(handles="odd")}
+    with receivers(bus_url, run_id, behaviours) as engines:
+        with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
+            reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
+            assert [report.engines for report in reports] == [("good", "odd"), *[("blind", "good", "odd")] * 2]
+            assert "handle: device: want no GPU, got one" in reports[0].evicted["blind"]
+        states = {id: state(url) for id, (url, _) in engines.items()}
+    assert {each["digest"] for each in states.values()} == {digest(tiny_tensors(3))}
+    assert {id: bool(each["read"]) for id, each in states.items()} == {"good": True, "blind": False, "odd": False}
+    assert re.findall(r"no handles for this engine.* engine=(\w+) reason=it cannot take them", caplog.text) == ["odd", "blind"]
+
+
+def test_a_stopped_engine_that_wakes_up_later_serves_no_torn_weights(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    """It goes on with a bucket of a push that was given up, from memory that has been written anew since."""
+    slow = Behaviour(fails="stop", at="bucket", once_served=1, only_once=True)
+    with receivers(bus_url, run_id, {"slow": slow, "good": GOOD}) as engines:
+        with publishing(bus_url, run_id, tmp_path, transport="handles", phase_deadline_s=3.0) as publisher:
+            url, process = engines["slow"]
+            assert publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0).engines == ("good", "slow")
+            assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).evicted["slow"].startswith("bucket 1")
+            for step in (3, 4):  # both copies are used again while it is stopped
+                assert publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0).engines == ("good",)
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)
+            assert (state(url)["version"], state(url)["digest"]) == (1, digest(tiny_tensors(1)))
+            deadline, step = time.monotonic() + LIMIT_S, 5
+            while "slow" not in publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0).engines:
+                assert time.monotonic() < deadline
+                step += 1
+            assert state(url)["digest"] == digest(tiny_tensors(step))
+            assert state(url)["groups"] == 0, "it was slow: it is still asked by handles"
+
+
+PUSHES_FOR_EVER = """
+import sys
+from pathlib import Path
+from tests.receiver_app import tiny_tensors
+from weightstore.config import WeightsConfig
+from weightstore.publisher import Publisher
+url, run, directory = sys.argv[1:]
+publisher = Publisher(WeightsConfig(transport="handles", bucket_bytes=16_000), bus_url=url, run=run, epoch=1, directory=Path(directory))
+publisher.start()
+for step in range(1, 1_000_000):
+    report = publisher.publish(step, tiny_tensors(step, scale=20).items(), wait=True).result(0)
+    if step >= 3:
+        print(*report.engines, flush=True)
+"""
+
+
+def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    """Its memory has no name, and the engines that have mapped it let go by themselves; the next learner goes on with them."""
+    with receivers(bus_url, run_id, {"a": GOOD, "b": GOOD}) as engines:
+        pids = [process.pid for _, process in engines.values() if process.pid is not None]
+        words = [sys.executable, "-c", PUSHES_FOR_EVER, bus_url, run_id, str(tmp_path)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as learner:
+            try:
+                assert learner.stdout is not None and learner.stdout.readline().split() == ["a", "b"]
+                assert maps_of(learner.pid) == 2 and [maps_of(pid) for pid in pids] == [2, 2]
+                assert "/dev/shm/" not in Path(f"/proc/{learner.pid}/maps").read_text(), "a file there would outlive it"
+            finally:
+                learner.kill()
+        until(lambda: [maps_of(pid) for pid in pids] == [0, 0], "the engines still map a dead learner's memory")
+        with publishing(bus_url, run_id, tmp_path, epoch=2, transport="handles") as publisher:
+            assert publisher.publish(9, tiny_tensors(9, scale=20).items(), wait=True).result(0).engines == ("a", "b")
+            assert [state(url)["digest"] for url, _ in engines.values()] == [digest(tiny_tensors(9, scale=20))] * 2
+
+
+# -- one engine, one learner ------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def pushing(served: Served, memory: HostMemory, *, epoch: int = 1) -> AsyncIterator[HandleReceiver]:
+    context = zmq.asyncio.Context()
+    receiver = HandleReceiver(context, served.engine.handles, epoch=epoch, deadline_s=DEADLINE_S, memory=memory)
+    try:
+        await receiver.join(None)
+        yield receiver
+    finally:
+        receiver.close()
+        context.destroy(linger=0)
+
+
+async def push(receiver: HandleReceiver, staging: Staging, version: int) -> None:
+    await receiver.begin(version)
+    for bucket, flat in staging.buckets:
+        await receiver.bucket(bucket.specs, flat)
+    assert await receiver.end() < 1
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+async def test_all_or_nothing(directory: Path) -> None:
+    """Nothing of a push is served before its end, and nothing at all of one with a hole, a doubled tensor or a flipped bit."""
+    (prompt,) = prompts(1)
+    memory, models = HostMemory(), [tiny_model(seed=seed) for seed in range(3)]
+    stagings = [staged(dict(model.state_dict()), memory) for model in models]
+    buckets = stagings[1].buckets
+    async with serving(directory) as served, pushing(served, memory) as receiver:
+        for sent, why in ((buckets[:-1], "are missing"), ([*buckets[:2], buckets[0]], "received twice")):
+            await receiver.begin(1)
+            with pytest.raises(ReceiverFailed, match=why):
+                for bucket, flat in sent:
+                    await receiver.bucket(bucket.specs, flat)
+                await receiver.end()
+            with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+                await receiver.end()
+        await receiver.begin(1)
+        with pytest.raises(ReceiverFailed, match="which these tensors have"):
+            await receiver.bucket(buckets[0][0].specs, buckets[0][1][:-4])
+        await receiver.begin(1)
+        for bucket, flat in buckets:
+            await receiver.bucket(bucket.specs, flat)
+        told = await receiver.checksums()
+        assert told is not None and stagings[1].differences(told) == []
+        stagings[2].buckets[0][1][5] ^= 1
+        assert len(stagings[2].differences(told)) > 1, "other weights"
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[0], prompt, 8)
+        await receiver.end()
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert served.engine.version == 1
+    memory.close()
+
+
+async def test_one_flipped_byte_is_caught(directory: Path) -> None:
+    memory = HostMemory()
+    staging = staged(dict(tiny_model(seed=1).state_dict()), memory)
+    async with serving(directory) as served, pushing(served, memory) as receiver:
+        await receiver.begin(1)
+        for bucket, flat in staging.buckets:
+            await receiver.bucket(bucket.specs, flat)
+        staging.buckets[1][1][7] ^= 1  # as if it had been read before it was whole
+        told = await receiver.checksums()
+        assert told is not None and len(staging.differences(told)) == 1
+        assert served.engine.version == 0
+    memory.close()
+
+
+async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
+    memory = HostMemory()
+    staging = staged(dict(tiny_model(seed=1).state_dict()), memory)
+    (bucket, flat), *_ = staging.buckets
+    async with serving(directory) as served, pushing(served, memory, epoch=4) as old:
+        await old.begin(1)
+        async with pushing(served, memory, epoch=5) as new:
+            for verb in (
+                lambda: old.join(None),
+                lambda: old.begin(2),
+                lambda: old.bucket(bucket.specs, flat),
+                old.checksums,
+                old.end,
+                old.leave,
+                lambda: old.load_snapshot(str(directory), 2),
+            ):
+                with pytest.raises(Fenced, match="epoch 4 is fenced off by epoch 5"):
+                    await verb()
+            with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
+                await new.end()  # what the old one has begun is not the new one's
+            await push(new, staging, 3)
+            assert (served.engine.version, served.engine.epoch) == (3, 5)
+    memory.close()
+
+
+async def test_what_comes_late_from_before_a_join_is_refused(directory: Path) -> None:
+    """The same learner, after it has evicted the engine and taken it in again: two sockets, whose requests may come in any order."""
+    memory = HostMemory()
+    old_weights, staging = (staged(dict(tiny_model(seed=seed).state_dict()), memory) for seed in (1, 2))
+    async with serving(directory) as served, pushing(served, memory) as old:
+        await old.begin(1)
+        async with pushing(served, memory) as receiver:
+            await receiver.begin(2)
+            for verb in (lambda: old.bucket(old_weights.buckets[0][0].specs, old_weights.buckets[0][1]), old.end, lambda: old.begin(1)):
+                with pytest.raises(ReceiverFailed, match="another one has joined since"):
+                    await verb()
+            for bucket, flat in staging.buckets:
+                await receiver.bucket(bucket.specs, flat)
+            told = await receiver.checksums()
+            assert told is not None and staging.differences(told) == []
+            await receiver.end()
+            assert served.engine.version == 2
+    memory.close()
+
+
+async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
+    memory, context = HostMemory(), zmq.asyncio.Context()
+    async with serving(directory) as served:
+        receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadline_s=3600.0, memory=memory)
+        await receiver.join(None)
+    with pytest.raises(ReceiverFailed, match=r"begin: connection lost"):
+        await receiver.begin(1)
+    receiver.close()
+    refused: list[str] = []
+    nobody = HandleReceiver(context, served.engine.handles, epoch=1, deadline_s=3600.0, memory=memory, refused=refused.append)
+    with pytest.raises(ReceiverFailed, match=r"join: connection lost"):
+        await nobody.join(None)
+    nobody.close()
+    assert not refused, "who says nothing has refused nothing: it is asked by handles again"
+    context.destroy(linger=0)
+    assert not Path(served.engine.handles.removeprefix("ipc://")).parent.exists()
+
+
+async def test_what_is_not_understood_is_refused_and_the_socket_lives_on(directory: Path) -> None:
+    """Also: nobody else can enter the socket's directory, and who has not joined gets nothing."""
+    context = zmq.asyncio.Context()
+    async with serving(directory) as served:
+        mode = await asyncio.to_thread(os.stat, os.path.dirname(served.engine.handles.removeprefix("ipc://")))
+        assert mode.st_mode & 0o777 == 0o700
+        socket = context.socket(zmq.DEALER)
+        socket.connect(served.engine.handles)
+
+        async def ask(message: Any) -> tuple[int, str]:
+            await socket.send(message if isinstance(message, bytes) else msgpack.packb({"id": 1, "epoch": 1, "timeout_s": 5.0, **message}))
+            async with asyncio.timeout(LIMIT_S):
+                answer = msgpack.unpackb(await socket.recv())
+            return answer["status"], answer["message"]
+
+        for message, why in (
+            (b"\xc1", "want msgpack"),
+            (msgpack.packb([1]), "want a map"),
+            ({"verb": "begin", "epoch": "1"}, "epoch: want int"),
+            ({"verb": "open"}, "verb: want one of join, begin"),
+            ({"verb": "join", "pid": 2**22}, "want a process of this host"),
+            ({"verb": "bucket", "version": 1, "handle": {}, "specs": []}, "want join first"),
+            ({"verb": "end", "version": 1}, "want join first"),
+            ({"verb": "leave"}, "want join first"),
+        ):
+            status, said = await ask(message)
+            assert (status, why in said) == (400, True), (message, said)
+        assert served.engine.epoch == 1
+        await socket.send_multipart([b"", b"two more", b"frames"])
+        assert msgpack.unpackb((await asyncio.wait_for(socket.recv_multipart(), LIMIT_S))[-1])["status"] == 400
+        socket.close()
+        request = context.socket(zmq.REQ)
+        request.connect(served.engine.handles)
+        await request.send(msgpack.packb({"id": 1, "epoch": 1, "verb": "leave"}))
+        assert msgpack.unpackb(await asyncio.wait_for(request.recv(), LIMIT_S))["status"] == 400
+        request.close()
+        with_memory = HostMemory()
+        async with pushing(served, with_memory) as receiver:
+            await push(receiver, staged(dict(tiny_model(seed=1).state_dict()), with_memory), 1)
+        with_memory.close()
+    context.destroy(linger=0)
+
+
+class Late:
+    """Memory of a learner that can be read when ``come`` is set, and not before."""
+
+    def __init__(self, message: torch.Tensor) -> None:
+        self._message: torch.Tensor | None = message
+        self.num_bytes, self.come, self.read = message.numel(), threading.Event(), weakref.ref(message)
+
+    def tensor(self) -> torch.Tensor:
+        self.come.wait(LIMIT_S)
+        message, self._message = self._message, None
+        assert message is not None
+        return message
+
+
+async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_served_then(directory: Path) -> None:
+    wrong = list(tiny_model(seed=1).state_dict().items())
+    specs = [TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)) for name, tensor in wrong]
+    late = Late(torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in wrong]))
+    model, (prompt,) = tiny_model(seed=2), prompts(1)
+    async with serving(directory) as served, joined_by_handles(served) as push:
+        updates = served.engine.updates
+        await updates.carry_out(updates.begin(1))
+        try:
+            with pytest.raises(UpdateRefused, match="not done in time"):
+                await updates.carry_out(updates.take(specs, late, version=1, timeout_s=0.05))  # type: ignore[arg-type]
+            await push.whole(model, 2)
+        finally:
+            late.come.set()
+        async with asyncio.timeout(LIMIT_S):
+            while late.read() is not None:  # noqa: ASYNC110 - the thread that copies it lets go of it last
+                await asyncio.sleep(0.01)
+        made = await served.generate(prompt, temperature=0, max_new_tokens=8)
+    assert made["output_ids"] == await greedy(model, prompt, 8)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_means_the_learners_bytes_or_nothing() -> None:
+    memory, mapped = HostMemory(), Mapped()
+    flat = memory.empty(10_000)
+    part = flat[4096:4200]
+    part.copy_(torch.arange(104))
+    handle = memory.handle(part, 1)
+    assert torch.equal(mapped.part(handle), part)
+    part.fill_(9)
+    there = mapped.part(handle)
+    assert there.unique().tolist() == [9], "mapped once, and what is written later is seen"
+    there.fill_(1)
+    assert part.unique().tolist() == [9], "a reader cannot write into it"
+    for wrong, why in (
+        ({"offset": 9_999}, "want a part of 10000 bytes"),
+        ({"num_bytes": -1}, "num_bytes: want a number"),
+        ({"inode": handle["inode"] + 1}, "want inode"),
+        ({"fd": 1_000_000}, "want the learner's memory, got No such file"),
+    ):
+        with pytest.raises(BadManifest, match=why):
+            Mapped().part({**handle, **wrong})
+    memory.close()
+    with pytest.raises(BadManifest):
+        Mapped().part(handle)
+    with pytest.raises(AssertionError):
+        memory.handle(torch.zeros(3, dtype=torch.uint8), 1)

@@ -1,0 +1,91 @@
+"""Snapshots on the learner's disk: what stands there from another life is neither served nor counted."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.bus_fixtures import BusOpener
+from weightstore import snapshot
+from weightstore.manifest import Manifest
+from weightstore.registry import VersionRegistry
+from weightstore.shelf import Shelf
+from weightstore.staging import Staging, StagingPool
+
+THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
+
+
+def staged(tensors: Mapping[str, torch.Tensor], *, version: int, step: int) -> Staging:
+    staging = StagingPool(Manifest.of(tensors.items()), 1 << 20).take(1)
+    staging.fill(tensors.items())
+    staging.version, staging.step = version, step
+    return staging
+
+
+def write(directory: Path, version: int, step: int) -> None:
+    snapshot.write(directory / f"v{version}", THEIRS, version=version, step=step, durable=False)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "snapshots"
+
+
+async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOpener, directory: Path) -> None:
+    """Same names, and higher ones: what is put is written, and stays."""
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        for version, step in ((1, 1), (90, 90), (91, 91)):
+            write(directory, version, step)
+        shelf = Shelf(directory, registry, host="127.0.0.1", keep=2, model_dir=None)
+        await shelf.open()
+        try:
+            assert not names(directory)
+            for step in (1, 2, 3):
+                row = await registry.reserve(step, 1)
+                write(directory, row.version, step)  # by whom ever, while this one lives
+                assert await shelf.put(staged(OURS, version=row.version, step=step)) == f"{shelf.url}/v{row.version}"
+                assert torch.equal(load_file(directory / f"v{row.version}" / "model.safetensors")["w"], OURS["w"])
+            assert names(directory) == ["v2", "v3"]
+            newest, first = await registry.snapshot(), await registry.row(1)
+            assert newest is not None and newest.snapshot == f"{shelf.url}/v3" and first is not None and first.snapshot == ""
+        finally:
+            await shelf.close()
+
+
+async def test_what_has_just_been_put_is_never_removed(open_bus: BusOpener, directory: Path) -> None:
+    """A version that failed may be put behind a later one."""
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        rows = [await registry.reserve(step, 1) for step in range(3)]
+        shelf = Shelf(directory, registry, host="127.0.0.1", keep=1, model_dir=None)
+        await shelf.open()
+        try:
+            for row in reversed(rows):
+                assert await shelf.put(staged(OURS, version=row.version, step=row.step))
+                assert names(directory) == [f"v{row.version}"]
+        finally:
+            await shelf.close()
+
+
+async def test_only_the_newest_snapshot_of_this_registry_is_put_up_again(open_bus: BusOpener, directory: Path) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        digest = Manifest.of(OURS.items()).digest
+        row = await registry.reserve(5, 1, digest=digest)
+        await registry.set_snapshot(row.version, f"http://127.0.0.1:1/v{row.version}")
+        for step, found in ((5, True), (6, False)):  # the same version of another step: another life
+            write(directory, row.version, step)
+            write(directory, row.version + 7, step)
+            shelf = Shelf(directory, registry, host="127.0.0.1", keep=2, model_dir=None)
+            await shelf.open()
+            await shelf.close()
+            assert names(directory) == [f"v{row.version}"] * found
+            told = await registry.row(row.version)
+            assert told is not None and told.snapshot == shelf.where(row.version) and bool(told.snapshot) is found

@@ -1,0 +1,139 @@
+"""Engines, and rows, that say strange things to the publisher: they are named and left out, and the learner goes on."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import Fenced
+from bus.messages import LiveRow
+from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
+from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
+from weightstore.errors import ReceiverFailed
+from weightstore.http_receiver import HttpReceiver
+from weightstore.member import Member, Updated
+from weightstore.port import WeightReceiver
+
+__all__ = ["bus_url"]
+LATIN = {"status": 200, "body": b"Passerelle d\xe9faillante", "headers": {"Content-Type": "text/html; charset=none-such"}}
+PART: dict[str, Any] = {"names": ["w"], "dtype": "float32", "sum": "0"}
+
+
+def told(**strange: Any) -> bytes:
+    return json.dumps({"scheme": "sum64", "parts": [PART | strange]}).encode()
+
+
+@asynccontextmanager
+async def member_of(path: str, answer: dict[str, Any]) -> AsyncIterator[Member]:
+    """An engine that answers so at one path, and well at the others."""
+
+    async def handle(request: web.Request) -> web.Response:
+        well = {"body": told() if request.path == "/weights_checksums" else b'{"success": true}'}
+        return web.Response(**(answer if request.path == path else well))
+
+    app = web.Application()
+    app.router.add_post("/{path}", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession() as session:
+            yield Member(row_of(url), HttpReceiver(session, url, epoch=3, deadline_s=20), deadline_s=20)
+    finally:
+        await runner.cleanup()
+
+
+def row_of(url: str) -> LiveRow:
+    return LiveRow(role="engine", id="strange", host="test", pid=1, phase="serving", address=url, load={"at_once": 1.0})
+
+
+async def pushed(member: Member) -> Updated:
+    await member.begin(1)
+    return await member.finish(1, lambda told: [])
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "why"),
+    [
+        ("/begin_weight_update", LATIN | {"status": 502}, "begin: HTTP 502: Passerelle d"),
+        ("/begin_weight_update", {"status": 409, "text": "somebody else's"}, "begin: HTTP 409: somebody else's"),
+        ("/begin_weight_update", {"status": 409, "body": b'{"epoch": null}'}, "begin: HTTP 409"),
+        ("/begin_weight_update", {"status": 409, "body": b'{"epoch": 3}'}, "begin: HTTP 409"),
+        ("/weights_checksums", {"body": told(dtype=["x"])}, "verify: checksums: want"),
+        ("/weights_checksums", {"body": told(zeros=-1)}, "verify: checksums: want"),
+        ("/weights_checksums", {"body": told(zeros=[])}, "verify: checksums: want"),
+        ("/weights_checksums", {"body": b'{"scheme": [], "parts": []}'}, "verify: checksums: want"),
+        ("/weights_checksums", {"body": b'{"scheme": "sum64", "parts": ["w"]}'}, "verify: checksums: want"),
+        ("/end_weight_update", {"body": b'{"stall_s": "long"}'}, "end: stall_s: want seconds, got 'long'"),
+        ("/end_weight_update", {"body": b'{"stall_s": NaN}'}, "end: stall_s: want seconds, got nan"),
+    ],
+)
+async def test_a_strange_answer_is_a_failure_of_its_engine_and_of_nobody_else(path: str, answer: dict[str, Any], why: str) -> None:
+    async with member_of(path, answer) as member:
+        with pytest.raises(ReceiverFailed, match=why):
+            await pushed(member)
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (LATIN | {"status": 502}, "transfer: HTTP 502: Passerelle d"),
+        ({"status": 404}, "transfer: HTTP 404"),
+        ({"body": b'{"success": false, "message": "no"}'}, "transfer: HTTP 200: no"),
+        ({"body": b'{"stall_s": "long"}'}, "transfer: stall_s: want seconds, got 'long'"),
+    ],
+)
+async def test_a_strange_answer_to_a_push_asked_for_at_once_too(answer: dict[str, Any], why: str) -> None:
+    async with member_of("/receive_push", answer) as member:
+        with pytest.raises(ReceiverFailed, match=why):
+            await member.receive(1, [], serve=True)
+    async with member_of("/receive_push", {"body": b"[]"}) as member:
+        assert member.at_once and await member.receive(1, [], serve=True) == 0
+
+
+async def test_what_is_strange_and_does_no_harm_is_passed_over() -> None:
+    for path, answer in (("/end_weight_update", {"body": b'{"stall_s": null}'}), ("/begin_weight_update", LATIN)):
+        async with member_of(path, answer) as member:
+            assert (await pushed(member)).stall_s == 0
+
+
+async def test_only_a_higher_epoch_fences() -> None:
+    async with member_of("/end_weight_update", {"status": 409, "body": b'{"epoch": 4}'}) as member:
+        with pytest.raises(Fenced, match="epoch 3 is fenced off by epoch 4"):
+            await pushed(member)
+
+
+async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
+    class Odd:
+        url = "odd"
+        carries = False
+
+        async def begin(self, version: int) -> None:
+            raise LookupError("not foreseen")
+
+    with pytest.raises(ReceiverFailed, match=r"odd: begin: LookupError\('not foreseen'\)"):
+        await Member(row_of("odd"), cast(WeightReceiver, Odd()), deadline_s=20).begin(1)
+
+
+def test_a_want_without_a_version_is_passed_over_and_the_next_one_answered(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    async def want(**row: Any) -> None:
+        async with connect(bus_url, run_id, BusConfig(), name="odd", wait_s=10) as bus:
+            await bus.rows("weights").put("want", row)
+
+    asyncio.run(want(by="odd"))  # there at the start
+    model, loader = write_tiny_companions(tmp_path / "model"), Loader()
+    with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model) as publisher:
+        publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
+        asyncio.run(want(by="odd", version="newest"))
+        catch_up(bus_url, run_id, tmp_path / "late", loader)
+        assert (loader.version, loader.loaded) == (1, digest(tiny_tensors(1)))
+        publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)

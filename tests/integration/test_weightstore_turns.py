@@ -1,0 +1,56 @@
+"""Whose turn it is, where two learners write it: the newer one has the last word, however late the other's write comes."""
+
+import asyncio
+from typing import Any, cast
+
+from bus.connection import Bus
+from bus.rows import Rows
+from tests.bus_fixtures import BusOpener
+from weightstore.turns import Turns
+
+
+class HeldRows(Rows):
+    """Real rows over a network that lets a write go when it is told to."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.__dict__.update(vars(rows))
+        self.writing, self.go = asyncio.Event(), asyncio.Event()
+
+    async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
+        self.writing.set()
+        await self.go.wait()
+        return await super()._write(key, value, expected)
+
+
+class HeldBus:
+    def __init__(self, bus: Bus) -> None:
+        self.held = HeldRows(bus.rows("weights"))
+
+    def rows(self, bucket: str) -> Rows:
+        return self.held
+
+
+async def test_a_replaced_learner_gives_no_turn_away_that_it_has_read_before(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        new, cut_off = Turns(bus), HeldBus(bus)
+        old = Turns(cast(Bus, cut_off))
+        await Turns(bus).take(1)
+        giving = asyncio.create_task(old.give(1))
+        await asyncio.wait_for(cut_off.held.writing.wait(), 30)
+        await new.take(2)
+        cut_off.held.go.set()
+        await giving
+        found = await bus.rows("weights").get("turn")
+        assert found is not None and found[0] == {"whose": "learner", "epoch": 2}
+
+
+async def test_writes_that_cross_are_tried_again_and_a_lower_epoch_has_no_say(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        turns = Turns(bus)
+        await asyncio.gather(*[turns.take(1) for _ in range(8)])
+        await turns.give(1)
+        found = await bus.rows("weights").get("turn")
+        assert found is not None and found[0] == {"whose": "engines", "epoch": 1}
+        assert await turns.engines()
+        await turns.give(0)
+        assert (await bus.rows("weights").get("turn")) == found

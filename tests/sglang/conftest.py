@@ -1,0 +1,38 @@
+"""What the tests on a real SGLang server share: one server on CPU for all tests that do not end it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine_kinds import sglang_server
+from tests.sglang.server import CONTEXT
+from tests.tiny_models import tiny_model, write_tiny_model
+
+
+@pytest.fixture(scope="session")
+def python(request: pytest.FixtureRequest) -> str:
+    found = request.config.getoption("--sglang-python")
+    if not found:
+        pytest.skip("needs SGLang: make test-sglang")
+    return str(found)
+
+
+@pytest.fixture(scope="session")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("models")
+    return [write_tiny_model(root / str(seed), seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
+
+
+@pytest.fixture(scope="session")
+def models() -> list[Any]:
+    """Of versions 0 to 3."""
+    return [tiny_model(seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
+
+
+@pytest.fixture(scope="session")
+def server(python: str, directories: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One server for all tests that do not end it; its URL."""
+    with sglang_server(python, directories[0], tmp_path_factory.mktemp("log") / "sglang.log", dtype="float32") as url:
+        yield url

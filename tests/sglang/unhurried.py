@@ -1,0 +1,13 @@
+"""A reward that takes its time, and no processor."""
+
+import asyncio
+
+import rewards.digits
+from rewards.port import RewardRequest
+
+WAIT_S = 0.3
+
+
+async def digits(request: RewardRequest) -> float:
+    await asyncio.sleep(WAIT_S)
+    return rewards.digits.digits(request)

@@ -1,0 +1,44 @@
+"""What a killed process has left is removed by the next one; what another uses, or only makes, is not."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from actors.scratch import Scratch
+from tests.whole.running import ROOT
+
+PROGRAM = """
+import tempfile; tempfile.tempdir = {directory!r}
+from actors.scratch import Scratch
+scratch = Scratch("test")
+print(scratch.path, flush=True)
+input()
+"""
+
+
+def test_what_the_killed_have_left_goes_and_what_the_living_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = PROGRAM.format(directory=str(tmp_path))
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    others = [subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    try:
+        killed, living = (Path(one.stdout.readline().strip()) for one in others)
+        others[0].kill()
+        others[0].wait()
+        (killed / "model").mkdir()
+        (killed / "model" / "weights").write_bytes(b"x" * 1000)
+        (being_made := tmp_path / "tidemill-test-made").mkdir()
+        (another := tmp_path / "tidemill-other-made").mkdir()
+        with Scratch("test") as mine:
+            assert not killed.exists()
+            assert living.is_dir() and being_made.is_dir() and another.is_dir() and mine.path.is_dir()
+            with Scratch("test") as second:
+                assert mine.path.is_dir() and second.path != mine.path
+        assert not mine.path.exists() and living.is_dir()
+    finally:
+        for one in others:
+            one.kill()
+            one.communicate()

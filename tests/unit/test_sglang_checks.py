@@ -1,0 +1,80 @@
+"""What the guard of a SGLang server refuses, and what it lets through."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.builtin.request import Limits
+from actors.errors import BadRequest
+from actors.sglang.checks import responses_in
+from actors.sglang.child import command_line
+
+LIMITS = Limits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
+IDS = {"input_ids": [5, 6, 7]}
+
+
+def responses(**body: Any) -> int:
+    return responses_in(body, LIMITS, most=8)
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        ({"input_ids": [5, 300]}, "input_ids: want token ids in 0 .. 299, got 300"),
+        ({"input_ids": [[5], [-1]]}, r"input_ids\[1\]: want token ids"),
+        ({"input_ids": [5] * 16}, "longer than the model's context length"),
+        ({"text": []}, "text: want a string"),
+        ({**IDS, "text": "x"}, "want exactly one of input_ids and text, got both"),
+        ({**IDS, "rid": ["a"]}, "rid: want a string"),
+        ({**IDS, "rid": ""}, "rid: want a string"),
+        ({**IDS, "sampling_params": [{}]}, "sampling_params: want a map"),
+        ({"input_ids": [[5], [6]], "sampling_params": [{}]}, "one for each of 2 prompts"),
+        ({**IDS, "sampling_params": {"n": 9}}, "at most 8 responses"),
+        ({**IDS, "sampling_params": {"n": 0}}, "n: want an integer >= 1"),
+        ({**IDS, "sampling_params": {"max_new_tokens": 2.5}}, "max_new_tokens: want an integer, got 2.5"),
+        ({**IDS, "sampling_params": {"temperature": float("nan")}}, "temperature: want a finite number"),
+        ({**IDS, "sampling_params": {"ignore_eos": 1}}, "ignore_eos: want true or false"),
+        ({**IDS, "sampling_params": {"stop": [5]}}, "stop: want a string"),
+        ({**IDS, "sampling_params": {"stop_regex": "("}}, "stop_regex: want regular expressions"),
+        ({**IDS, "sampling_params": {"stop_token_ids": [300]}}, "want token ids in 0 .. 299, got 300"),
+        ({**IDS, "sampling_params": {"logit_bias": {"300": 1}}}, "want token ids in 0 .. 299, got '300'"),
+        ({**IDS, "token_ids_logprob": [300]}, "token_ids_logprob: want token ids"),
+        ({**IDS, "logprob_start_len": 3}, r"logprob_start_len: want a place in the prompt, 0 .. 2, or -1, got 3"),
+        ({**IDS, "logprob_start_len": -2}, "logprob_start_len"),
+        ({**IDS, "top_logprobs_num": 301}, "top_logprobs_num: want 0 .. 300"),
+        ({**IDS, "stream": "x"}, "stream: want bool"),
+        ({"input_ids": [[5], [6]], "extra_key": ["a"]}, "extra_key: want one, or one for each of 2 prompts"),
+        ({**IDS, "positional_embed_overrides": [1]}, "positional_embed_overrides: not passed on"),
+    ],
+)
+def test_what_would_end_a_server_is_refused(body: dict[str, Any], where: str) -> None:
+    with pytest.raises(BadRequest, match=where):
+        responses(**body)
+
+
+def test_what_is_well_is_counted() -> None:
+    assert responses(**IDS) == 1
+    assert responses(**IDS, rid="a", sampling_params={"n": 3, "temperature": 0, "stop": "x", "top_p": 0.5, "max_new_tokens": None}) == 3
+    assert responses(input_ids=[[5], [6, 7]], rid=["a", "b"], sampling_params=[{"n": 2}, {}], logprob_start_len=[0, 1], extra_key="k") == 3
+    assert responses(text=["ab", "c"], sampling_params={"n": 2}, unknown_field=1) == 4
+    assert responses(**IDS, sampling_params={"logit_bias": {"299": 1.5}, "stop_token_ids": [0], "stop_regex": ["a+"], "unknown": [5]}) == 1
+
+
+def test_arguments_become_words_that_sglang_reads() -> None:
+    arguments = {
+        "tp_size": 2,
+        "enable_lora": True,
+        "disable_radix_cache": False,
+        "lora_paths": ["a=/a", {"lora_name": "b"}],
+        "cuda_graph_bs": [],
+        "json_model_override_args": {"rope_scaling": {"factor": 2.0, "on": True, "none": None}},
+        "preferred_sampling_params": '{"top_k": 5}',
+    }
+    assert command_line("python", Path("m"), 1, arguments)[11:] == [
+        *("--tp-size", "2", "--enable-lora", "--lora-paths", "a=/a", '{"lora_name": "b"}'),
+        *("--json-model-override-args", '{"rope_scaling": {"factor": 2.0, "on": true, "none": null}}'),
+        *("--preferred-sampling-params", '{"top_k": 5}'),
+    ]
+    with pytest.raises(ValueError, match=r"arguments\.model_path: is given by the engine itself"):
+        command_line("python", Path("m"), 1, {"model_path": "x"})

@@ -1,0 +1,177 @@
+"""`tidemill up` with learner and engines on one accelerator: never both at work, nothing aborted, whoever is killed in whose turn."""
+
+import asyncio
+import os
+import re
+import signal
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bus.connection import Bus
+from bus.live import LiveView
+from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
+
+COLOCATED = ("learner.colocated=true", "bus.lease_s=3")
+LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ")
+RELEASED = re.compile(r"memory released tags=kv_cache,weights .*tokens_generated=(\d+)")
+RESUMED = re.compile(r"memory resumed tags=kv_cache version=(\d+) tokens_generated=(\d+)")
+
+
+def events(log: Path) -> list[tuple[float, str]]:
+    """Unix time and text of the lines of a log."""
+    found = []
+    for line in log.read_text().splitlines():
+        if (match := LINE.search(line)) is not None:
+            found.append((datetime.strptime(match[1], "%Y-%m-%d %H:%M:%S,%f").timestamp(), line))
+    return found
+
+
+def turns_of_the_engine(run: Up, name: str) -> list[tuple[float, float]]:
+    """When it had no memory: (from, until). No token was generated meanwhile."""
+    found: list[tuple[float, float]] = []
+    released: tuple[float, int] | None = None
+    for at, line in events(run.directory / "logs" / f"{name}.log"):
+        if (match := RELEASED.search(line)) is not None:
+            released = (at, int(match[1])) if released is None else released
+            assert int(match[1]) == released[1], line
+        elif (match := RESUMED.search(line)) is not None and released is not None:
+            assert int(match[2]) == released[1], f"tokens were generated between release and resume: {line}"
+            found.append((released[0], at))
+            released = None
+        elif "engine loaded" in line:  # it was started again
+            released = None
+    return found
+
+
+def turns_of_the_learner(run: Up) -> list[tuple[float, float]]:
+    """When it worked on steps: (from, until)."""
+    found, began = [], None
+    for at, line in events(run.directory / "logs" / "learner.log"):
+        if "learner.turns: turn of the learner" in line:
+            began = at
+        elif "learner.rank: step=" in line:
+            assert began is not None, f"a step outside of the learner's turn: {line}"
+            found.append((began, at))
+            began = None
+    return found
+
+
+def assert_never_both(run: Up, engines: int) -> None:
+    steps = turns_of_the_learner(run)
+    assert len(steps) >= run.summary["steps"]
+    for number in range(engines):
+        away = turns_of_the_engine(run, f"engine-{number}")
+        beside = [step for step in steps if any(since <= step[0] and step[1] <= until for since, until in away)]
+        assert len(beside) >= run.summary["steps"] - 3, f"engine-{number} had memory in steps of the learner: {len(beside)} of {len(steps)}"
+
+
+def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
+    """Two engines, two ranks, and every second step makes no version. The first push, after step 2, waits for both engines."""
+    settings = (
+        *COLOCATED,
+        "learner.steps=12",
+        "learner.checkpoint_every=4",
+        "weights.push_every=2",
+        "up.engines=2",
+        "weights.min_engines=2",
+    )
+    with up(tmp_path, *settings, "learner.data_parallel=2") as run:
+        assert run.wait() == 0, run.log[-4000:]
+    summary = run.summary
+    assert_books_balance(summary, max_lag=2)
+    assert (summary["steps"], summary["pushes"]) == (12, 6), summary
+    assert summary["samples_trained"] == 12 * 8 * 4 and not summary["restarts"], summary
+    assert_never_both(run, engines=2)
+    for step in run.metrics[2:]:
+        assert step["turn/engines"] == 2, step
+        assert step["turn/engines_release_seconds"] > 0 and step["turn/engines_resume_seconds"] > 0
+        assert step.get("offpolicy/fresh_logprob_diff_abs", 0.0) < 1e-3, "an engine serves the weights it says"
+
+
+async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) -> None:
+    with up(tmp_path, *COLOCATED, "learner.steps=40", "learner.checkpoint_every=4", "learner.weights_digest=true") as run:
+        async with run.bus() as bus:
+            learner = await frozen_in_its_turn(bus)
+            before = (await live(bus, "engine")).load
+            assert before["released"] == 2, before
+            os.kill(learner, signal.SIGKILL)
+            now = before
+            while now["released"] or now["tokens_generated"] == before["tokens_generated"]:
+                now = (await live(bus, "engine")).load
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    summary = run.summary
+    assert_books_balance(summary, max_lag=2)
+    assert summary["steps"] == 40
+    engine = (run.directory / "logs" / "engine-0.log").read_text()
+    assert engine.count("engine loaded") == 1, "the engine lives on"
+    assert_never_both(run, engines=1)
+
+
+@pytest.mark.slow
+async def test_an_engine_started_in_the_learners_turn_waits_for_its_end(tmp_path: Path) -> None:
+    with up(tmp_path, *COLOCATED, "learner.steps=40", "learner.checkpoint_every=4") as run:
+        async with run.bus() as bus:
+            learner = await frozen_in_its_turn(bus)
+            first = (await live(bus, "engine")).pid
+            os.kill(first, signal.SIGKILL)
+            view = LiveView(bus)
+            while True:
+                rows = [row for row in await view.alive("engine") if row.pid != first and row.waits_for]
+                if rows:
+                    break
+                await asyncio.sleep(0.05)
+            assert "turn" in rows[0].waits_for and not rows[0].address, rows
+            for rank in psutil.Process(learner).children(recursive=True):
+                rank.resume()
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=2)
+    assert run.summary["steps"] == 40
+
+
+@pytest.mark.slow
+async def test_the_bus_killed_between_turns_ends_nothing(tmp_path: Path) -> None:
+    """Turns are taken, and versions that are staged are pushed, when it is back."""
+    with up(tmp_path, *COLOCATED, "learner.steps=120", "learner.checkpoint_every=40") as run:
+        async with run.bus() as bus:
+            for step in (10, 40, 70):
+                await until_step(bus, step)
+                kill((await live(bus, "bus")).pid)
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=2)
+    assert run.summary["steps"] == 120
+    assert_never_both(run, engines=1)
+
+
+async def frozen_in_its_turn(bus: Bus) -> int:
+    """Stop the learner's children in the middle of a step; the process id of the learner, which says on that it lives."""
+    rows = bus.rows("weights")
+    while True:
+        turn, head = await rows.get("turn"), await rows.get("head")
+        if turn is None or turn[0]["whose"] != "learner" or head is None or head[0].get("version", -1) < 5:
+            await asyncio.sleep(0.001)
+            continue
+        learner = (await live(bus, "learner")).pid
+        children = psutil.Process(learner).children(recursive=True)
+        for child in children:
+            child.suspend()
+        turn, engine = await rows.get("turn"), await _settled_row(bus)
+        if turn is not None and turn[0]["whose"] == "learner" and engine["released"] == 2:
+            return learner
+        for child in children:
+            child.resume()
+
+
+async def _settled_row(bus: Bus) -> dict[str, float]:
+    """What the engine says of itself when it has told it twice since now."""
+    rows, seen = bus.rows("live"), set[int]()
+    while True:
+        found = await rows.get("engine.engine-0")
+        if found is not None:
+            seen.add(found[1])
+            if len(seen) > 2:
+                load: dict[str, float] = found[0]["load"]
+                return load
+        await asyncio.sleep(0.05)

@@ -1,0 +1,223 @@
+"""An engine on the learner's host, over ZMQ: it gets handles of the staged buckets instead of their bytes.
+
+A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+from torch import Tensor
+
+from bus.errors import Fenced
+from bus.messages import LiveRow
+from weightstore.checksums import Told
+from weightstore.errors import ReceiverFailed
+from weightstore.handles import Memory, place
+from weightstore.http_receiver import CANNOT_TELL, STALE_EPOCH, newer_epoch, stall_of
+from weightstore.manifest import TensorSpec
+from weightstore.member import identity
+from weightstore.membership import Opener
+from weightstore.port import Rendezvous, WeightReceiver
+
+_log = logging.getLogger(__name__)
+
+OK = 200
+_GONE = zmq.EVENT_CONNECT_RETRIED
+"""Nobody listens, from the first or any more: ZMQ itself would go on trying for ever."""
+
+
+class HandleReceiver:
+    """``weightstore.port.WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
+
+    What is no part of a push goes over ``control``, another receiver of the same engine; None = it is asked for nothing else.
+    """
+
+    carries = True
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        url: str,
+        *,
+        epoch: int,
+        deadline_s: float,
+        memory: Memory,
+        control: WeightReceiver | None = None,
+        ranks: int = 1,
+        refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """``ranks``: processes of the engine that read the weights. ``refused`` is told why when it says that it cannot.
+
+        Raises ZMQError for a URL that is none.
+        """
+        self.url = url
+        self._epoch, self._deadline_s, self._memory, self._control, self._ranks = epoch, deadline_s, memory, control, ranks
+        self._refused = refused
+        self._asked, self._version = 0, -1
+        self._awaited: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reading, self._gone = asyncio.Lock(), False
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._monitor = self._socket.get_monitor_socket(_GONE)
+        try:
+            self._socket.connect(url)
+        except zmq.ZMQError:
+            self._close_socket()
+            raise
+
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        await self._offer("join", pid=os.getpid())
+
+    async def begin(self, version: int) -> None:
+        self._version = version
+        await self._ask("begin", version=version)
+
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+        told = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+        await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=told)
+
+    async def checksums(self) -> Told | None:
+        answer = await self._ask("checksums")
+        if answer["status"] in CANNOT_TELL:
+            return None
+        try:
+            return Told.parse(answer)
+        except ValueError as error:
+            raise ReceiverFailed(self.url, "checksums", str(error), answered=True) from None
+
+    async def end(self) -> float:
+        return stall_of(self.url, "end", await self._ask("end", version=self._version))
+
+    async def leave(self) -> None:
+        await self._ask("leave")
+
+    async def load_snapshot(self, directory: str, version: int) -> float:
+        return stall_of(self.url, "load", await self._ask("load", directory=directory, version=version))
+
+    async def release(self) -> None:
+        assert self._control is not None
+        await self._control.release()
+
+    async def resume(self, what: str) -> None:
+        assert self._control is not None
+        await self._control.resume(what)
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+
+    async def _offer(self, verb: str, **fields: Any) -> None:
+        """What an engine that cannot read this memory refuses; one that is silent may be able to."""
+        try:
+            await self._ask(verb, **fields)
+        except ReceiverFailed as error:
+            if error.answered:
+                self._refused(error.reason)
+            raise
+
+    async def _ask(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """The answer. Every foreign error becomes one of ours here."""
+        id = self._asked = self._asked + 1
+        request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": self._deadline_s, **fields}
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._socket.send(msgpack.packb(request))
+                answer = await self._answer(verb, id)
+        except TimeoutError:
+            raise ReceiverFailed(self.url, verb, f"no answer within {self._deadline_s:g} s") from None
+        except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
+            raise ReceiverFailed(self.url, verb, str(error) or type(error).__name__) from None
+        status = answer.get("status")
+        if status == STALE_EPOCH and (epoch := newer_epoch(answer, self._epoch)):
+            raise Fenced(f"engine {self.url}: {verb}", self._epoch, epoch)
+        if status != OK and not (verb == "checksums" and status in CANNOT_TELL):
+            raise ReceiverFailed(self.url, verb, f"status {status}: {answer.get('message', '')}", answered=True)
+        return answer
+
+    async def _answer(self, verb: str, id: int) -> dict[str, Any]:
+        """Of this request; whoever waits reads for all that do. Raises ReceiverFailed when the engine is gone."""
+        answer = self._awaited[id] = asyncio.get_running_loop().create_future()
+        try:
+            while not answer.done():
+                async with self._reading:
+                    if not answer.done():
+                        await self._read(verb)
+            return answer.result()
+        finally:
+            del self._awaited[id]
+
+    async def _read(self, verb: str) -> None:
+        """One answer, to whom it belongs: one that comes too late is passed over."""
+        coming, gone = asyncio.ensure_future(self._socket.recv()), asyncio.ensure_future(self._monitor.recv_multipart())
+        try:
+            if not self._gone:
+                await asyncio.wait({coming, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done():
+                self._gone = True
+                raise ReceiverFailed(self.url, verb, "connection lost: nobody listens there")
+            answer = msgpack.unpackb(coming.result())
+        finally:
+            coming.cancel()
+            gone.cancel()
+        awaited = self._awaited.get(answer.get("id", 0)) if isinstance(answer, dict) else None
+        if awaited is not None and not awaited.done():
+            awaited.set_result(answer)
+
+
+class HandleReceivers:
+    """Opens the receivers of engines: by handles for those of this place that can read them, otherwise by what there is for the others."""
+
+    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float) -> None:
+        self._memory, self._otherwise, self._epoch, self._deadline_s = memory, otherwise, epoch, deadline_s
+        self._context, self._place = zmq.asyncio.Context(), place()
+        self._named: set[str] = set()
+        self._refused: dict[tuple[str, str, int], str] = {}
+        """Engine -> why it gets no handle: it sees other GPUs, perhaps. Another process of its name is asked again."""
+
+    def open(self, row: LiveRow) -> WeightReceiver:
+        """An engine that gets no handles is named in the log, once."""
+        otherwise = self._otherwise(row)
+        if why := self._why_not(row):
+            if row.id not in self._named:
+                _log.warning("no handles for this engine, it is pushed to by broadcast engine=%s reason=%s", row.id, why)
+                self._named.add(row.id)
+            return otherwise
+        try:
+            return HandleReceiver(
+                self._context,
+                row.handles,
+                epoch=self._epoch,
+                deadline_s=self._deadline_s,
+                memory=self._memory,
+                control=otherwise,
+                ranks=max(1, int(row.load.get("ranks", 1))),
+                refused=lambda reason: self._refused.update({identity(row): reason}),
+            )
+        except zmq.ZMQError as error:
+            self._refused[identity(row)] = f"{row.handles}: {error}"
+            return self.open(row)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _why_not(self, row: LiveRow) -> str:
+        if not row.handles:
+            return "it offers none"
+        if not self._place or row.place != self._place:
+            return f"it is elsewhere: {row.place or 'nowhere known'}, not {self._place or 'where this is, which is not known'}"
+        if refused := self._refused.get(identity(row)):
+            return f"it cannot take them: {refused}"
+        return ""
