@@ -407,6 +407,7 @@ class WeightUpdates:
     async def _write(self, update: Update, incoming: Incoming) -> None:
         """Copy a message, once it is there, to where it belongs, unless it has come there."""
         bucket, place, message = incoming.bucket, incoming.place, await incoming.future
+        self._straight.discard(incoming.future)  # it is there, though its callbacks may yet wait for their turn
         try:
             async with self._writing:
                 self._check_current(update)

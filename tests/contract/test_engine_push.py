@@ -1,6 +1,7 @@
 """A whole push in one request: received in order, served with it or not, and whatever breaks it off."""
 
 import asyncio
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -107,4 +108,20 @@ async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Pat
             assert (await asked)[0] == 400
         async with asyncio.timeout(DEADLINE_S):
             await push.at_once(models[2], 4, serve=True)
+        assert serves(served, models[2])
+
+
+async def test_messages_that_come_at_the_same_moment_are_all_there(directories: list[Path], models: list[Any]) -> None:
+    """The loop hears of both in one turn: when it has looked at the first, the second is there, whatever is yet to be called for it."""
+    async with serving(directories[0]) as served, joined(served) as push:
+        await push.at_once(models[1], 1, serve=True)  # from then on most buckets are received where their tensors lie
+        tensors = list(named(models[2]))
+        parts = [tensors[:5], tensors[5:]]
+        asked = asyncio.create_task(push.ask_at_once(parts, 2))
+        await served.until(lambda: any(each.receiving == 2 for each in served.engine.updates._groups.values()))
+        for part in parts:
+            push.group.send(flat(part), DEADLINE_S)
+        time.sleep(0.3)  # noqa: ASYNC251 - nothing else may have its turn meanwhile
+        status, answer = await asked
+        assert (status, answer["success"]) == (200, True), answer
         assert serves(served, models[2])
