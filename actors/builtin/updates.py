@@ -170,7 +170,8 @@ class WeightUpdates:
         deadline = time.monotonic() + OPEN_S
         while self._open is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - it ends in many ways
             await asyncio.sleep(LOOK_S)
-        return self.whole and self._scheduler.version >= version
+        async with self._writing:  # it may be about to be served
+            return self.whole and self._scheduler.version >= version
 
     async def serve_directory(self, directory: Path, version: int | None) -> float:
         """``load_directory`` by the engine itself: whatever was released is taken again, and it serves; a release comes before or after."""

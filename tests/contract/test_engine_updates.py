@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,20 @@ async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(dire
         assert served.engine.version == 4
 
 
+async def test_what_an_engine_fetches_itself_comes_behind_a_flip_that_the_decoder_is_late_with(
+    directories: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(directories[0]) as served, joined(served) as push:
+        flip = served.engine.scheduler.flip
+        with ThreadPoolExecutor(1) as late:
+            monkeypatch.setattr(served.engine.scheduler, "flip", lambda *args: late.submit(lambda: (time.sleep(0.3), flip(*args).result())[1]))
+            await push.begin(2)
+            catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
+            await push.bucket(list(models[2].named_parameters()))
+            await push.end(2)
+            assert (await catching_up, served.engine.version) == (0.0, 2)
+
+
 async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(directories: list[Path], models: list[Any]) -> None:
     async with serving(directories[0]) as served:
         async with joined_by_handles(served) as push:
@@ -105,7 +121,7 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
 @over_both
 async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
     """Three flips while a batch is decoded; every log-prob is that of the version its span names, on keys and values kept as they were."""
-    given, params = prompts(4, seed=2), {"max_new_tokens": 120, "ignore_eos": True, "temperature": 1.3}
+    given, params = prompts(4, seed=2), {"max_new_tokens": 600, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
         await served.client.pause()
         tasks = [asyncio.create_task(served.generate(prompt, sampling_seed=index, **params)) for index, prompt in enumerate(given)]
