@@ -16,6 +16,7 @@ from typing import Self
 
 from bus.config import BusConfig
 from bus.errors import ServerFailed
+from bus.ports import KeptPort
 
 _START_S = 30.0
 """Recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
@@ -41,6 +42,7 @@ class EmbeddedServer:
         self.config, self._extra = config, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
+        self._kept: KeptPort | None = None
 
     @property
     def url(self) -> str:
@@ -74,16 +76,15 @@ class EmbeddedServer:
         self.directory.mkdir(parents=True, exist_ok=True)
         try:
             self._url = self._launch()
-        except ServerFailed as error:
-            if self._url or self.config.port >= 0 or "address already in use" not in error.log_tail:
-                raise
-            self._port_file.unlink()  # taken by a stranger since the last run, and nobody of this run knows it yet
-            self._url = self._launch()
+        except BaseException:
+            self._let_port_go()
+            raise
         self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
         return self._url
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after 5 s."""
+        self._let_port_go()
         if self._process is None or not self.running:
             return
         self._process.terminate()
@@ -116,8 +117,9 @@ class EmbeddedServer:
         binary = find_binary()
         for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
             stale.unlink()
-        config, lock = self._write_config(), self._lock()
+        lock = self._lock()
         try:
+            config = self._write_config()
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
                     [binary, "-c", str(config)],
@@ -153,20 +155,28 @@ class EmbeddedServer:
     def _port_file(self) -> Path:
         return self.directory / "port"
 
-    def _wanted_port(self) -> int:
-        """The configured one, else the one of the last time, else -1 (any)."""
+    def _port(self) -> int:
+        """The configured one, else the one of the last time, else any: that is kept until ``stop``, so that nobody else is given it while
+        a server that was killed is started again."""
         if self.config.port >= 0:
             return self.config.port
-        try:
-            return int(self._port_file.read_text())
-        except (FileNotFoundError, ValueError):
-            return -1
+        if self._kept is None:
+            try:
+                self._kept = KeptPort(self.config.host, int(self._port_file.read_text()))
+            except (OSError, ValueError):  # the first start; or a stranger has it since the last run, and nobody of this run knows it yet
+                self._kept = KeptPort(self.config.host)
+        return self._kept.number
+
+    def _let_port_go(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def _write_config(self) -> Path:
         """One field a line: on one line nats-server wants commas."""
         quoted = json.dumps
         lines = [
-            f"listen: {quoted(f'{self.config.host}:{self._wanted_port()}')}",
+            f"listen: {quoted(f'{self.config.host}:{self._port()}')}",
             f"ports_file_dir: {quoted(str(self.directory))}",
             f"max_payload: {self.config.max_payload_bytes}",
             "jetstream {",

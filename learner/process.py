@@ -17,12 +17,12 @@ import ctypes
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bus.errors import Fenced
+from bus.ports import KeptPort
 from learner.errors import LearnerError
 
 log = logging.getLogger(__name__)
@@ -87,21 +87,21 @@ async def run_learner(
     ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are ended first. When
     another learner has taken over, it is the child that met it.
     """
-    feeder_url = f"tcp://{host}:{_free_port(host)}"
     command = [sys.executable, "-m", "launch"]
-    master_port = _free_port(host)
     children: list[_Child] = []
-    try:
-        children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}))
-        for rank in range(num_ranks):
-            environment = _rank_environment(rank, num_ranks, host, master_port, threads)
-            children.append(await _start(f"rank {rank}", [*command, "rank", *arguments, "--feeder-url", feeder_url], environment))
-        await _watch(children[0], children[1:], draining, drain_s)
-    except ChildFailed as first:
-        await _end(children)
-        raise next((_failed(child) for child in children if child.process.returncode == Fenced.exit_code), first) from None
-    finally:
-        await _end(children)
+    with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
+        feeder_url = f"tcp://{host}:{feeder_port.number}"
+        try:
+            children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}))
+            for rank in range(num_ranks):
+                environment = _rank_environment(rank, num_ranks, host, master_port.number, threads)
+                children.append(await _start(f"rank {rank}", [*command, "rank", *arguments, "--feeder-url", feeder_url], environment))
+            await _watch(children[0], children[1:], draining, drain_s)
+        except ChildFailed as first:
+            await _end(children)
+            raise next((_failed(child) for child in children if child.process.returncode == Fenced.exit_code), first) from None
+        finally:
+            await _end(children)
 
 
 async def _start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> _Child:
@@ -199,9 +199,3 @@ def _rank_environment(rank: int, world: int, host: str, port: int, threads: int)
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what deterministic cuBLAS needs, before CUDA is first touched
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # order of kernels that Megatron's tensor parallelism relies on
     }
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as opened:
-        opened.bind((host, 0))
-        return int(opened.getsockname()[1])

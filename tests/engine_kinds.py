@@ -18,8 +18,9 @@ from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
 from actors.sglang.api import Api
-from actors.sglang.child import ServerChild, command_line, free_port
+from actors.sglang.child import ServerChild, command_line
 from actors.sglang.engine import SglangEngine
+from bus.ports import KeptPort
 from tests.engine_serving import LIMIT_S, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
 
@@ -91,7 +92,8 @@ async def _served(engine: Any, first: tuple[Path, int] | None = None) -> AsyncIt
 @contextmanager
 def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Iterator[str]:
     """A server that runs meanwhile, in a loop and a thread of its own; its URL."""
-    port = free_port()
+    kept = KeptPort()
+    port = kept.number
     words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING})
     ready, stop, failed = threading.Event(), threading.Event(), list[str]()
 
@@ -121,3 +123,4 @@ def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Ite
     finally:
         stop.set()
         thread.join()
+        kept.close()

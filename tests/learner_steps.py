@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bus.messages import Plan, Sample, Sampling, Span, Status
+from bus.ports import KeptPort
 from learner.batch import StepBatch, build_batches
 from learner.packing import assign
 
@@ -85,12 +85,6 @@ def make_batches(
     return build_batches(plan, samples, recorded=recorded, state=state)
 
 
-def free_port() -> int:
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])
-
-
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What torch.distributed wants to find in the environment of a rank."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
@@ -98,23 +92,23 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
 
 def run_ranks(module: str, arguments: list[str], *, world: int, out: Path, timeout_s: float = 120.0) -> list[dict[str, Any]]:
     """``python -m module arguments`` in ``world`` processes; each writes ``out/rank-<r>.json``; what they wrote."""
-    port = free_port()
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", module, *arguments, str(out)],
-            cwd=ROOT,
-            env={**os.environ, **rank_environment(rank, world, port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
-    finally:
-        for child in children:
-            child.kill()
+    with KeptPort() as port:
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", module, *arguments, str(out)],
+                cwd=ROOT,
+                env={**os.environ, **rank_environment(rank, world, port.number)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        try:
+            outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
+        finally:
+            for child in children:
+                child.kill()
     for child, output in zip(children, outputs, strict=True):
         assert child.returncode == 0, output
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]

@@ -6,17 +6,19 @@ from contextlib import contextmanager
 
 import torch
 
+from bus.ports import KeptPort
 from learner.megatron import parallel
-from tests.learner_steps import free_port, rank_environment
+from tests.learner_steps import rank_environment
 
 
 @contextmanager
 def one_rank() -> Iterator[parallel.Parallel]:
     """Megatron's groups for this process alone; environment and settings as before afterwards."""
     before = dict(os.environ)
-    os.environ.update(rank_environment(0, 1, free_port()))
     torch.use_deterministic_algorithms(True)
-    joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+    with KeptPort() as port:
+        os.environ.update(rank_environment(0, 1, port.number))
+        joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
     try:
         yield joined
     finally:

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping
@@ -45,12 +44,6 @@ def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str
 
 def _word(value: object) -> str:
     return json.dumps(value) if isinstance(value, Mapping | list | bool) else str(value)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ServerChild:

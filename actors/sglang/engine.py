@@ -24,10 +24,11 @@ from actors.errors import EngineError, EngineFailed, EngineUnavailable, Unsuppor
 from actors.handles import HandleListener
 from actors.sglang.api import Api
 from actors.sglang.checksums import layout_of
-from actors.sglang.child import ServerChild, command_line, free_port, until_healthy
+from actors.sglang.child import ServerChild, command_line, until_healthy
 from actors.sglang.pieces import Pieces
 from actors.sglang.releases import NEWEST_TRIED, Release, release_of
 from actors.sglang.updates import WeightUpdates
+from bus.ports import KeptPort
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class SglangEngine:
         self._phase = "joining"
         self._changed = asyncio.Event()
         self._child: ServerChild | None = None
+        self._port: KeptPort | None = None
         self._guard: Any = None
         self._cache = secrets.token_hex(4)
         self.pieces: Pieces | None = None
@@ -100,10 +102,10 @@ class SglangEngine:
         if settings.url:
             self.api = Api(settings.url)
         else:
-            server_port = free_port()
-            self.api = Api(f"http://127.0.0.1:{server_port}")
-            words = command_line(settings.python, self.model_dir, server_port, self._arguments())
-            log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{server_port}.log"
+            self._port = KeptPort()  # it takes a minute until the server listens
+            self.api = Api(f"http://127.0.0.1:{self._port.number}")
+            words = command_line(settings.python, self.model_dir, self._port.number, self._arguments())
+            log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{self._port.number}.log"
             self._child = ServerChild(words, settings.environment, log_file)
             await self._child.start()
             ended = self._child.ended
@@ -196,6 +198,8 @@ class SglangEngine:
             await self.updates.close()
         if self._child is not None:
             await self._child.stop()
+        if self._port is not None:
+            self._port.close()
         if hasattr(self, "api"):
             await self.api.close()
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import psutil
 
+from bus.ports import KeptPort
 from launch.cli import main
 from launch.process import _die_with_parent
-from learner.process import _free_port, _rank_environment
+from learner.process import _rank_environment
 
 INSTANTS = {
     "planned": ("feeder", "learner.feeder_loops:Feeder._take", 4),
@@ -86,8 +87,11 @@ def engine(phase: str, how: str, arguments: list[str]) -> int:
 
 def learner(instant: str, how: str, arguments: list[str]) -> int:
     """Both children; 0 when both have ended well. They are in this process' group: who kills it, kills all."""
-    port = _free_port("127.0.0.1")
-    tail = [*arguments, "--feeder-url", f"tcp://127.0.0.1:{_free_port('127.0.0.1')}"]
+    with KeptPort() as port, KeptPort() as feeder:
+        return _children(instant, how, [*arguments, "--feeder-url", f"tcp://127.0.0.1:{feeder.number}"], port.number)
+
+
+def _children(instant: str, how: str, tail: list[str], port: int) -> int:
     environments = {"feeder": {}, "rank": _rank_environment(0, 1, "127.0.0.1", port, 1)}
     children = [
         subprocess.Popen(

@@ -18,13 +18,13 @@ from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.live import LiveView
 from bus.messages import Done, LiveRow
+from bus.ports import KeptPort
 from bus.server import find_binary
 from launch.process import _die_with_parent
 from learner.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
-from tests.learner_steps import free_port
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3")
 ROOM_BYTES = 5_000_000_000
@@ -103,8 +103,8 @@ class Server:
     """A nats-server with so much room. The same port and store at every start."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._port = directory, free_port()
-        self.url = f"nats://127.0.0.1:{self._port}"
+        self._directory, self._kept = directory, KeptPort()
+        self.url = f"nats://127.0.0.1:{self._kept.number}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -114,12 +114,13 @@ class Server:
 
     def __exit__(self, *exc: object) -> None:
         self._stop()
+        self._kept.close()
 
     def restart(self, *, room_bytes: int) -> None:
         self._stop()
         config = self._directory / "server.conf"
         limits = f"store_dir: {json.dumps(str(self._directory))}, max_file_store: {room_bytes}"
-        config.write_text(f'listen: "127.0.0.1:{self._port}"\nmax_payload: 8000000\njetstream: {{{limits}}}\n')
+        config.write_text(f'listen: "127.0.0.1:{self._kept.number}"\nmax_payload: 8000000\njetstream: {{{limits}}}\n')
         with (self._directory / "log").open("ab") as log:
             command = [find_binary(), "-c", str(config)]
             self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent(os.getpid()))

@@ -103,7 +103,7 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
         both = storages(served)["weights"]
         assert len(both) == 2 * len(before["weights"]), "without a release in between there is a standby copy"
         assert await ask(served, RELEASE, "weights") == 200
-        assert not alive(both)
+        assert not await alive(both)
 
 
 @pytest.mark.parametrize("order", [("weights", "kv_cache"), ("kv_cache", "weights")])

@@ -65,7 +65,11 @@ async def test_what_an_engine_fetches_itself_comes_behind_a_flip_that_the_decode
     async with serving(directories[0]) as served, joined(served) as push:
         flip = served.engine.scheduler.flip
         with ThreadPoolExecutor(1) as late:
-            monkeypatch.setattr(served.engine.scheduler, "flip", lambda *args: late.submit(lambda: (time.sleep(0.3), flip(*args).result())[1]))
+
+            def flip_late(*args: Any) -> Any:
+                return late.submit(lambda: (time.sleep(0.3), flip(*args).result())[1])
+
+            monkeypatch.setattr(served.engine.scheduler, "flip", flip_late)
             await push.begin(2)
             catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
             await push.bucket(list(models[2].named_parameters()))

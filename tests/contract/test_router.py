@@ -4,10 +4,9 @@ import asyncio
 import json
 import os
 import signal
-import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -22,6 +21,7 @@ from actors.router.exchange import Answer, Handler, Middleware, Request
 from actors.router.forward import Sessions
 from actors.router.server import load_middleware
 from bus.live import Heartbeat, LiveView
+from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from tests.actor_kit import at_work, engine_row
 from tests.bus_fixtures import BusOpener
@@ -44,10 +44,11 @@ async def unfinished(engine: BuiltinEngine, count: int) -> None:
         await at_work(engine, count)
 
 
-def unused_url() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{found.getsockname()[1]}"
+@contextmanager
+def unused_url() -> Iterator[str]:
+    """Nobody listens there."""
+    with KeptPort() as port:
+        yield f"http://127.0.0.1:{port.number}"
 
 
 async def test_requests_go_to_where_least_is_under_way(model_dir: Path) -> None:
@@ -235,19 +236,20 @@ async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir
 
 
 async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
-    async with faulty() as well, routing(well.url, unreachable := unused_url(), wait=False, health_failures=2) as door:
-        workers = await door.until(lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"])
-        assert not workers[unreachable]["serving"]
-        well.healthy = False
-        await door.serving()
-        assert (await door.get("/health"))[0] == 503
-        well.healthy = True
-        await door.serving(well.url)
-        well.silent = True
-        workers = await door.until(lambda workers: not workers[well.url]["serving"])
-        assert workers[well.url]["failures"] == 0, "no request was needed to find that out"
-        well.silent = False
-        await door.serving(well.url)
+    with unused_url() as unreachable:
+        async with faulty() as well, routing(well.url, unreachable, wait=False, health_failures=2) as door:
+            workers = await door.until(lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"])
+            assert not workers[unreachable]["serving"]
+            well.healthy = False
+            await door.serving()
+            assert (await door.get("/health"))[0] == 503
+            well.healthy = True
+            await door.serving(well.url)
+            well.silent = True
+            workers = await door.until(lambda workers: not workers[well.url]["serving"])
+            assert workers[well.url]["failures"] == 0, "no request was needed to find that out"
+            well.silent = False
+            await door.serving(well.url)
 
 
 async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the_engine(model_dir: Path) -> None:
@@ -323,8 +325,9 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
                     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "min_version": 5}
                     assert (await door.post("/generate", body))[0] == 200
                 assert (finished(one), finished(other)) == (0, 3)
-                heartbeat.update(address=unused_url())
-                await door.serving(other.engine.url)
+                with unused_url() as unreachable:
+                    heartbeat.update(address=unreachable)
+                    await door.serving(other.engine.url)
                 heartbeat.update(address=one.engine.url)
                 await door.serving(one.engine.url, other.engine.url)
                 heartbeat.update(phase="stale")

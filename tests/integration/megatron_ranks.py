@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
+from bus.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.megatron import parallel, state
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
-from tests.learner_steps import free_port, make_batches, make_samples
+from tests.learner_steps import make_batches, make_samples
 
 VOCAB = 300
 STEPS = (3, 4)
@@ -44,11 +45,12 @@ def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
     rank = int(os.environ["RANK"])
     here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
     results = {"dp2": train(model_dir, here, max_tokens=60), "dp2_resumed": train(model_dir, here, max_tokens=60, checkpoint=checkpoint)}
-    port = [free_port()]
-    torch.distributed.broadcast_object_list(port)
-    parallel.leave()
-    os.environ["MASTER_PORT"] = str(port[0])
-    here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
+    with KeptPort() as kept:
+        port = [kept.number]
+        torch.distributed.broadcast_object_list(port)
+        parallel.leave()
+        os.environ["MASTER_PORT"] = str(port[0])
+        here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
     results |= {"tp2": train(model_dir, here, max_tokens=200), "tp2_resumed": train(model_dir, here, max_tokens=200, checkpoint=checkpoint)}
     parallel.leave()
     (out / f"rank-{rank}.json").write_text(json.dumps(results))

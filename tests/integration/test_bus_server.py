@@ -25,6 +25,8 @@ def test_it_is_up_soon_and_keeps_its_port_over_kills(tmp_path: Path) -> None:
         for _ in range(2):
             server.kill()
             assert not server.running
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind(("127.0.0.1", int(url.rsplit(":", 1)[1])))
             assert server.start() == url
         assert server.start() == url, "starting a running one does nothing"
     finally:

@@ -13,6 +13,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.connection import connect
+from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from tests import data_kit
 from tests.whole.running import ROOT, SMOKE, live, until_step, up
@@ -78,15 +79,16 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
     """Copied, told where the bus is, and started with the actor first: each waits for what it needs."""
     config = tmp_path / "smoke.yaml"
     config.write_text(SMOKE.read_text() + f"directory: {tmp_path}/run\n")
-    port = free_port()
-    settings = {"CONFIG": str(config), "BUS": f"nats://127.0.0.1:{port}", "RUN": "smoke", "PORT": str(port)}
-    only_bus = {name: value for name, value in settings.items() if name != "RUN"}
-    with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
-        with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
-            assert await asyncio.to_thread(learner.wait, 120) == 0, (tmp_path / "learner.log").read_text()
-            for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
-                process.terminate()
-                assert await asyncio.to_thread(process.wait, 60) == 0, (tmp_path / f"{name}.log").read_text()
+    with KeptPort() as kept:
+        port = kept.number
+        settings = {"CONFIG": str(config), "BUS": f"nats://127.0.0.1:{port}", "RUN": "smoke", "PORT": str(port)}
+        only_bus = {name: value for name, value in settings.items() if name != "RUN"}
+        with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
+            with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
+                assert await asyncio.to_thread(learner.wait, 120) == 0, (tmp_path / "learner.log").read_text()
+                for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
+                    process.terminate()
+                    assert await asyncio.to_thread(process.wait, 60) == 0, (tmp_path / f"{name}.log").read_text()
     assert (tmp_path / "run" / "final" / "config.json").exists()
 
 
@@ -102,11 +104,3 @@ def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subp
         if process.poll() is None:
             process.kill()
             process.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        return int(opened.getsockname()[1])

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.messages import Done, Plan
+from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from learner.config import LearnerConfig, StalenessConfig
 from tests.feeder_kit import World
 from tests.integration.test_weightstore_publisher import state
-from tests.learner_steps import ROOT, free_port, rank_environment
+from tests.learner_steps import ROOT, rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
 from weightstore.registry import VersionRegistry
@@ -45,31 +46,36 @@ class Learner:
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
         """Feeder, actors and ranks; all are gone when the block is left."""
-        async with self.world.actors(), self.world.feeder() as (url, feeding):
-            world_size, port = self.world.learner.data_parallel * self.world.learner.tensor_parallel, free_port()
-            places = {
-                "run": self.world.run,
-                "bus_url": self.world.url,
-                "feeder_url": url,
-                "model_dir": str(self.directory / "model"),
-                "checkpoints": str(self.world.root),
-                "snapshots": str(self.directory / "snapshots"),
-                "final_dir": str(self.directory / "final"),
-            }
-            told = json.dumps({"places": places, "learner": self.settings, "staleness": self.staleness, "weights": self.weights})
-            command = (sys.executable, "-W", "ignore", "-m", "tests.integration.megatron_rank_process", told)
-            self.ranks = [
-                await asyncio.create_subprocess_exec(*command, cwd=ROOT, env={**os.environ, **rank_environment(rank, world_size, port)})
-                for rank in range(world_size)
-            ]
-            self.feeding = feeding
-            try:
+        with KeptPort() as kept:
+            async with self.world.actors(), self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
                 yield
-            finally:
-                for rank in self.ranks:
-                    if rank.returncode is None:
-                        rank.kill()
-                await asyncio.gather(*(rank.wait() for rank in self.ranks))
+
+    @asynccontextmanager
+    async def _ranks(self, url: str, feeding: Any, port: int) -> AsyncIterator[None]:
+        world_size = self.world.learner.data_parallel * self.world.learner.tensor_parallel
+        places = {
+            "run": self.world.run,
+            "bus_url": self.world.url,
+            "feeder_url": url,
+            "model_dir": str(self.directory / "model"),
+            "checkpoints": str(self.world.root),
+            "snapshots": str(self.directory / "snapshots"),
+            "final_dir": str(self.directory / "final"),
+        }
+        told = json.dumps({"places": places, "learner": self.settings, "staleness": self.staleness, "weights": self.weights})
+        command = (sys.executable, "-W", "ignore", "-m", "tests.integration.megatron_rank_process", told)
+        self.ranks = [
+            await asyncio.create_subprocess_exec(*command, cwd=ROOT, env={**os.environ, **rank_environment(rank, world_size, port)})
+            for rank in range(world_size)
+        ]
+        self.feeding = feeding
+        try:
+            yield
+        finally:
+            for rank in self.ranks:
+                if rank.returncode is None:
+                    rank.kill()
+            await asyncio.gather(*(rank.wait() for rank in self.ranks))
 
     async def ended(self) -> list[int]:
         return list(await asyncio.gather(*(rank.wait() for rank in self.ranks)))

@@ -1,0 +1,31 @@
+"""A port for a process that is yet to start: kept, so that the system gives it to nobody else until then."""
+
+import socket
+from types import TracebackType
+from typing import Self
+
+
+class KeptPort:
+    """A free TCP port of this machine: ``number``. Servers, which listen with SO_REUSEADDR, can have it; whoever asks the system for any
+    free port, or connects from one, is not given it until ``close``."""
+
+    def __init__(self, host: str = "127.0.0.1", number: int = 0) -> None:
+        """``number``: the one wanted; 0 = any. Raises OSError when somebody listens there."""
+        family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)[0]
+        self._socket = socket.socket(family)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._socket.bind(address)
+        except OSError:
+            self._socket.close()
+            raise
+        self.number = int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()

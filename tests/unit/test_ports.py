@@ -1,0 +1,28 @@
+"""Ports kept for processes that are yet to start."""
+
+import socket
+
+import pytest
+
+from bus.ports import KeptPort
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])
+def test_a_kept_port_is_for_servers_alone(host: str) -> None:
+    with KeptPort(host) as kept:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        own = (host.strip("[]"), kept.number)
+        with socket.socket(family) as stranger, pytest.raises(OSError, match="in use"):
+            stranger.bind(own)  # as an outgoing connection is bound, or a listener that was given it as a free one
+        with socket.create_server(own, family=family) as server, socket.create_connection(own):
+            server.accept()[0].close()
+            kept.close()
+    with pytest.raises(OSError, match=r"in use"), socket.create_server(("127.0.0.1", 0)) as server:
+        KeptPort(number=server.getsockname()[1])
+
+
+def test_it_is_kept_for_nobody_when_it_is_closed() -> None:
+    with KeptPort() as kept:
+        pass
+    with KeptPort(number=kept.number) as again:
+        assert again.number == kept.number
