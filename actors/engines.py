@@ -319,8 +319,9 @@ class Engines:
     async def _update(self, sightings: Sequence[Sighting]) -> None:
         """Take in what was seen. An engine that serves again after it did not is trusted again."""
         seen = {sighting.url: sighting for sighting in sightings}
-        for url in [url for url, place in self._places.items() if url not in seen and not place.in_flight]:
-            await self._places.pop(url).engine.close()
+        gone = [url for url, place in self._places.items() if url not in seen and not place.in_flight]
+        for place in [self._places.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
+            await place.engine.close()
         for url, place in self._places.items():
             sighting = seen.get(url) or replace(place.sighting, serving=False, remark="gone")
             if sighting.serving and not place.sighting.serving:

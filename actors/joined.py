@@ -47,6 +47,7 @@ class Joined:
         task = asyncio.get_running_loop().create_task(_carry(waiting, send), name="joined request")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+        task.add_done_callback(lambda _: [answer.cancel() for _, answer in waiting])  # of one that was cancelled before it began
         for _, answer in waiting:
             answer.add_done_callback(lambda _: task.cancel() if all(other.cancelled() for _, other in waiting) else None)
 
@@ -60,10 +61,6 @@ async def _carry(waiting: Waiting, send: Send) -> None:
         for (_, answer), part in zip(waiting, [answers] if len(waiting) == 1 else answers, strict=True):
             if not answer.done():
                 answer.set_result(part)
-    except asyncio.CancelledError:
-        for _, answer in waiting:
-            answer.cancel()
-        raise
     except Exception as error:  # every caller's own
         for _, answer in waiting:
             if not answer.done():

@@ -107,15 +107,19 @@ class Link:
         loop = asyncio.get_running_loop()
         self.check_allowed(subject)
 
-        def refused(error: Forbidden) -> bool:
-            if error.subject == subject.lower() and not scope.expired():
+        def end() -> None:
+            if not scope.expired():
                 scope.reschedule(loop.time())
+
+        def refused(error: Forbidden) -> bool:
+            if error.subject == subject.lower():
+                end()
             return error.subject == subject.lower()
 
         try:
             async with asyncio.timeout(timeout_s) as scope:
                 ends = [
-                    self.on_lost(lambda: scope.reschedule(loop.time())),
+                    self.on_lost(end),
                     self.on_forbidden(refused),
                 ]
                 try:

@@ -34,7 +34,7 @@ class Heartbeat:
         """Empty = the last write succeeded."""
         self.written_s = float("-inf")
         """Monotonic time of the last write that succeeded."""
-        self._rows, self._every_s = bus.rows(_BUCKET), every_s
+        self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
         self._waiter = Waiter()
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
@@ -62,14 +62,15 @@ class Heartbeat:
         assert self._beating is not None
         self._ending = True
         self._waiter.wake()
+        within_s = (_PATIENCE if self._bus.connected else 1) * self._every_s
         if exc_type is None:  # a row on its way may be stored behind its own removal: let it arrive
-            await asyncio.wait({self._beating}, timeout=self._every_s)
+            await asyncio.wait({self._beating}, timeout=within_s)
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
         if exc_type is not None:
             return
         try:
-            async with asyncio.timeout(self._every_s):
+            async with asyncio.timeout(within_s):
                 await self._rows.delete(_key(self.row))
         except (BusError, TimeoutError) as error:
             _log.warning("live row left behind key=%s error=%s", _key(self.row), error)

@@ -113,6 +113,7 @@ class TaskQueue:
         self._fences = Fences(jet, self._stream, self._fence_subject)
         self._floor = 0
         self._looked_s = float("-inf")
+        self._looking = asyncio.Lock()
 
     @property
     def lease_s(self) -> float:
@@ -214,13 +215,14 @@ class TaskQueue:
 
     async def _look(self) -> None:
         """Refresh the floor and the fences, when they are old."""
-        if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
-            return
-        self._looked_s = time.monotonic()
-        row = await self._rows.get(subjects.FLOOR_KEY)
-        if row is not None:
-            self._floor = int(row[0]["floor"])
-        await self._fences.refresh()
+        async with self._looking:  # or who comes second would go on with what was known before
+            if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+                return
+            row = await self._rows.get(subjects.FLOOR_KEY)
+            if row is not None:
+                self._floor = int(row[0]["floor"])
+            await self._fences.refresh()
+            self._looked_s = time.monotonic()
 
 
 def _dead(task: Task, reason: str, attempts: int, actor: str) -> Dead:

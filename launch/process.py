@@ -5,6 +5,7 @@ The first SIGTERM or SIGINT drains; the second, or the deadline, cancels. Exit 0
 """
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -117,13 +118,16 @@ class Child:
         return await self.process.wait()
 
     def send(self, number: signal.Signals) -> None:
-        if self.running:
-            os.killpg(self.pid, number)
+        """To its whole group."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
+            if self.running:
+                os.killpg(self.pid, number)
 
     def ask_to_end(self) -> None:
         """SIGTERM to the process itself; it passes it on to its own children as it sees fit."""
-        if self.running:
-            os.kill(self.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            if self.running:
+                os.kill(self.pid, signal.SIGTERM)
 
     async def end(self, within_s: float) -> int | None:
         """SIGTERM, and SIGKILL to its whole group after ``within_s``; its exit code, None if it never ran."""

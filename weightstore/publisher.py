@@ -91,6 +91,8 @@ class Publisher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pusher: Pusher | None = None
         self._closing: asyncio.Event | None = None
+        self._asked: set[Future[Any]] = set()
+        self._over = False
         self._pushing: asyncio.Task[Any] | None = None
 
     # -- the trainer's thread -----------------------------------------------------------------------------------------------
@@ -199,10 +201,15 @@ class Publisher:
     def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         assert self._loop is not None
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:  # its loop has just ended
             work.close()
             raise PublisherClosed(f"publisher: {error}") from None
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        if self._over:
+            future.cancel()
+        return future
 
     # -- the publisher's thread ---------------------------------------------------------------------------------------------
 
@@ -216,6 +223,9 @@ class Publisher:
             self._failure = error
             _log.error("publisher ended error=%r", error)
         finally:
+            self._over = True
+            for future in tuple(self._asked):  # asked for when the loop had nothing more to do than to end
+                future.cancel()
             self._ready.set()
 
     async def _main(self) -> None:

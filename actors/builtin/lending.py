@@ -100,7 +100,7 @@ class Lending:
         if tensors is None:
             raise NotLent(f"{name}: it is not kept in these types")
         self._prune()
-        if len(self._used_s) + len(self._writing) > AT_ONCE:
+        if len(self._used_s.keys() | self._writing.keys()) > AT_ONCE:
             raise NotLent(f"{name}: {AT_ONCE} others are being read")
         async with self._making:
             if self._scratch is None:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from weightstore.errors import PeerLost
 from weightstore.manifest import Bucket
 
 
@@ -65,13 +66,16 @@ class Joined:
             self._used.release()
 
     async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Ask for the next message. Without ``into`` it waits for memory, to be given back when the message is written."""
+        """Ask for the next message. Without ``into`` it waits for memory, to be given back when the message is written. Raises PeerLost."""
         loop, lent = asyncio.get_running_loop(), into is None
         if into is None:
             await self._free.acquire()
             into = self._memory.pop()
+        try:
+            future = loop.run_in_executor(self._thread, self.group.receive, num_bytes, timeout_s, into)
+        except RuntimeError as error:  # its thread has been told to end
+            raise PeerLost("of the push", "receiving", "the group was left meanwhile") from error
         self.receiving += 1
-        future = loop.run_in_executor(self._thread, self.group.receive, num_bytes, timeout_s, into)
         future.add_done_callback(lambda future: self._received(future, lent=lent))
         return future
 

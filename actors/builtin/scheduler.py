@@ -15,6 +15,7 @@ assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no t
 Shape letters: N = running rows, U = different prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill, V = vocabulary.
 """
 
+import contextlib
 import logging
 import queue
 import threading
@@ -133,7 +134,7 @@ class Scheduler:
         self._events: list[Event] = []
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._idle_since: float | None = None
-        self._closed = False
+        self._closed = self._over = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     # -- called from anywhere -----------------------------------------------------------------------------------------
@@ -161,6 +162,8 @@ class Scheduler:
         """Run ``function`` in the thread, between two steps."""
         future: Future[Result] = Future()
         self._calls.put((function, future))
+        if self._over:
+            self._cancel_calls()
         return future
 
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
@@ -212,8 +215,13 @@ class Scheduler:
                     self._step()
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
-        while not self._calls.empty():
-            self._calls.get()[1].cancel()
+        self._over = True
+        self._cancel_calls()
+
+    def _cancel_calls(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()[1].cancel()
 
     def _step(self) -> None:
         try:

@@ -206,8 +206,9 @@ class WeightUpdates:
     ) -> float | None:
         """``begin``, every bucket in one flat message, and with ``serve`` the ``end``; each message within the time-out."""
         await self.begin(version)
-        await self._receive_all(self._current(), group_name, [_bucket_of(specs) for specs in buckets], timeout_s)
-        return await self.end(version) if serve else None
+        update = self._current()
+        await self._receive_all(update, group_name, [_bucket_of(specs) for specs in buckets], timeout_s)
+        return await self._end(update) if serve else None
 
     async def bucket(self, group_name: str, specs: Sequence[TensorSpec], *, flat: bool, version: int | None, timeout_s: float) -> None:
         """Receive tensors, flattened into one message or one by one, into the standby copy."""
@@ -230,6 +231,7 @@ class WeightUpdates:
                 incoming: list[Incoming] = []
                 try:
                     for bucket in buckets:
+                        self._check_current(update)
                         incoming.append(await self._receive(joined, bucket, timeout_s))
                         if len(incoming) > 1:
                             await self._write(update, incoming.pop(0))
@@ -273,12 +275,17 @@ class WeightUpdates:
         """Serve what has been received; gives the seconds that decoding was held up."""
         update = self._current()
         update.version = version if version is not None else update.version
+        return await self._end(update)
+
+    async def _end(self, update: Update) -> float:
         async with self._writing:
             try:
+                self._current()  # or another epoch has taken over meanwhile
                 self._check_complete(update)
                 return await self._flip(update)
             except UpdateRefused as error:
-                self._discard(str(error))
+                if update is self._open:
+                    self._discard(str(error))
                 raise
 
     async def load_directory(self, directory: Path, version: int | None) -> float:

@@ -17,6 +17,8 @@ from pathlib import Path
 PART = b"sglang::"
 """How SGLang calls the processes it cannot do without; others come and go."""
 SCAN_MS = 500
+HEARD_S = 1.0
+"""A part that was asked to end, like all of them, may be gone before this process has heard that it was."""
 
 
 def main(command: list[str]) -> int:
@@ -55,7 +57,7 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
                     parts[end] = f"{name.decode(errors='replace')} ({pid})"
                     ends.register(end, select.POLLIN)
         gone = ends.poll(SCAN_MS)
-        if ending.is_set():
+        if ending.is_set() or (gone and ending.wait(HEARD_S)):
             return
         if gone:
             print(f"{parts[gone[0][0]]} is gone, so the server is ended", file=sys.stderr, flush=True)

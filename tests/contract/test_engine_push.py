@@ -1,6 +1,7 @@
 """A whole push in one request: received in order, served with it or not, and whatever breaks it off."""
 
 import asyncio
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from tests.contract.test_engine_updates import directories, family, models
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
-from tests.engine_serving import serving
+from tests.engine_serving import Served, serving
 from weightstore.errors import PeerLost
 
 __all__ = ["directories", "family", "models"]
@@ -125,3 +126,66 @@ async def test_messages_that_come_at_the_same_moment_are_all_there(directories: 
         status, answer = await asked
         assert (status, answer["success"]) == (200, True), answer
         assert serves(served, models[2])
+
+
+async def test_a_group_that_is_left_while_a_message_is_copied(
+    directories: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The push that is over is refused, and nothing more is received for it."""
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served) as old:
+        copying = copies_late(served, monkeypatch)
+        asked = asyncio.create_task(old.ask_at_once([tensors[:5], tensors[5:9], tensors[9:]], 1))
+        await asyncio.to_thread(old.group.send, flat(tensors[:5]), DEADLINE_S)
+        await asyncio.to_thread(copying.wait, DEADLINE_S)
+        async with joined(served) as new:
+            status, answer = await asked
+            assert (status, "another one has begun" in answer["message"]) == (400, True), answer
+            await new.at_once(models[2], 2, serve=True)
+            assert serves(served, models[2])
+
+
+async def test_a_push_that_begins_while_the_last_message_of_another_is_copied_is_not_ended_by_it(
+    directories: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served) as push:
+        copying = copies_late(served, monkeypatch)
+        asked = asyncio.create_task(push.ask_at_once([tensors], 1))
+        await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
+        await asyncio.to_thread(copying.wait, DEADLINE_S)
+        assert (await push.begin(2))[0] == 200
+        status, answer = await asked
+        assert (status, "another one has begun" in answer["message"]) == (400, True), answer
+        assert (await push.bucket(named(models[2])))[0] == 200
+        assert (await push.end(2))[0] == 200
+        assert served.engine.version == 2 and serves(served, models[2])
+
+
+async def test_a_push_whose_last_message_is_copied_when_another_epoch_takes_over_is_not_served(
+    directories: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = list(named(models[1]))
+    async with serving(directories[0]) as served, joined(served, epoch=1) as push:
+        copying = copies_late(served, monkeypatch)
+        asked = asyncio.create_task(push.ask_at_once([tensors], 1))
+        await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
+        await asyncio.to_thread(copying.wait, DEADLINE_S)
+        served.engine.updates.admit(2, "of the next learner")
+        status, answer = await asked
+        assert (status, "epoch 2" in answer["message"]) == (400, True), answer
+        assert served.engine.version == 0 and serves(served, models[0])
+
+
+def copies_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """The first copy of a message takes half a second more; set when it has begun."""
+    copy, begun = served.engine.updates._copy, threading.Event()
+
+    def late(*args: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.5)
+        copy(*args)
+
+    monkeypatch.setattr(served.engine.updates, "_copy", late)
+    return begun
