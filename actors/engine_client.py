@@ -214,7 +214,7 @@ def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) 
         log_probs=np.concatenate([begun.log_probs, generation.log_probs]),
         spans=_merged(begun.spans + generation.spans),
         text=text,
-        prompt_tokens=generation.prompt_tokens - len(begun.tokens),
+        prompt_tokens=max(0, generation.prompt_tokens - len(begun.tokens)),
         duration_s=begun.duration_s + generation.duration_s,
     )
 
@@ -249,7 +249,7 @@ def _generation(url: str, answer: Any) -> Generation:
             finish=finish.get("type"),
             matched=finish.get("matched"),
             text=answer.get("text") or "",
-            prompt_tokens=meta["prompt_tokens"],
+            prompt_tokens=meta.get("prompt_tokens") or 0,  # SGLang does not say it of one that was aborted before it was begun
             cached_tokens=meta.get("cached_tokens") or 0,
             retractions=meta.get("num_retractions") or 0,
             duration_s=meta.get("e2e_latency") or 0.0,

@@ -267,7 +267,7 @@ class Told:
     def _usage(self) -> dict[str, Any]:
         """Prompts count once, however many responses they have."""
         metas = list(self._metas.values())
-        prompts = [meta["prompt_tokens"] for place, meta in self._metas.items() if place % self._asked.n == 0]
+        prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._asked.n == 0]
         completion, cached = sum(meta["completion_tokens"] for meta in metas), sum(meta.get("cached_tokens") or 0 for meta in metas)
         return {
             "prompt_tokens": sum(prompts),

@@ -12,8 +12,9 @@ from tests.engine_push import joined
 from tests.engine_serving import log_probs_of, prompts, scores, told_log_probs
 from tests.tiny_models import tiny_model, write_tiny_model
 
-MEAN, MOST = 0.03, 0.3
-"""Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13."""
+MEAN, MOST = 0.03, 0.5
+"""Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13. (Of a thousand runs
+of transformers in bfloat16 the worst token of three was 0.25 off.)"""
 WORSE = 1.5
 """Times the mean of transformers' own forward pass in bfloat16: measured 0.9 to 1.1."""
 CHANGES: dict[str, Any] = {"max_position_embeddings": 1024}

@@ -1,10 +1,8 @@
 """The contract of an engine, on the built-in one and (``make test-sglang``) on real SGLang: the same prompts, the same weights, fp32."""
 
 import asyncio
-import json
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from bus.messages import LiveRow, Sampling
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, scores_across, told_log_probs
+from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.cohort import Cohort, Cohorts
@@ -56,45 +55,8 @@ def models() -> list[Any]:
     return [tiny_model(seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
 
 
-class Watched:
-    """One streamed request; how far it is."""
-
-    def __init__(self, served: Served) -> None:
-        self.tokens = 0
-        self._grown = asyncio.Event()
-        self._served = served
-        self.task = asyncio.create_task(self._read())
-
-    async def _read(self) -> Any:
-        """The last state: all of it."""
-        sampling = {"max_new_tokens": LONG, "ignore_eos": True}
-        body = {"input_ids": PROMPT, "sampling_params": sampling, "rid": "watched", "stream": True, "return_logprob": True}
-        state: Any = None
-        async with self._served.session.post(self._served.engine.url + "/generate", json=body) as response:
-            assert response.status == 200, await response.text()
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    state = json.loads(line[6:])
-                    self.tokens = len(state["output_ids"])
-                    self._grown.set()
-        return state
-
-    async def beyond(self, tokens: int) -> None:
-        """Wait until it has more than so many."""
-        while self.tokens <= tokens:
-            assert not self.task.done(), f"ended with {self.tokens} tokens, wanted more than {tokens}"
-            self._grown.clear()
-            await self._grown.wait()
-
-
-@asynccontextmanager
-async def asked(served: Served) -> AsyncIterator[Watched]:
-    watched = Watched(served)
-    try:
-        yield watched
-    finally:
-        watched.task.cancel()
-        await asyncio.gather(watched.task, return_exceptions=True)
+def asked(served: Served) -> AbstractAsyncContextManager[Watched]:
+    return watching(served, PROMPT, max_new_tokens=LONG, ignore_eos=True)
 
 
 async def assert_made_by(model: Any, version: int, answer: Any) -> None:
@@ -183,10 +145,11 @@ async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list
         await one.beyond(10)
         await served.client.pause()
         later = asyncio.create_task(served.generate(PROMPT, max_new_tokens=4, ignore_eos=True))
-        await asyncio.sleep(0.3)  # what was under way arrives
-        seen = one.tokens
-        await asyncio.sleep(0.5)
-        assert (one.tokens, later.done()) == (seen, False)
+        seen = -1
+        while seen != one.tokens:  # what was under way arrives
+            seen = one.tokens
+            await asyncio.sleep(0.5)
+        assert not one.task.done() and not later.done()
         await served.client.resume()
         made = await one.task
         assert len((await later)["output_ids"]) == 4
@@ -201,6 +164,8 @@ async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: 
         await served.client.pause()
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "later"}
         later = asyncio.create_task(served.post("/generate", body))
+        while sum(served.engine.stats().get(gauge, 0) for gauge in ("running", "waiting")) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
         await asyncio.sleep(0.3)
         for name in ("later", "watched"):
             await served.client.abort(name)

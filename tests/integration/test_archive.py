@@ -69,12 +69,13 @@ async def test_every_sample_once_though_it_is_killed_again_and_again(
                 await place(bus, 30 + 40 * round)
                 process.kill()  # between reading, writing, closing, and moving the place
         async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
-            await place(bus, 200)
+            await publish(bus, 201, 210)
+            await place(bus, 210)
             process.send_signal(signal.SIGTERM)
             assert await process.wait() == 0
         found = archived(out)
-        assert [seq for seq, _ in found] == list(range(1, 201))
-        assert found == [(seq, f"1.{seq % 2}.n{seq}") for seq in range(1, 201)]
+        assert [seq for seq, _ in found] == list(range(1, 211))
+        assert found == [(seq, f"1.{seq % 2}.n{seq}") for seq in range(1, 211)]
         assert len(list(out.glob("*.tide"))) > 5, "recordings are closed when they are large enough"
 
 

@@ -106,3 +106,27 @@ async def test_a_process_that_knows_only_the_url_finds_the_run(nats_server: Embe
     async with open_bus(run="other"):
         with pytest.raises(SeveralRuns, match=r"carries 2 runs \(first-run_1, other\)"):
             await find_run(nats_server.url, name="late", wait_s=20)
+
+
+async def test_a_connection_that_falls_twice_in_a_moment_is_told_to_everybody(open_bus: BusOpener) -> None:
+    """It breaks, and is closed a turn or two later, while the request that it broke off is ending."""
+    for turns in range(6):
+        async with open_bus() as bus:
+            link, heard, asked = bus.jet.link, list[int](), asyncio.Event()
+
+            async def no_answer(message: object, asked: asyncio.Event = asked) -> None:
+                asked.set()
+
+            await link.nc.subscribe(f"{bus.run}.asked", cb=no_answer)
+            request = asyncio.create_task(link.request(f"{bus.run}.asked", b"", 60))
+            async with asyncio.timeout(10):
+                await asked.wait()
+            forget = link.on_lost(lambda heard=heard: heard.append(1))
+            await link._on_disconnected()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await link._on_closed()
+            forget()
+            with pytest.raises(BusUnavailable):
+                await request
+            assert (len(heard), link._turn.is_set()) == (2, True), turns

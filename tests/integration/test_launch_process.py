@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -139,3 +140,18 @@ async def _until(reached: Callable[[], bool]) -> None:
     async with asyncio.timeout(30):
         while not reached():  # noqa: ASYNC110
             await asyncio.sleep(0)
+
+
+async def test_a_child_that_has_just_died_can_be_told_to_end(tmp_path: Path) -> None:
+    """The kernel knows that it is gone, and the event loop does not yet."""
+    child = Child("it", [], tmp_path / "log")
+    child.process = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+    os.kill(child.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{child.pid}"):  # noqa: ASYNC240 - reaped by a thread
+        assert time.monotonic() < deadline
+        time.sleep(0.001)  # noqa: ASYNC251 - the loop is to have no turn
+    assert child.running, "the loop has had no turn"
+    child.ask_to_end()
+    child.send(signal.SIGKILL)
+    assert await child.end(5) == -signal.SIGKILL

@@ -1,6 +1,7 @@
 """Checksums on both sides of a push: a receiver with one flipped bit never serves it, and is named. Real engines, real groups."""
 
 import asyncio
+import functools
 import logging
 import re
 from pathlib import Path
@@ -14,7 +15,8 @@ from bus.connection import connect
 from bus.messages import LiveRow
 from bus.server import EmbeddedServer
 from tests.engine_serving import Served, serving
-from tests.integration.test_weightstore_publisher import GOOD, publishing, state
+from tests.integration import test_weightstore_publisher
+from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.checksums import Told
@@ -22,6 +24,9 @@ from weightstore.cohort import Cohort, Cohorts
 from weightstore.errors import ReceiverFailed
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Member, Updated
+
+publishing = functools.partial(test_weightstore_publisher.publishing, phase_deadline_s=20.0)
+"""Nobody is late here."""
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from actors.errors import BadRequest
 from bus.messages import Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_of, scores
+from tests.engine_watch import watching
 from tests.sglang.server import serving
 
 TOLERANCE = 1e-3
@@ -156,13 +157,12 @@ async def test_what_begins_while_all_pieces_are_ended_goes_on(python: str, serve
     """It may get to the server before the word that ends all there are."""
     async with serving(python, server, directories[0], cut=True) as served:
         assert served.engine.pieces is not None
-        async with served.engine.pieces._cutting:
-            asked = asyncio.create_task(served.generate(PROMPTS[0], max_new_tokens=2000, ignore_eos=True))
-            await running(served, 1)
-            await asyncio.sleep(0.3)
-            await served.engine.api.call("POST", "/abort_request", {"abort_all": True})
-            await asyncio.sleep(0.3)
-        made = await asked
+        async with watching(served, PROMPTS[0], max_new_tokens=2000, ignore_eos=True) as one:
+            async with served.engine.pieces._cutting:
+                await one.beyond(10)
+                await served.engine.api.call("POST", "/abort_request", {"abort_all": True})
+                await asyncio.sleep(0.3)
+            made = await one.task
         assert (made["meta_info"]["finish_reason"]["type"], len(made["output_ids"])) == ("length", 2000)
         assert made["meta_info"]["num_retractions"] == 1
         assert served.engine.stats()["requests_aborted"] == 0

@@ -25,6 +25,7 @@ from actors.sglang.engine import SglangEngine
 from bus.messages import LiveRow, Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_of, scores, scores_across, told_log_probs
+from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
 from tests.whole.running import ROOT
@@ -61,14 +62,12 @@ async def test_one_request_lives_through_pushes_and_says_which_weights_made_what
         pytest.skip("flushing its cache ends this server while it has requests")
     pause = "retract" if way == "retract" else "in_place"
     async with serving(python, server, directories[0], pause=pause, cut=way == "cut") as served, joined(served, timeout_s=60) as push:
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1600, "ignore_eos": True}, "return_logprob": True}
-        asked = asyncio.create_task(served.post("/generate", body))
-        for version in (1, 2, 3):
-            await asyncio.sleep(0.4)
-            await push.whole(models[version], version)
-        status, answer = await asked
+        async with watching(served, PROMPT, max_new_tokens=1600, ignore_eos=True) as one:
+            for version in (1, 2, 3):
+                await one.beyond(one.tokens + 50)
+                await push.whole(models[version], version)
+            answer = await one.task
         kept = way == "in_place" and served.engine.pieces is None  # type: ignore[attr-defined]
-    assert status == 200, answer
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"], spans
     assert spans[-1]["end"] == 1600
@@ -104,9 +103,12 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
     """What would end a server in between is refused, or put into order."""
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}, "return_logprob": True}
-    async with serving(python, server, directories[0], pause="retract") as served, joined(served, timeout_s=60) as push:
-        asked = asyncio.create_task(served.post("/generate", body))
-        await asyncio.sleep(0.4)
+    async with (
+        serving(python, server, directories[0], pause="retract") as served,
+        joined(served, timeout_s=60) as push,
+        watching(served, PROMPT, **body["sampling_params"]) as one,
+    ):
+        await one.beyond(10)
         assert (await served.post(release, {"tags": None}))[0] == 400, "while requests are decoded, without a pause"
         await served.client.pause("in_place")
         for _ in range(2):
@@ -119,11 +121,11 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
             assert (await served.post(resume, {"tags": ["weights"]}))[0] == 200
         await push.whole(models[1], 1)
         assert (await served.post("/continue_generation", {}))[0] == 400, "there is no memory for keys and values"
-        assert not asked.done() and not late.done()
+        assert not one.task.done() and not late.done()
         for _ in range(2):
             assert (await served.post(resume, {"tags": ["kv_cache"]}))[0] == 200
-        (status, first), (also, second) = await asked, await late
-        assert (status, also) == (200, 200), (first, second)
+        first, (status, second) = await one.task, await late
+        assert status == 200, second
         spans = first["meta_info"]["weight_versions"]
         assert [span["version"] for span in spans] == ["0", "1"] and spans[-1]["end"] == 800
         assert [span["version"] for span in second["meta_info"]["weight_versions"]] == ["1"]
@@ -244,7 +246,9 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             await engine.probe()
             await engine.load_snapshot(directories[0], 1)
             engine.phase = "serving"
-            streaming = asyncio.create_task(_stream_for_ever(engine.url))
+            begun = asyncio.Event()
+            streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
+            await asyncio.wait_for(begun.wait(), 60)
             await asyncio.sleep(1)  # the keeper has seen them all
             (victim,) = [one for one in whole if part in " ".join(one.cmdline()) and "actors.sglang.keeper" not in one.cmdline()]
             victim.kill()
@@ -279,12 +283,13 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
     asyncio.run(started())
 
 
-async def _stream_for_ever(url: str) -> None:
+async def _stream_for_ever(url: str, begun: asyncio.Event) -> None:
     """Read a stream to its end; fails if it ends well."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
     async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
         async for line in response.content:
             assert b"[DONE]" not in line
+            begun.set()
 
 
 async def _join_for_ever(engine: SglangEngine) -> None:
@@ -374,6 +379,13 @@ async def _asked(served: Served, count: int) -> None:
 
 async def _until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 30
-    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]:
+    while left := [pid for pid in pids if _lives(pid)]:
         assert time.monotonic() < deadline, left
         await asyncio.sleep(0.1)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

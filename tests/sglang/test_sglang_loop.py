@@ -34,7 +34,7 @@ def assert_agreement(run: Up) -> None:
 
 def test_a_run_on_two_real_servers(python: str, tmp_path: Path) -> None:
     """Every push reaches every server while it generates; nothing is aborted, lost or trained twice."""
-    settings = on_sglang(python, "up.engines=2", "learner.steps=12", "sampling.max_new_tokens=24")
+    settings = on_sglang(python, "up.engines=2", "learner.steps=12", "sampling.max_new_tokens=24", "weights.min_engines=2")
     with up(tmp_path, *settings, config=(SMOKE, OVERLAY)) as run:
         assert run.wait(LIMIT_S) == 0, run.log[-4000:]
     assert_pushed_without_a_pause_in_the_run(run, steps=12, engines=2)
@@ -46,7 +46,7 @@ def test_a_run_in_turns_on_a_server_that_shares_the_accelerator(python: str, tmp
     settings = ("learner.colocated=true", "learner.steps=8", "learner.checkpoint_every=4", "weights.push_every=2", "weights.min_engines=1")
     longer = ("sampling.max_new_tokens=24",)
     with up(tmp_path, *on_sglang(python, *settings, *longer), config=(SMOKE, OVERLAY)) as run:
-        assert run.wait() == 0, run.log[-4000:]
+        assert run.wait(LIMIT_S) == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
     assert (run.summary["steps"], run.summary["pushes"]) == (8, 4) and not run.summary["restarts"]
     assert_agreement(run)

@@ -1,0 +1,69 @@
+"""What clients of an engine make of its answers, where nothing was generated."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from actors import openai_api
+from actors.engine_client import _whole
+from actors.joined import Joined
+from actors.port import Generation
+from bus.messages import Sampling, Span
+
+NOT_BEGUN = {
+    "text": "",
+    "output_ids": [],
+    "meta_info": {
+        "id": "one",
+        "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
+        "weight_version": "0",
+        "e2e_latency": 0.2,
+        "input_token_logprobs": [],
+        "output_token_logprobs": [],
+        "output_token_logprobs_length": 0,
+        "completion_tokens": 0,
+    },
+}
+"""Of SGLang (0.5.23), for a request that was aborted while it waited there."""
+
+
+def test_one_that_was_aborted_before_it_was_begun_has_been_aborted() -> None:
+    made = _whole("http://e", NOT_BEGUN, Sampling(), None)
+    assert (made.finish, len(made.tokens), made.prompt_tokens) == ("abort", 0, 0)
+
+
+def test_what_was_begun_elsewhere_is_kept_when_its_continuation_is_not_begun() -> None:
+    begun = Generation(
+        id="0",
+        tokens=np.array([4, 5], np.int32),
+        log_probs=np.array([-1.0, -2.0], np.float32),
+        spans=(Span(version=3, num_tokens=2),),
+        finish="abort",
+        text="ab",
+        prompt_tokens=7,
+    )
+    made = _whole("http://e", NOT_BEGUN, Sampling(), begun)
+    assert (made.finish, made.tokens.tolist(), made.spans) == ("abort", [4, 5], begun.spans)
+
+
+def test_openais_answer_to_one_that_was_not_begun() -> None:
+    asked = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
+    answer = openai_api.Told(asked, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
+    assert answer["usage"]["total_tokens"] == 0
+
+
+async def test_who_asks_when_everything_is_closed_is_not_kept_waiting() -> None:
+    """What carries the request is cancelled before it has run at all."""
+
+    async def send(body: Any) -> Any:
+        await asyncio.sleep(60)
+
+    joined = Joined()
+    asking = asyncio.create_task(joined.ask({"input_ids": [1]}, send))
+    while not joined._sending:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await joined.close()
+    async with asyncio.timeout(5):
+        await asyncio.wait({asking})
+    assert asking.cancelled()
