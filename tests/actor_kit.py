@@ -177,7 +177,7 @@ async def actor_process(
         "id": id,
         "drain_s": drain_s,
         "actor": None if config is None else asdict(config),
-        "bus": None if config is None else {"lease_s": 1.0, **bus_settings},
+        "bus": None if config is None else bus_settings,
     }
     root = Path(__file__).parents[1]
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.actor_child", json.dumps(told), cwd=root)

@@ -10,13 +10,22 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.bus_fixtures"]
 
-BLOCKED_S = 5.0
-"""A step of the loop longer than this fails the test. Wall time, so generous: on shared cores a step of milliseconds can take a second."""
+settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
-ASYNC_TEST_LIMIT_S = 120.0
+BLOCKED_S = 20.0
+"""A step of the loop longer than this fails the test. Wall time, so generous: a starved machine has taken 4 s for a step of milliseconds,
+and 13 s for the first import of transformers' models, which a test may do in a step."""
+
+LIMIT_S = {"unit": 120.0, "contract": 120.0}
+"""What an async test in one of these folders may take."""
+
+PROCESSES_LIMIT_S = 400.0
+"""What one of the others may: they start processes, whole runs among them, and have waits of 300 s of their own."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -25,11 +34,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     args = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     with asyncio.Runner(debug=True) as runner:
-        runner.run(_guarded(pyfuncitem.obj, args))
+        runner.run(_guarded(pyfuncitem.obj, args, LIMIT_S.get(pyfuncitem.path.parent.name, PROCESSES_LIMIT_S)))
     return True
 
 
-async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[str, Any]) -> None:
+async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[str, Any], limit_s: float) -> None:
     """Run one async test; afterwards no task may be left running and no step may have blocked the loop."""
     blocked: list[str] = []
     asyncio.get_running_loop().slow_callback_duration = BLOCKED_S
@@ -38,8 +47,9 @@ async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[st
     handler.addFilter(lambda record: "took" in record.getMessage())
     logging.getLogger("asyncio").addHandler(handler)
     try:
-        async with asyncio.timeout(ASYNC_TEST_LIMIT_S):
+        async with asyncio.timeout(limit_s) as limit:
             await test(**args)
+        assert not limit.expired(), f"it took more than {limit_s:g} s, and has swallowed the cancellation"
         await asyncio.sleep(0)
     finally:
         logging.getLogger("asyncio").removeHandler(handler)

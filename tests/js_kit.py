@@ -126,7 +126,8 @@ def _install(directory: Path) -> None:
     binary, npm = _node_and_npm()
     for name in ("package.json", "package-lock.json"):
         shutil.copy(EXAMPLE / name, directory)
-    command = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1", "--fetch-timeout=30000"]
+    patience = ("--fetch-retries=4", "--fetch-retry-mintimeout=1000", "--fetch-retry-factor=2", "--fetch-timeout=30000")
+    command = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", *patience]
     environment = {**os.environ, "PATH": f"{Path(binary).parent}:{os.environ.get('PATH', '')}"}
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
     if done.returncode and (why := UNREACHABLE.search(done.stderr)):

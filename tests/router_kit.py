@@ -14,6 +14,7 @@ from aiohttp import web
 from actors.router.config import RouterConfig
 from actors.router.server import Router
 from bus.live import LiveView
+from bus.ports import KeptPort
 
 LIMIT_S = 60.0
 
@@ -155,17 +156,15 @@ async def faulty() -> AsyncIterator[Faulty]:
 
 
 class EngineProcess:
-    """A built-in engine in a process of its own: to be killed."""
+    """A built-in engine in a process of its own: to be killed, and started again at the same address."""
 
-    def __init__(self, model_dir: Path) -> None:
-        self._model_dir, self.url = model_dir, ""
+    def __init__(self, model_dir: Path, port: int) -> None:
+        self._model_dir, self._port, self.url = model_dir, port, ""
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        """Serve; the second time at the address of the first."""
-        port = self.url.rpartition(":")[2] or "0"
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tests.engine_child", str(self._model_dir), port),
+            *(sys.executable, "-m", "tests.engine_child", str(self._model_dir), str(self._port)),
             cwd=Path(__file__).parents[1],
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -183,12 +182,13 @@ class EngineProcess:
 
 @asynccontextmanager
 async def engine_process(model_dir: Path) -> AsyncIterator[EngineProcess]:
-    process = EngineProcess(model_dir)
-    try:
-        await process.start()
-        yield process
-    finally:
-        await process.kill()
+    with KeptPort() as port:
+        process = EngineProcess(model_dir, port.number)
+        try:
+            await process.start()
+            yield process
+        finally:
+            await process.kill()
 
 
 async def _nothing() -> None: ...

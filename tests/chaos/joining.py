@@ -33,7 +33,7 @@ async def _join(tmp_path: Path, engine: Sequence[str], deadline_s: float) -> Non
                 before, phases = await _head(versions), first.log.count("engine phase=")
                 second = run.start("engine", name="second")
                 row = await serving(bus, second, 0, "joining")
-                newest, after = seen.newest, await _head(versions)
+                after = await _head(versions)
                 meanwhile = list(seen.versions)
                 async with asyncio.timeout(PATIENCE_S):
                     while seen.of_second is None:  # noqa: ASYNC110
@@ -44,7 +44,7 @@ async def _join(tmp_path: Path, engine: Sequence[str], deadline_s: float) -> Non
                 await asyncio.gather(watching, return_exceptions=True)
             told = {part.name: await serving(bus, part, 0, "afterwards") for part in run.started if part.role == "engine"}
             pushes = next(part for part in run.started if part.name == "learner").log
-    begun = seen.of_second.spans[0].version
+    begun, newest = seen.of_second.spans[0].version, seen.newest_before_it
     assert row.version >= before, "it served nothing older"
     assert begun >= max(before, newest - 1), f"newest seen {newest}: it may be of a push under way; head was {before}; got {begun}"
     assert after >= before + 3, "steps and pushes went on while it joined"
@@ -66,9 +66,12 @@ class _Seen:
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self.newest = -1
+        self._newest: list[tuple[float, int]] = []
+        """When a sample was stored, and the newest version until then."""
         self.versions: list[int] = []
         self.of_second: Sample | None = None
+        self.newest_before_it = -1
+        """Of the samples that were stored when the response of that one began."""
 
     async def watch(self) -> None:
         async for received in self._bus.samples.tail(follow=True):
@@ -76,6 +79,8 @@ class _Seen:
             if not isinstance(sample, Sample) or not sample.spans:
                 continue
             self.versions += [span.version for span in sample.spans]
-            self.newest = max(self.newest, *self.versions[-len(sample.spans) :])
             if sample.engine == "second" and self.of_second is None:
+                began_s = received.stored_s - sample.timings.generating_s - sample.timings.reward_s
+                self.newest_before_it = max((newest for stored_s, newest in self._newest if stored_s < began_s), default=-1)
                 self.of_second = sample
+            self._newest.append((received.stored_s, max(self.versions)))

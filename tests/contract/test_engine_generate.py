@@ -58,10 +58,11 @@ async def test_a_shared_prompt_is_computed_once(model_dir: Path) -> None:
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in again]
 
 
-async def test_a_latecomer_shares_with_one_that_is_running(model_dir: Path, model: Any) -> None:
+async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: Any, tmp_path: Path) -> None:
     prompt = prompts(1, low=20)[0]
-    async with serving(model_dir) as served:
-        first = served.client.stream(prompt, _sampling(max_new_tokens=200), id="first")
+    roomy = write_tiny_model(tmp_path, family, tied=family == "qwen2", max_position_embeddings=8192)  # the same weights
+    async with serving(roomy) as served:
+        first = served.client.stream(prompt, _sampling(max_new_tokens=4000), id="first")
         await anext(first)
         await served.client.pause()  # it is running now, and stays so
         answer_task = served.together([(prompt, {"temperature": 0, "max_new_tokens": 8})])

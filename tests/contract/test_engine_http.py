@@ -192,7 +192,7 @@ async def test_a_client_that_goes_away_frees_its_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_pause_holds_everything_and_loses_nothing(model_dir: Path, mode: str) -> None:
-    params = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
+    params = {"max_new_tokens": 1000, "temperature": 0, "ignore_eos": True}
     async with serving(model_dir) as served:
         want = (await served.generate([5, 6], **params))["output_ids"]
         running = await start(served, [5, 6], "running", **params)
@@ -293,7 +293,7 @@ async def test_what_it_says_of_itself(model_dir: Path) -> None:
         assert 0 <= stats["waiting_share"] <= 1
 
 
-async def test_the_client_gives_what_the_engine_made(model_dir: Path) -> None:
+async def test_the_client_gives_what_the_engine_made(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(model_dir, version=2) as served:
         sampling = Sampling(max_new_tokens=6, seed=9, temperature=0.8, top_k=50)
         whole = await served.client.generate(np.array([5, 6], np.int32), sampling, id="x")
@@ -308,8 +308,17 @@ async def test_the_client_gives_what_the_engine_made(model_dir: Path) -> None:
             await served.client.generate([300], sampling)
         with pytest.raises(BadRequest, match=r"0 \.\. 298"):
             await anext(served.client.stream([300], sampling))
+        asked, serve_version = list[tuple[int, float]](), served.engine.serve_version
+
+        async def soon(version: int, timeout_s: float) -> None:
+            asked.append((version, timeout_s))
+            await serve_version(version, 0.05)
+
+        monkeypatch.setattr(served.engine, "serve_version", soon)
         with pytest.raises(VersionUnavailable, match="version 3 is not served"):
-            await served.client.generate([5], sampling, min_version=3, timeout_s=2.0)
+            await served.client.generate([5], sampling, min_version=3, timeout_s=30.0)
+        assert asked == [(3, pytest.approx(27.0))], "the engine gives up before its client"
+        monkeypatch.undo()
         await served.client.pause()
         with pytest.raises(EngineUnavailable, match="no answer within"):
             await served.client.generate([5], sampling, timeout_s=0.05)

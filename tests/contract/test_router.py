@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -29,10 +30,13 @@ from tests.engine_serving import Served, serving
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
 
+LONG = 4000
+
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield write_tiny_model(tmp_path_factory.mktemp("router") / "model")
+    """Room for responses that do not end within a test."""
+    yield write_tiny_model(tmp_path_factory.mktemp("router") / "model", max_position_embeddings=8192)
 
 
 def finished(served: Served) -> int:
@@ -104,7 +108,7 @@ def test_sessions_are_forgotten_when_there_are_too_many() -> None:
 
 async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_back(model_dir: Path) -> None:
     async with engine_process(model_dir) as dying, serving(model_dir) as other, routing(dying.url, other.engine.url) as door:
-        body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 250, "ignore_eos": True}}
+        body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
         other.engine.phase = "stale"
         await door.serving(dying.url)
         async with door.session.post(door.url + "/generate", json=body, headers={"X-Session-Id": "s"}) as response:
@@ -161,7 +165,7 @@ async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
     ],
 )
 async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, body: dict[str, Any], attempts: int, status: int) -> None:
-    bounds = {"timeout_s": 1.0} if does == "hang" else {}
+    bounds = {"timeout_s": 5.0} if does == "hang" else {}
     async with faulty() as engine, routing(engine.url, retries=2, **bounds) as door:
         engine.does = does
         told, answer = await door.post(path, body)
@@ -226,7 +230,7 @@ async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir
         assert (await door.get("/health"))[0] == 503
         status, answer = await door.generate()
         assert status == 503
-        assert "waited 0.2 s for an engine" in answer["error"]["message"]
+        assert re.search(r"waited \d+\.\d s for an engine", answer["error"]["message"]), answer
     async with serving(model_dir, phase="joining") as late, routing(late.engine.url, wait=False) as door:
         asked = asyncio.create_task(door.generate())
         await door.until(lambda workers: workers[late.engine.url]["remark"] == "/health: HTTP 503")
@@ -263,16 +267,16 @@ async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the
         assert events[-2:] == [b"data: [DONE]", b""]
         assert json.loads(events[-3][6:])["output_ids"] == whole["output_ids"]
 
-        body["sampling_params"] = {**params, "max_new_tokens": 200}
+        body["sampling_params"] = {**params, "max_new_tokens": LONG}
         async with door.session.post(door.url + "/generate", json=body) as response:
             first = await response.content.readuntil(b"\n\n")
-            assert len(json.loads(first[6:])["output_ids"]) < 200
+            assert len(json.loads(first[6:])["output_ids"]) < LONG
             await served.client.pause()  # it would end by itself
             await unfinished(served.engine, 1)
         await unfinished(served.engine, 0)
         assert served.engine.stats()["requests_aborted"] == 1
 
-        waiting = asyncio.create_task(door.generate(max_new_tokens=200))
+        waiting = asyncio.create_task(door.generate(max_new_tokens=LONG))
         await unfinished(served.engine, 1)
         waiting.cancel()
         await unfinished(served.engine, 0)

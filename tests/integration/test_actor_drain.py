@@ -36,6 +36,8 @@ from tests.actor_kit import (
 from tests.bus_fixtures import BusOpener
 
 SEED, LONG, GROUP = 40, 200, 4
+LEASE_S = 5.0
+"""Where somebody is killed whose lease must run out."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -73,9 +75,8 @@ async def half_done(built: BuiltinEngine, requests: int = GROUP, each: int = 20)
     enough = scheduler.counters.tokens_generated + each * requests
     await asyncio.wrap_future(scheduler.pause("in_place"))
     await at_work(built, requests)
-    while scheduler.counters.tokens_generated < enough:  # a step or two at a time
-        await asyncio.wrap_future(scheduler.resume())
-        await asyncio.wrap_future(scheduler.pause("in_place"))
+    while scheduler.counters.tokens_generated < enough:
+        await asyncio.wrap_future(scheduler.call(scheduler._step))
     yield
     if scheduler.alive:
         await asyncio.wrap_future(scheduler.resume())
@@ -93,7 +94,7 @@ def assert_undisturbed(found: Sequence[Sample], whole: Sequence[Generation]) -> 
 @pytest.mark.parametrize("join", [False, True])
 async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer, join: bool) -> None:
     """The next one waits for a task already: it must find everything when the task is handed back."""
-    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+    async with open_bus() as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
@@ -129,7 +130,7 @@ async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOp
 
 async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """Real processes, told to leave by SIGTERM; each exits with 0."""
-    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+    async with open_bus() as bus, engine(bus) as built:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED, stop=("never said",))
         whole = await undisturbed(built, sampling)
         before = built.scheduler.counters.tokens_generated
@@ -137,7 +138,7 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
         unfinished, had = GROUP, 0
         for turn in range(3):
             config = ActorConfig(drain_finish_s=0.0)
-            async with actor_process(nats_server.url, bus.run, config, id=f"a{turn}", lease_s=30.0) as actor:
+            async with actor_process(nats_server.url, bus.run, config, id=f"a{turn}") as actor:
                 async with half_done(built, unfinished, each=10):
                     actor.terminate()
                     assert await actor.exit_code() == 0
@@ -153,22 +154,23 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
 
 async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """kill -9 leaves no note of what the second one did; what the first one left is still there, and the third goes on from that."""
-    async with open_bus() as bus, engine(bus) as built:
+    async with open_bus(lease_s=LEASE_S) as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
         config = ActorConfig(drain_finish_s=0.0)
-        async with actor_process(nats_server.url, bus.run, config, id="drained") as drained, half_done(built):
+        async with actor_process(nats_server.url, bus.run, config, id="drained", lease_s=LEASE_S) as drained, half_done(built):
             drained.terminate()
             assert await drained.exit_code() == 0
         left = await bus.partials.of(tasks[0])
-        async with actor_process(nats_server.url, bus.run, config, id="killed") as killed, half_done(built, GROUP - 1, each=10):
-            killed.kill()
-            await killed.exit_code()
+        async with actor_process(nats_server.url, bus.run, config, id="killed", lease_s=LEASE_S) as killed:
+            async with half_done(built, GROUP - 1, each=10):
+                killed.kill()
+                await killed.exit_code()
         await at_work(built, 0)
         assert {index: each.attempt for index, each in (await bus.partials.of(tasks[0])).items()} == dict.fromkeys(left, left[0].attempt)
         before = built.scheduler.counters.tokens_generated
-        async with actor_process(nats_server.url, bus.run, config, id="last"):
+        async with actor_process(nats_server.url, bus.run, config, id="last", lease_s=LEASE_S):
             await samples_until(bus, complete(tasks, GROUP))
             await settled(bus)
         found = await all_samples(bus)
@@ -179,7 +181,7 @@ async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats
 
 
 async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with open_bus(lease_s=30.0) as bus, engine(bus, id="second", phase="joining") as second:
+    async with open_bus() as bus, engine(bus, id="second", phase="joining") as second:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED)
         second.phase = "serving"
         whole = await undisturbed(second, sampling)
@@ -203,7 +205,7 @@ async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpe
 
 
 async def test_without_partials_it_finishes_everything_first(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+    async with open_bus() as bus, engine(bus) as built:
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED))
         config, draining = ActorConfig(partials=False, drain_finish_s=0.0), asyncio.Event()
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))

@@ -254,7 +254,7 @@ async def test_a_restart_of_the_bus_is_bridged(open_bus: BusOpener, nats_server:
 
 
 async def test_a_drain_hands_back_what_waits_for_an_engine(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with open_bus(lease_s=30.0) as bus:
+    async with open_bus() as bus:
         tasks = await issue(bus, await take_over(bus))
         async with acting(bus, nats_server):
             await row_until(bus.rows("live"), "actor.a1", lambda row: "an engine" in row["waits_for"])
@@ -265,7 +265,7 @@ async def test_a_drain_hands_back_what_waits_for_an_engine(open_bus: BusOpener, 
 
 
 async def test_what_is_held_at_the_deadline_is_handed_back(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with open_bus(lease_s=30.0) as bus, engine(bus) as built:
+    async with open_bus() as bus, engine(bus) as built:
         client = HttpEngine(built.url)
         await client.pause()
         await issue(bus, await take_over(bus))

@@ -35,14 +35,14 @@ def _model() -> None:
 async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """Two of four samples are stored when it dies; after the lease another actor makes all four, and those two count once."""
     half = ActorConfig(reward="tests.actor_child:answers_twice", reward_timeout_s=60)
-    async with open_bus() as bus, engine(bus):
+    async with open_bus(lease_s=5.0) as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus))
-        async with actor_process(nats_server.url, bus.run, half, id="first") as first:
+        async with actor_process(nats_server.url, bus.run, half, id="first", lease_s=5.0) as first:
             await samples_until(bus, lambda found: len(found) == 2)
             first.kill()
             await first.exit_code()
         assert await bus.tasks.backlog() == (0, 1), "still leased by the dead"
-        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="second"):
+        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="second", lease_s=5.0):
             found = await samples_until(bus, complete(tasks))
             await settled(bus)
         found = await all_samples(bus)
@@ -56,10 +56,10 @@ async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpe
 
 
 async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with open_bus(lease_s=30.0) as bus, engine(bus) as built, paused(built) as client:
+    async with open_bus() as bus, engine(bus) as built, paused(built) as client:
         tasks = await issue(bus, await take_over(bus), 5, sampling=Sampling(max_new_tokens=100, seed=7))
         config = ActorConfig(max_samples_in_flight=8)
-        async with actor_process(nats_server.url, bus.run, config, id="a1", lease_s=30.0) as actor:
+        async with actor_process(nats_server.url, bus.run, config, id="a1") as actor:
             await at_work(built, 8)
             actor.terminate()
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "draining")
@@ -74,9 +74,9 @@ async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(
 
 
 async def test_not_drained_in_time_it_hands_back_and_exits_75(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with open_bus(lease_s=30.0) as bus, engine(bus) as built, paused(built):
+    async with open_bus() as bus, engine(bus) as built, paused(built):
         (task,) = await issue(bus, await take_over(bus))
-        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="a1", drain_s=0.2, lease_s=30.0) as actor:
+        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="a1", drain_s=0.2) as actor:
             await at_work(built, 4)
             actor.terminate()
             assert await actor.exit_code() == 75

@@ -76,9 +76,9 @@ async def actors(bus: Bus) -> dict[str, int]:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (ProcessLookupError, FileNotFoundError):
         return False
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 async def gone(*pids: int) -> None:
@@ -115,8 +115,9 @@ async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, host
         assert left["actor-h-0"] == first["actor-h-0"], "the oldest stays"
         await wanted.change(bus, wanted.ALL, {"actor": 2})
         await until_actors(bus, "actor-h-0", "actor-h-1")
+        await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 2)
         await wanted.change(bus, wanted.ALL, {"actor": 1})
-        await host_row(bus, "h", lambda row: row.load["draining"] > 0)
+        await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 1)
         await wanted.change(bus, wanted.ALL, {"actor": 2})  # wanted again while it drains: never two of one name
         await host_row(bus, "h", lambda row: row.load["draining"] == 0 and row.load["actors"] == 2)
         await wanted.change(bus, wanted.ALL, {"actor": 1})

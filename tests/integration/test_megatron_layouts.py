@@ -50,7 +50,7 @@ def test_the_same_numbers(trained: Callable[[str], list[Results]], layout: str, 
     for rank in trained(layout):
         for step, other in zip(rank[case]["metrics"], wanted["metrics"], strict=True):
             assert step.keys() == other.keys()
-            wrong = {name: (step[name], other[name]) for name in step.keys() - TIMES if not _close(step[name], other[name])}
+            wrong = {name: (step[name], other[name]) for name in step.keys() - TIMES if not _close(name, step[name], other[name])}
             assert not wrong, json.dumps(wrong, indent=1)
 
 
@@ -78,6 +78,10 @@ SAME = [["decoupled", "kpop", "tis"], ["kl k1+", "kl k3", "kl k3+", "kl low_var_
 """Cases that are one algorithm here: one optimizer step per version, ratios within the bounds."""
 
 
-def _close(one: float, other: float) -> bool:
+LOOSER = {"offpolicy/entropy_gap": 2e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
+"""A small mean of larger numbers, and that by its standard error: both magnify the rounding, which differs between processors."""
+
+
+def _close(name: str, one: float, other: float) -> bool:
     """1e-5 relative; 1e-6 absolute for what is a difference of nearly equal numbers."""
-    return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6)
+    return math.isclose(one, other, rel_tol=LOOSER.get(name, 1e-5), abs_tol=1e-6)

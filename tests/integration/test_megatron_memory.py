@@ -35,6 +35,7 @@ class LossyMemory(PlainMemory):
 
     @contextmanager
     def region(self, *, scratch: bool = False) -> Iterator[None]:
+        gc.collect()  # what has yet to be collected lies at places that may be used anew
         before = set(storages())
         with super().region():
             yield

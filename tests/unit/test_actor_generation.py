@@ -128,7 +128,7 @@ async def test_an_engine_that_is_away_is_asked_until_it_is_back_and_that_is_no_b
 
 
 async def test_but_only_as_long_as_a_response_may_take() -> None:
-    error, _, asked = await outcome([EngineUnavailable("a", "refused")], timeout_s=0.3)
+    error, _, asked = await outcome([EngineUnavailable("a", "refused")], timeout_s=3.0)
     assert isinstance(error, GenerationFailed | Unfinished)
     assert len(asked) > 1
 
@@ -287,7 +287,7 @@ async def test_who_leaves_has_the_engines_last_word() -> None:
 
 
 async def test_who_leaves_does_not_wait_for_an_engine_that_hangs() -> None:
-    unfinished, aborted = await leaving(EngineUnavailable("a", "never said"), cut_short_s=0.5)
+    unfinished, aborted = await leaving(EngineUnavailable("a", "never said"), cut_short_s=2.0)
     assert len(aborted) > 1, "said again and again"
     assert unfinished.partial is not None
     assert unfinished.partial.tokens.tolist() == [5, 6], "what was there before stays"

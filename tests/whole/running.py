@@ -55,7 +55,7 @@ class Up:
         deadline = time.monotonic() + 60
         while not address.exists():
             assert self.process.poll() is None and time.monotonic() < deadline, f"no bus came up:\n{self.log[-3000:]}"
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.05)
         async with connect(address.read_text().strip(), self.run, name="test") as bus:
             yield bus
 
@@ -109,7 +109,7 @@ async def live(bus: Bus, role: str) -> LiveRow:
         for row in await view.alive(role):
             if _alive(row.pid):
                 return row
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
 
 
 def kill(pid: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,13 +46,14 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
             assert f"task {second.task}: drop\n" in await dead(run.directory, "drop", str(second.task))
             mended.touch()
             said = await dead(run.directory, "requeue", str(first.task))
-            assert f"task {first.task}: requeue\nthe learner has recorded it" in said
+            assert re.search(f"task {first.task}: requeue\n(the learner has recorded it|not recorded yet)", said), said
             assert "requeue was said before" in await dead(run.directory, "drop", str(first.task))
             left = await dead(run.directory, "--json")
             assert not {first.task, second.task} & {json.loads(line)["task"] for line in left.splitlines()}
             assert f"task {second.task} [drop]: 2 attempts" in await dead(run.directory, "--all")
             again: list[int] = []
             while not again:
+                await asyncio.sleep(0.05)
                 again = [task.id async for task in bus.tasks.scan() if task.reissue_of == first.root and task.reissues]
             async for _, record in bus.plans.follow():
                 if isinstance(record, Plan) and again[0] in record.tasks.tolist():

@@ -7,7 +7,8 @@ from tests.whole.running import assert_books_balance, up
 
 
 def test_a_run_pushes_by_handles(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=6", "weights.transport=handles", "weights.verify=always", "up.engines=2") as run:
+    settings = ("weights.transport=handles", "weights.verify=always", "up.engines=2", "weights.min_engines=2")
+    with up(tmp_path, "learner.steps=6", *settings) as run:
         assert run.wait() == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
     assert run.summary["pushes"] >= 5
