@@ -16,13 +16,13 @@ MAX_LAG = 2
 """Of smoke.yaml: from a version to the next one that made a sample there are no more steps than one more."""
 
 
-def join(tmp_path: Path, engine: Sequence[str] = (), *, deadline_s: float) -> None:
+def join(tmp_path: Path, engine: Sequence[str] = ()) -> None:
     """``engine``: further settings, of both engines above all."""
-    asyncio.run(_join(tmp_path, engine, deadline_s))
+    asyncio.run(_join(tmp_path, engine))
 
 
-async def _join(tmp_path: Path, engine: Sequence[str], deadline_s: float) -> None:
-    with parts(tmp_path, *SETTINGS, f"weights.phase_deadline_s={deadline_s}", *engine) as run:
+async def _join(tmp_path: Path, engine: Sequence[str]) -> None:
+    with parts(tmp_path, *SETTINGS, "weights.phase_deadline_s=60", *engine) as run:
         await run.begin("actor", "learner")
         first = run.start("engine", name="first")
         async with run.bus() as bus:

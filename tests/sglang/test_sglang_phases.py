@@ -68,4 +68,4 @@ def test_rounds_over_every_phase_in_a_cohort(python: str, tmp_path: Path, how: s
 
 
 def test_a_real_engine_that_joins_serves_the_newest_version_first_and_nobody_waits_for_it(python: str, tmp_path: Path) -> None:
-    join(tmp_path, (*UNHURRIED, *victims(python, tmp_path)), deadline_s=DEADLINE_S)
+    join(tmp_path, (*UNHURRIED, *victims(python, tmp_path)))
