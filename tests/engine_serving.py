@@ -90,6 +90,16 @@ async def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list
     return await asyncio.to_thread(_greedy, model, prompt, max_new_tokens)
 
 
+async def log_probs_across(models: Sequence[Any], answer: Any, prompt: Sequence[int], *, kept: bool) -> Any:
+    """Log-probs of an answer's tokens, each by the version its span names: on keys and values ``kept`` as they were, or all made anew."""
+    tokens, spans = answer["output_ids"], answer["meta_info"]["weight_versions"]
+    if kept:
+        stretches = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
+        return log_probs_of(await scores_across(stretches, prompt, tokens), tokens)
+    by_version = [log_probs_of(await scores(model, prompt, tokens), tokens) for model in models]
+    return np.concatenate([by_version[int(span["version"])][span["start"] : span["end"]] for span in spans])
+
+
 async def scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
     """Scores when the weights changed on the way and the keys and values were kept: ``models`` = (model, its number of tokens)."""
     return await asyncio.to_thread(_scores_across, models, prompt, tokens)

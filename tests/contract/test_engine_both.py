@@ -14,7 +14,7 @@ from actors.sglang.generating import HOLD_S
 from bus.messages import LiveRow, Sampling
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
-from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, scores_across, told_log_probs
+from tests.engine_serving import Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
@@ -83,18 +83,21 @@ async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directorie
 
 
 async def test_one_request_lives_through_three_pushes(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    """Four sets of weights in one response; each stretch has the log-probs of its weights, on keys and values kept as they were."""
+    """Four sets of weights in one response; each stretch has the log-probs of its weights, on keys and values kept as they were.
+
+    (SGLang before 0.5.19 computes them anew at every push.)
+    """
     async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(served) as one:
         for version in (1, 2, 3):
             await one.beyond(one.tokens + 20)
             await push.whole(models[version], version)
         made = await one.task
         assert served.engine.stats()["requests_aborted_by_pushes"] == 0
+        kept = getattr(served.engine, "pieces", None) is None
     spans = made["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
     assert (made["meta_info"]["finish_reason"]["type"], len(made["output_ids"])) == ("length", LONG)
-    stretches = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
-    wanted = log_probs_of(await scores_across(stretches, PROMPT, made["output_ids"]), made["output_ids"])
+    wanted = await log_probs_across(models, made, PROMPT, kept=kept)
     assert np.abs(told_log_probs(made) - wanted).max() < TOLERANCE
 
 
@@ -236,6 +239,8 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
     other = sent | {bent: sent[bent].clone()}
     other[bent].flatten()[-1] = 5.0
     async with kind.serving(directories[0]) as served:
+        if (release := getattr(served.engine, "release", None)) is not None and not release.cpu_checksums:
+            pytest.skip("its checksums need CUDA (SGLang before 0.5.23)")
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for version, check, good in ((1, staged(other).differences, False), (2, staged(sent).differences, True)):
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)

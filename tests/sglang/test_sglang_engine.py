@@ -24,7 +24,7 @@ from actors.errors import EngineFailed, UpdateRefused
 from actors.sglang.engine import SglangEngine
 from bus.messages import LiveRow, Sampling
 from tests.engine_push import joined, named
-from tests.engine_serving import LIMIT_S, Served, log_probs_of, scores, scores_across, told_log_probs
+from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
@@ -73,14 +73,7 @@ async def test_one_request_lives_through_pushes_and_says_which_weights_made_what
     assert spans[-1]["end"] == 1600
     assert answer["meta_info"]["finish_reason"]["type"] == "length", "never aborted, never asked again"
     assert answer["meta_info"]["num_retractions"] == (0 if kept else 3)
-    tokens, told = answer["output_ids"], told_log_probs(answer)
-    if kept:
-        made = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
-        wanted = log_probs_of(await scores_across(made, PROMPT, tokens), tokens)
-    else:
-        by_version = [log_probs_of(await scores(model, PROMPT, tokens), tokens) for model in models]
-        wanted = np.concatenate([by_version[int(span["version"])][span["start"] : span["end"]] for span in spans])
-    assert np.abs(told - wanted).max() < TOLERANCE
+    assert np.abs(told_log_probs(answer) - await log_probs_across(models, answer, PROMPT, kept=kept)).max() < TOLERANCE
 
 
 async def test_what_is_cached_of_older_weights_is_not_used_again(
