@@ -1,10 +1,10 @@
 """What ends a SGLang server, or leaves it unwell, refused before it gets there. What SGLang refuses itself is left to it.
 
-Found by sending 0.5.17 and 0.5.23 every field with values it does not want, one by one.
+Found by sending 0.5.15.post1, 0.5.17 and 0.5.23 every field with values it does not want, one by one.
 """
 
-import math
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -91,6 +91,10 @@ def _is_id(given: object, limits: Limits) -> bool:
     return isinstance(given, int) and not isinstance(given, bool) and 0 <= given < limits.vocab_size
 
 
+def _is_number(given: object) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
+
+
 def _sampling(params: Mapping[str, Any], limits: Limits) -> int:
     """Of one prompt: its ``n``."""
     for name, value in params.items():
@@ -104,6 +108,9 @@ def _sampling(params: Mapping[str, Any], limits: Limits) -> int:
         id = int(named) if isinstance(named, str) and re.fullmatch(r"-?\d+", named) else named
         if not _is_id(id, limits):
             raise BadRequest(f"sampling_params: want token ids in 0 .. {limits.vocab_size - 1}, got {named!r}")
+    for bias in biases.values():
+        if not _is_number(bias):
+            raise BadRequest(f"sampling_params.logit_bias: want finite numbers, got {str(bias)[:80]}")
     given = params.get("stop_regex") or []
     for pattern in given if isinstance(given, list) else [given]:
         try:
@@ -122,7 +129,7 @@ def _want(name: str, value: object) -> str:
         return "an integer"
     if name == "n" and isinstance(value, int) and value < 1:
         return "an integer >= 1"
-    if name in NUMBERS and not integer and not (isinstance(value, float) and math.isfinite(value)):
+    if name in NUMBERS and not _is_number(value):
         return "a finite number"
     if name in BOOLEANS and not isinstance(value, bool):
         return "true or false"

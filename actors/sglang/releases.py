@@ -1,6 +1,6 @@
 """What differs between SGLang's releases, chosen by what the server says it is. The only place that knows their numbers.
 
-Read from the releases themselves (0.5.15.post1 to 0.5.23) and tried with 0.5.17 and 0.5.23.
+Read from the releases themselves (0.5.15.post1 to 0.5.23); each but 0.5.16 has been tried (``docs/sglang.md``).
 """
 
 import re
