@@ -161,11 +161,22 @@ class EmbeddedServer:
         if self.config.port >= 0:
             return self.config.port
         if self._kept is None:
-            try:
-                self._kept = KeptPort(self.config.host, int(self._port_file.read_text()))
-            except (OSError, ValueError):  # the first start; or a stranger has it since the last run, and nobody of this run knows it yet
-                self._kept = KeptPort(self.config.host)
+            self._kept = self._keep(self._last_port())
         return self._kept.number
+
+    def _keep(self, number: int) -> KeptPort:
+        try:
+            return KeptPort(self.config.host, number)
+        except OSError as error:
+            if self._url or not number:
+                raise ServerFailed(f"it cannot listen at {self.config.host}:{number}: {error}") from error
+            return self._keep(0)  # taken by a stranger since the last run, and nobody of this run knows it yet
+
+    def _last_port(self) -> int:
+        try:
+            return int(self._port_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
 
     def _let_port_go(self) -> None:
         if self._kept is not None:

@@ -69,6 +69,23 @@ def test_a_remembered_port_that_is_taken_is_given_up_at_a_fresh_start(tmp_path: 
         assert second.url != first.url
 
 
+def test_a_port_that_others_know_is_not_given_up(tmp_path: Path) -> None:
+    with EmbeddedServer(tmp_path, BusConfig()) as server:
+        url = server.url
+        server.stop()
+        with (
+            socket.create_server(("127.0.0.1", int(url.rsplit(":", 1)[1]))),
+            pytest.raises(ServerFailed, match=r"cannot listen at .*in use"),
+        ):
+            server.start()
+        assert server.start() == url
+
+
+def test_an_address_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match=r"cannot listen at nowhere\.invalid:0"):
+        EmbeddedServer(tmp_path, BusConfig(host="nowhere.invalid", insecure=True)).start()
+
+
 def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bus.server._STOP_S", 0.1)
     with EmbeddedServer(tmp_path, BusConfig()) as first:
