@@ -13,7 +13,7 @@ import hashlib
 import json
 import struct
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,10 @@ from nats.aio.client import Client
 
 Place = tuple[int, int]
 
+SOUND = ("good", "duplicate")
+"""What a foreign actor's sample may be called and be trained."""
+CHANCE = ("mutated", "version of tomorrow", "version of next week")
+"""What may turn out to be sound: the version exists by now, the change of a byte changes nothing that counts."""
 REASONS = {"stale", "filtered", "empty", "dead", "lost", "failed", "aborted"}
 
 
@@ -37,6 +41,8 @@ class Verdict:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
+    refused: int = 0
+    """Of a foreign actor: samples with a defect."""
     to_come: int = 0
     trimmed: int = 0
     steps_taken_again: int = 0
@@ -46,7 +52,7 @@ class Verdict:
 
     def __str__(self) -> str:
         found = f"{self.steps} steps, {self.trained} samples trained, dropped {dict(self.dropped)}, {self.duplicates} duplicates"
-        more = f"{self.to_come} to come, {self.trimmed} trimmed, {self.steps_taken_again} steps taken again"
+        more = f"{self.refused} refused, {self.to_come} to come, {self.trimmed} trimmed, {self.steps_taken_again} steps taken again"
         return f"{found}, {more}; lost {self.lost[:5]}, twice {self.twice[:5]}, wrong {self.wrong[:5]}"
 
 
@@ -58,11 +64,14 @@ class Message:
     body: dict[str, Any]
 
 
-async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]) -> Verdict:
-    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as somebody saw them while it ran."""
+async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str], foreign: Mapping[str, str] | None = None) -> Verdict:
+    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as somebody saw them while it ran.
+
+    ``foreign``: what a hostile actor meant by each of its message ids (see ``hostile``): a defect must not be trained, and is no loss.
+    """
     nc = await nats.connect(url, max_reconnect_attempts=1)
     try:
-        audit = _Audit()
+        audit = _Audit(foreign or {})
         fence = 0
         async for message in _messages(nc, f"TM_{run}_PLAN"):
             epoch = int(message.headers["Tm-Epoch"])
@@ -76,7 +85,7 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
         present: set[int] = set()
         async for message in _messages(nc, f"TM_{run}_SAMPLES"):
             present.add(message.seq)
-            if ".part." not in message.subject:
+            if ".part." not in message.subject and not audit.defective(message):
                 audit.sample(message)
                 if witnessed.get(message.seq, message.headers["Nats-Msg-Id"]) != message.headers["Nats-Msg-Id"]:
                     audit.verdict.lost.append(f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}")
@@ -90,8 +99,9 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
 
 
 class _Audit:
-    def __init__(self) -> None:
+    def __init__(self, foreign: Mapping[str, str]) -> None:
         self.verdict = Verdict()
+        self._foreign = foreign
         self._step_of: dict[int, int] = {}
         self._reason_of: dict[int, str] = {}
         self._trained_tasks: dict[int, int] = {}
@@ -183,9 +193,21 @@ class _Audit:
                 self.verdict.lost.append(f"sample {seq} was trimmed, and the checkpoint's cursor is not past it")
             if seq in self._step_of or seq in self._reason_of or seq not in witnessed:
                 continue
+            if self._foreign.get(witnessed[seq], SOUND[0]) not in SOUND:
+                continue
             task, index = map(int, witnessed[seq].split(".")[:2])
             if (task, index) not in self._places and task not in self._dropped_tasks:
                 self.verdict.lost.append(f"sample {seq} ({witnessed[seq]}) was trimmed, and no record knows its place")
+
+    def defective(self, message: Message) -> bool:
+        """A foreign actor's sample that was not meant to be trained; it is wrong when it was."""
+        kind = self._foreign.get(message.headers["Nats-Msg-Id"], SOUND[0])
+        if kind in SOUND or (kind in CHANCE and message.seq in self._step_of):
+            return False
+        if message.seq in self._step_of:
+            self.verdict.wrong.append(f"sample {message.seq} with the defect {kind!r} is in step {self._step_of[message.seq]}")
+        self.verdict.refused += 1
+        return True
 
     def sample(self, message: Message) -> None:
         seq, body, verdict = message.seq, message.body, self.verdict
@@ -226,6 +248,15 @@ def _ints(data: bytes, form: str) -> list[int]:
     return list(struct.unpack(f"<{len(data) // struct.calcsize(form)}{form}", data))
 
 
+def _map(data: bytes) -> dict[str, Any]:
+    """The map of a message; empty when it is none."""
+    try:
+        found = msgpack.unpackb(data, strict_map_key=False)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 async def _ask(nc: Client, verb: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
     answer = json.loads((await nc.request(f"$JS.API.{verb}", json.dumps(request or {}).encode(), timeout=30)).data)
     assert "error" not in answer, (verb, answer)
@@ -249,5 +280,5 @@ async def _messages(nc: Client, stream: str) -> AsyncIterator[Message]:
             assert message.reply, f"{stream}: {message.headers}"
             wanted -= 1
             seq = int(message.reply.split(".")[-4])
-            yield Message(seq, message.subject, dict(message.headers or {}), msgpack.unpackb(message.data, strict_map_key=False))
+            yield Message(seq, message.subject, dict(message.headers or {}), _map(message.data))
     await sub.unsubscribe()

@@ -19,6 +19,7 @@ import psutil
 
 from bus.connection import connect
 from bus.errors import BusError
+from launch.access import viewer_line
 from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
 
@@ -46,6 +47,8 @@ class Storm:
     seed: int
     kills: int
     settings: tuple[str, ...] = ()
+    auth: bool = False
+    """The bus has users."""
     killed: Counter[str] = field(default_factory=Counter)
     witnessed: dict[int, str] = field(default_factory=dict)
     """Message ids of SAMPLES by sequence, seen by a reader that nobody kills."""
@@ -59,9 +62,10 @@ class Storm:
 
     def rage(self) -> Up:
         """From the first start to a drained end; the run as it was left."""
-        return asyncio.run(self._rage())
+        return asyncio.run(self.blow())
 
-    async def _rage(self) -> Up:
+    async def blow(self) -> Up:
+        """``rage`` in the caller's loop."""
         rng = random.Random(self.seed)
         run = self._start()
         witness = asyncio.create_task(self._witness())
@@ -85,11 +89,22 @@ class Storm:
                 run.process.kill()
                 run.process.wait()
 
-    def _start(self) -> Up:
+    def _start(self, *settings: str) -> Up:
         """`up`, resumed when there is something to resume."""
         flags = ("--resume",) if (self.directory / "run" / "config.yaml").exists() else ("--fresh",)
         self.starts += 1
-        return start(self.directory, *SETTINGS, *self.settings, flags=flags)
+        return start(self.directory, *SETTINGS, *self.settings, *settings, flags=flags)
+
+    async def finish(self, steps: int) -> Up:
+        """After the storm: so many steps more, undisturbed; the run as it has ended by itself."""
+        run = self._start(f"learner.steps={self.steps + steps}")
+        try:
+            assert await asyncio.to_thread(run.wait) == 0, f"seed {self.seed}: it did not end by itself\n{run.log[-3000:]}"
+        finally:
+            if run.process.poll() is None:
+                run.process.kill()
+                run.process.wait()
+        return run
 
     async def _kill(self, run: Up, victim: str) -> Up:
         if victim == "up":
@@ -107,6 +122,9 @@ class Storm:
         self.killed[f"no {victim} there"] += 1
         return run
 
+    def _address(self) -> str:
+        return address_of(self.directory / "run", auth=self.auth)
+
     async def _step(self, run: Up) -> None:
         """Until a step is done that was not before."""
         want, deadline = self.steps + 1, time.monotonic() + PATIENCE_S
@@ -114,7 +132,7 @@ class Storm:
             assert time.monotonic() < deadline, f"seed {self.seed}: no step for {PATIENCE_S:.0f} s\n{run.log[-3000:]}"
             assert run.process.poll() is None, f"seed {self.seed}: `up` gave up\n{run.log[-3000:]}"
             with contextlib.suppress(BusError, OSError):
-                async with connect((self.directory / "run/bus.url").read_text().strip(), "smoke", name="storm", wait_s=5) as bus:
+                async with connect(self._address(), "smoke", name="storm", wait_s=5) as bus:
                     async with asyncio.timeout(20):
                         async for _, record in bus.plans.scan():
                             self.steps = max(self.steps, record.step if type(record).__name__ == "Done" else 0)
@@ -124,10 +142,15 @@ class Storm:
         """Follow SAMPLES over every restart of everything."""
         while True:
             with contextlib.suppress(BusError, OSError, TimeoutError):
-                async with connect((self.directory / "run/bus.url").read_text().strip(), "smoke", name="witness", wait_s=5) as bus:
+                async with connect(self._address(), "smoke", name="witness", wait_s=5) as bus:
                     async for glimpse in bus.samples.tail(last=1 << 40, headers_only=True):
                         self.witnessed[glimpse.seq] = glimpse.headers["Nats-Msg-Id"]
             await asyncio.sleep(0.2)
+
+
+def address_of(directory: Path, *, auth: bool = False) -> str:
+    """Where the bus of a run answers, as its onlooker may ask there. Raises OSError while it does not run."""
+    return viewer_line((directory / "bus.url").read_text().strip(), {}, directory, {"auth": auth})
 
 
 def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]]:
