@@ -3,6 +3,7 @@
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, G = groups of a step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -142,13 +143,8 @@ class Sample:
 
     @property
     def score(self) -> float:
-        """The scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
-        if not isinstance(self.reward, dict):
-            return float(self.reward)
-        for name in ("score", "reward"):
-            if name in self.reward:
-                return float(self.reward[name])
-        return float(sum(self.reward.values()))
+        """The scalar that is trained on (``score_of``)."""
+        return score_of(self.reward)
 
     @property
     def min_version(self) -> int:
@@ -158,6 +154,16 @@ class Sample:
     @property
     def max_version(self) -> int:
         return max((span.version for span in self.spans), default=-1)
+
+
+def score_of(reward: float | Mapping[str, float]) -> float:
+    """The scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
+    if not isinstance(reward, Mapping):
+        return float(reward)
+    for name in ("score", "reward"):
+        if name in reward:
+            return float(reward[name])
+    return float(sum(reward.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

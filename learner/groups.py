@@ -92,12 +92,11 @@ class Group:
 def mismatch(task: Task, sample: Sample, max_context: int) -> str:
     """The field in which a sample does not fit its task; empty when it does."""
     prompt = len(sample.tokens) - sample.response_length
-    sampling = (sample.sampling.temperature, sample.sampling.top_p, sample.sampling.top_k)
     if sample.group_size != task.group_size:
         return "group_size"
     if not 0 <= sample.index < task.group_size:
         return "index"
-    if sampling != (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k):
+    if sample.sampling != task.sampling:
         return "sampling"
     if not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):
         return "prompt"

@@ -5,11 +5,12 @@ import contextlib
 import difflib
 import importlib
 import inspect
-import math
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from bus.errors import WireError
+from bus.invariants import check_reward
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import Parts, Reward, RewardRequest, Scorer
 
@@ -30,8 +31,8 @@ MAX_THREADS = 256
 def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     """Give the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
-    The scorer raises what the reward raises, and RewardFailed when the result is no finite number or map of finite numbers. It has
-    no time limit: its caller has.
+    The scorer raises what the reward raises, and RewardFailed when the result is no number, or map of numbers, that a sample may have
+    (``bus/invariants.py``). It has no time limit: its caller has.
     Raises UnknownReward or BadRewardOption, naming the nearest name there is.
     """
     reward = _find(name)
@@ -111,20 +112,22 @@ def _nearest(word: str, words: Mapping[str, Any]) -> str:
 
 def _checked(name: str, result: Any) -> float | dict[str, float]:
     if isinstance(result, Mapping):
-        if not result:
-            raise RewardFailed(name, "gave an empty map")
-        return {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
-    return _number(name, result)
+        reward: float | dict[str, float] = {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
+    else:
+        reward = _number(name, result)
+    try:
+        check_reward(reward)
+    except WireError as error:
+        part = error.field.removeprefix("reward")
+        raise RewardFailed(f"{name}{part}", f"want {error.want}, got {error.got!r}") from None
+    return reward
 
 
 def _number(name: str, value: Any) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError):
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
         raise RewardFailed(name, f"want a number, got {value!r}") from None
-    if not math.isfinite(number):
-        raise RewardFailed(name, f"want a finite number, got {number!r}")
-    return number
 
 
 class _Threaded:

@@ -34,6 +34,13 @@ const changes = {
   spans: { spans: [[3, 2]] },
   "spans of none": { spans: [[3, 3], [4, 0]] },
   reward: { reward: NaN },
+  "reward beyond float32": { reward: 1e39 },
+  "a part of the reward": { reward: { score: 1, length: -2e6 } },
+  "the sum of the parts": { reward: { format: 7e5, length: 7e5 } },
+  "no part": { reward: {} },
+  "a log-prob of float32's end": { rollout_log_probs: [-3e38, 0, -1] },
+  timings: { timings: { ...sample.timings, reward_s: Infinity } },
+  created_s: { created_s: NaN },
 };
 const tried = Object.entries(changes).map(([name, change]) => {
   const changed = { ...sample, ...change };

@@ -54,6 +54,10 @@ def raises(request: RewardRequest) -> float:
     raise ConnectionError("the judge answered 500")
 
 
+def overflows(request: RewardRequest) -> float:
+    return 1e39
+
+
 @asynccontextmanager
 async def acting(bus: Bus, server: EmbeddedServer, id: str = "a1", **settings: Any) -> AsyncIterator[asyncio.Event]:
     """An actor in this process; it is drained at the end and must end by that."""
@@ -201,8 +205,11 @@ async def test_an_engine_that_dies_in_the_middle_loses_nothing(open_bus: BusOpen
         assert row["load"]["failures"] == 0
 
 
-@pytest.mark.parametrize(("reward", "reason"), [("hangs", "no result within 0.1 s"), ("raises", "the judge answered 500")])
-async def test_a_reward_that_does_not_answer_ends_in_dead_and_the_run_goes_on(
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [("hangs", "no result within 0.1 s"), ("raises", "the judge answered 500"), ("overflows", "within +-1e+06, got 1e+39")],
+)
+async def test_a_reward_that_gives_no_usable_number_ends_in_dead_and_the_run_goes_on(
     open_bus: BusOpener, nats_server: EmbeddedServer, reward: str, reason: str
 ) -> None:
     async with open_bus(max_attempts=2) as bus, engine(bus):

@@ -1,13 +1,14 @@
 """Each promise of a sample, broken once."""
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bus.errors import WireError
-from bus.invariants import check_partial, check_sample
-from bus.messages import Span
+from bus.invariants import MAX_REWARD, MAX_SECONDS, MIN_LOG_PROB, check_partial, check_sample
+from bus.messages import Span, Timings
 from tests.bus_kit import make_partial, make_sample
 
 
@@ -47,6 +48,17 @@ SOUND = make_sample()
         ({"reward": float("nan")}, "reward"),
         ({"reward": {"score": 1.0, "length": float("inf")}}, "reward.length"),
         ({"reward": {}}, "reward"),
+        ({"reward": 1.001 * MAX_REWARD}, "reward"),
+        ({"reward": -1e39}, "reward"),
+        ({"reward": {"score": 1.0, "length": 1e308}}, "reward.length"),
+        ({"reward": {"length": 0.6 * MAX_REWARD, "format": 0.6 * MAX_REWARD}}, "reward"),
+        ({"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, -3e38)}, "rollout_log_probs[3]"),
+        ({"rollout_log_probs": with_value(SOUND.rollout_log_probs, 7, 1.01 * MIN_LOG_PROB)}, "rollout_log_probs[7]"),
+        ({"timings": Timings(reward_s=math.nan)}, "timings.reward_s"),
+        ({"timings": Timings(queued_s=-math.inf)}, "timings.queued_s"),
+        ({"timings": Timings(generating_s=1e308)}, "timings.generating_s"),
+        ({"created_s": math.inf}, "created_s"),
+        ({"created_s": 1.01 * MAX_SECONDS}, "created_s"),
     ],
 )
 def test_a_broken_promise_names_its_field(change: dict[str, Any], field: str) -> None:
@@ -63,6 +75,10 @@ def test_a_broken_promise_names_its_field(change: dict[str, Any], field: str) ->
         {"loss_mask": with_value(SOUND.loss_mask, 6, 0), "rollout_log_probs": with_value(SOUND.rollout_log_probs, 6, 0)},
         {"spans": (Span(version=0, num_tokens=3), Span(version=9, num_tokens=5))},
         {"reward": {"score": -1.0}},
+        {"reward": -MAX_REWARD},
+        {"reward": {"score": MAX_REWARD, "length": -MAX_REWARD}},
+        {"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, MIN_LOG_PROB)},
+        {"timings": Timings(queued_s=-0.001, generating_s=MAX_SECONDS), "created_s": 1.8e9},
         {"tokens": with_value(SOUND.tokens, 5, 99)},
     ],
 )
@@ -93,7 +109,9 @@ def test_without_a_vocabulary_only_negative_ids_are_refused() -> None:
         ({"tokens": np.array([8, -1, 9], np.int32)}, "tokens"),
         ({"rollout_log_probs": np.array([-1, np.nan, -1], np.float32)}, "rollout_log_probs"),
         ({"rollout_log_probs": np.array([-1, 0.5, -1], np.float32)}, "rollout_log_probs"),
+        ({"rollout_log_probs": np.array([-1, -3e38, -1], np.float32)}, "rollout_log_probs[1]"),
         ({"spans": (Span(version=3, num_tokens=2),)}, "spans"),
+        ({"timings": Timings(generating_s=math.nan)}, "timings.generating_s"),
     ],
 )
 def test_a_broken_promise_of_a_partial_is_named(change: dict[str, Any], field: str) -> None:
@@ -108,3 +126,12 @@ def test_the_note_of_a_finished_sample_has_no_tokens() -> None:
     check_partial(make_partial(sample_seq=7, **nothing))
     with pytest.raises(WireError):
         check_partial(make_partial(**nothing))
+
+
+def test_what_a_step_makes_of_the_largest_reward_is_a_finite_float32() -> None:
+    """The squared norm of a gradient, as the docstring of the bound derives it, and what float32 still tells apart."""
+    largest_weight = np.float32(np.exp(20.0))
+    gradient = np.float32(2 * MAX_REWARD) * largest_weight * np.float32(18_000)
+    assert np.isfinite(np.square(gradient, dtype=np.float32))
+    assert np.float32(MAX_REWARD) != np.float32(MAX_REWARD - 1)
+    assert 0 < np.exp(MIN_LOG_PROB) and np.isfinite(1 / np.exp(MIN_LOG_PROB)) and np.finfo(np.float64).tiny < np.exp(MIN_LOG_PROB)

@@ -153,6 +153,8 @@ def test_samples_of_other_sampling_or_beyond_the_context_are_invalid() -> None:
     (one,) = pond.issue(1)
     warm = replace(one.sampling, temperature=0.5)
     assert pond.add(sample(one, 0, sampling=warm)) == Fate(FateName.INVALID, "sampling")
+    longest = replace(one.sampling, max_new_tokens=0)  # the loss may be divided by it
+    assert pond.add(sample(one, 0, sampling=longest)) == Fate(FateName.INVALID, "sampling")
     assert pond.add(sample(one, 0, ((0, 4),))) == Fate(FateName.INVALID, "length")
     assert pond.add(sample(one, 0, ((0, 3),))).name is FateName.BUFFERED
 

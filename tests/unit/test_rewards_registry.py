@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bus.invariants import MAX_REWARD
 from bus.messages import Status
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest
@@ -124,7 +125,14 @@ async def test_what_can_be_a_number_is_one(label: object) -> None:
     assert all(type(value) is float for value in (result.values() if isinstance(result, dict) else [result]))
 
 
-@pytest.mark.parametrize("label", [None, "x", float("nan"), float("inf"), {}, {"score": float("nan")}, {"score": None}, [1.0]])
+BAD_RESULTS: list[Any] = [
+    *(None, "x", [1.0], {}, {"score": None}),
+    *(float("nan"), float("inf"), -1e39, 1.001 * MAX_REWARD, 10**400),
+    *({"score": float("nan")}, {"score": 0.0, "time": 1e7}, {"a": 0.6 * MAX_REWARD, "b": 0.6 * MAX_REWARD}),
+]
+
+
+@pytest.mark.parametrize("label", BAD_RESULTS, ids=lambda label: str(label)[:20])
 async def test_a_result_that_is_no_number_fails(label: object) -> None:
     with pytest.raises(RewardFailed):
         await load(f"{HERE}:result_of_label")(RewardRequest(prompt="", response="", label=label, status=Status.COMPLETED))

@@ -9,6 +9,9 @@ const SCHEMA = 1;
 const BIG = { useBigInt64: true };
 const HEADER_RESERVE_BYTES = 1024;
 const LOG_PROB_SLACK = 1e-5; // rounding of a probability of 1
+const MIN_LOG_PROB = -700;
+const MAX_REWARD = 1e6;
+const MAX_SECONDS = 1e10;
 const TASK_FIELDS = ["run", "epoch", "prompt", "prompt_tokens", "group_size", "sampling", "prompt_epoch", "offset"];
 const SAMPLING = { temperature: 1, top_p: 1, top_k: -1, max_new_tokens: 128, stop: [], stop_token_ids: [], seed: null };
 const TASK = { kind: "train", label: null, metadata: {}, min_version: 0 };
@@ -67,11 +70,14 @@ export function checkSample(sample) {
   want(logProbs.length === length && mask.length === length, `a log-prob and a mask for each of ${length} tokens`);
   want(tokens.every((id) => Number.isInteger(id) && id >= 0), "token ids >= 0");
   want(mask.every((each) => each === 0 || each === 1), "a mask of 0 and 1");
-  want(logProbs.every((each) => Number.isFinite(each) && each <= LOG_PROB_SLACK), "finite log-probs <= 0");
+  want(logProbs.every((each) => each >= MIN_LOG_PROB && each <= LOG_PROB_SLACK), `log-probs from ${MIN_LOG_PROB} to 0`);
   want(logProbs.every((each, place) => mask[place] === 1 || each === 0), "log-prob 0 where the mask is 0");
   want(spans.every(([version, count]) => version >= 0 && count >= 1), "spans of version >= 0 and at least one token");
   want(spans.reduce((sum, [, count]) => sum + count, 0) === length, `spans that sum to ${length}`);
-  want(Number.isFinite(score(sample.reward)), "a finite reward");
+  const numbers = typeof sample.reward === "number" ? [sample.reward] : Object.values(sample.reward);
+  want(numbers.length > 0 && [...numbers, score(sample.reward)].every((each) => Math.abs(each) <= MAX_REWARD), "a reward within +-1e6");
+  const seconds = [...Object.values(sample.timings), sample.created_s];
+  want(seconds.every((each) => Math.abs(each) <= MAX_SECONDS), "times within +-1e10 seconds");
 }
 
 /** The scalar that is trained on: the reward, or of a map its part `score`, else `reward`, else the sum. */
