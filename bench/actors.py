@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
@@ -33,6 +33,7 @@ from bus.server import EmbeddedServer
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
 from learner.feed_client import FeedClient
+from learner.feed_keys import FeedKeys
 from learner.feed_messages import End
 from learner.feeder import run_feeder
 from learner.prompts import PromptFile
@@ -61,6 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory) / "bus", CONFIG) as server:
         asyncio.run(prepare(server.url))
+        (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
         command = [sys.executable, "-m", "bench.actors", "--url", server.url, "--directory", directory]
         command += ["--actors", str(args.actors), "--rate", str(args.rate)]
         children = {role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")}
@@ -118,6 +120,10 @@ async def counted(view: LiveView, name: str) -> float:
 # ---- the processes
 
 
+def keys_in(directory: Path) -> FeedKeys:
+    return FeedKeys(**json.loads((directory / "keys").read_text()))
+
+
 async def feeder(args: argparse.Namespace) -> None:
     directory = Path(args.directory)
     (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{number}", "label": ""}) + "\n" for number in range(10_000)))
@@ -145,6 +151,7 @@ async def feeder(args: argparse.Namespace) -> None:
         sampling=Sampling(max_new_tokens=TOKENS),
         bus=CONFIG,
         vocab_size=150_000,
+        keys=keys_in(directory),
         on_listening=listening,
     )
 
@@ -156,15 +163,15 @@ async def rank(args: argparse.Namespace) -> None:
         await asyncio.sleep(0.05)
     url, loop = (directory / "url").read_text(), asyncio.get_running_loop()
     async with connect(args.url, RUN, CONFIG, name="rank") as bus:
-        await asyncio.to_thread(train, url, directory / "checkpoints", VersionRegistry(bus), loop)
+        await asyncio.to_thread(train, url, keys_in(directory), directory / "checkpoints", VersionRegistry(bus), loop)
 
 
-def train(url: str, root: Path, registry: VersionRegistry, loop: asyncio.AbstractEventLoop) -> None:
+def train(url: str, keys: FeedKeys, root: Path, registry: VersionRegistry, loop: asyncio.AbstractEventLoop) -> None:
     async def published(step: int, epoch: int) -> int:
         row = await (registry.reserve(step, epoch) if step else registry.publish_initial("model", epoch))
         return (await registry.publish(row)).version
 
-    with FeedClient(url, rank=0, dp_rank=0, dp_size=1, silence_s=120) as client:
+    with FeedClient(url, keys=keys, rank=0, dp_rank=0, dp_size=1, silence_s=120) as client:
         start = client.hello()
         asyncio.run_coroutine_threadsafe(registry.fence(start.epoch), loop).result(30)
         for step in range(start.step, start.steps + 1):

@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         _configured(inner)
         _on_bus(inner)
         inner.add_argument("--feeder-url", required=True)
+        inner.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
 
     dead = commands.add_parser("dead", help="tasks that could not be processed: list them, issue their prompts again, or drop them")
     _looking(dead)

@@ -222,10 +222,11 @@ def feeder(args: argparse.Namespace) -> int:
     if wanted is None:
         return 0
     from launch import process, roles
+    from learner.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
-    address = _address(args, wanted, LEARNER)
-    return process.run(lambda draining: roles.run_feeder(wanted, address, args.feeder_url, draining), drain_s=wanted.up.drain_s)
+    address, keys = _address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
+    return process.run(lambda draining: roles.run_feeder(wanted, address, args.feeder_url, keys, draining), drain_s=wanted.up.drain_s)
 
 
 def rank(args: argparse.Namespace) -> int:
@@ -233,9 +234,10 @@ def rank(args: argparse.Namespace) -> int:
     if wanted is None:
         return 0
     from launch import process, roles
+    from learner.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url)
+    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys))
 
 
 def dead(args: argparse.Namespace) -> int:

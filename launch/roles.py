@@ -15,6 +15,7 @@ from launch.process import first_of
 
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
+    from learner.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             await run_learner(arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s)
 
 
-async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining: asyncio.Event) -> None:
+async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
     from bus.messages import Sampling
     from learner import feeder
     from learner.prompts import PromptFile, model_tokenizer
@@ -276,6 +277,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining:
         sampling=sampling,
         seed=config.data.seed,
         push_every=config.weights.push_every,
+        keys=keys,
         listen=feeder_url,
         bus=config.bus,
         vocab_size=vocab_size,
@@ -285,13 +287,14 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, draining:
     )
 
 
-def run_rank(config: RunConfig, bus_url: str, feeder_url: str) -> int:
+def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
     from learner import rank
 
     places = rank.RankPlaces(
         run=config.run,
         bus_url=bus_url,
         feeder_url=feeder_url,
+        feeder_keys=keys,
         model_dir=Path(config.model.path),
         checkpoints=config.checkpoints,
         snapshots=config.root / "snapshots",

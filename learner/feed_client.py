@@ -13,6 +13,8 @@ import zmq
 
 from learner.batch import StepBatch, decode
 from learner.errors import FeederFailed, FeederLost, FeedError
+from learner.feed_gate import admit_by
+from learner.feed_keys import FeedKeys
 from learner.feed_messages import End, Start, pack, unpack
 
 
@@ -23,19 +25,24 @@ class FeedClient:
         self,
         url: str,
         *,
+        keys: FeedKeys,
         rank: int,
         dp_rank: int,
         dp_size: int,
         silence_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        """``silence_s``: the feeder is lost when nothing comes from it for so long. ``on_wait``: told what a wait is for, every second."""
+        """``keys``: of this start. ``silence_s``: the feeder is lost when nothing comes from it for so long.
+
+        ``on_wait`` is called every second of a wait with what it is for.
+        """
         self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
         self._silence_s, self._on_wait, self._last_words = silence_s, on_wait, ""
         self._greeted = False
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 2_000)
+        admit_by(self._socket, keys)
         self._socket.connect(url)
 
     def __enter__(self) -> Self:

@@ -4,12 +4,26 @@ rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder 
 end, error. Knows no socket.
 """
 
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import msgpack
 
 from learner.errors import FeedError
+
+_FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "hello": {"rank": (int,), "dp_rank": (int,), "dp_size": (int,)},
+    "next": {"step": (int,), "dp_rank": (int,)},
+    "done": {"step": (int,), "metrics": (dict,), "weights_digest": (str, NoneType)},
+    "published": {"version": (int,), "step": (int,)},
+    "checkpointed": {"step": (int,), "directory": (str,)},
+    "failed": {"rank": (int,), "reason": (str,)},
+    "bye": {},
+}
+"""Fields of each message of a rank, with their types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,5 +61,20 @@ def unpack(frame: Any, *, where: str) -> dict[str, Any]:
     except (ValueError, msgpack.exceptions.UnpackException) as error:
         raise FeedError(where, "a msgpack map", f"{bytes(frame)[:40]!r} ({error})") from error
     if not isinstance(header, dict) or "type" not in header:
-        raise FeedError(where, "a map with type", header)
+        raise FeedError(where, "a map with type", reprlib.repr(header))
+    return header
+
+
+def unpack_from_rank(frame: Any, *, where: str) -> dict[str, Any]:
+    """The header of a rank's message, with the fields of its type and no others. Raises FeedError."""
+    header = unpack(frame, where=where)
+    kind = header["type"]
+    fields = _FROM_RANKS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        raise FeedError(where, f"type: one of {', '.join(_FROM_RANKS)}", reprlib.repr(kind))
+    if header.keys() != {"type", *fields}:
+        raise FeedError(where, f"{kind} with {', '.join(fields) or 'nothing'}", reprlib.repr(sorted(header)))
+    for name, types in fields.items():
+        if type(header[name]) not in types:
+            raise FeedError(where, f"{kind}.{name}: {' or '.join(one.__name__ for one in types)}", reprlib.repr(header[name]))
     return header

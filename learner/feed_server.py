@@ -16,13 +16,16 @@ import zmq.asyncio
 
 from bus.link import Waiter
 from learner.errors import FeedError, RankFailed
-from learner.feed_messages import Start, pack, unpack
+from learner.feed_gate import Gate
+from learner.feed_keys import FeedKeys
+from learner.feed_messages import Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
 
 Frames = Sequence[Any]
 _HELLO = 0
 """``waits`` of a rank that waits for its start."""
+_LOG_REFUSED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,14 +51,18 @@ class _Rank:
 
 
 class FeedServer:
-    """Binds at ``listen`` (``tcp://host:*`` = any free port, see ``url``)."""
+    """Binds at ``listen`` (``tcp://host:*`` = any free port, see ``url``).
 
-    def __init__(self, listen: str, *, world_size: int, data_parallel: int) -> None:
+    Ranks of this start are admitted, by ``keys``; everything else is refused: counted, logged once a minute, and never an error here.
+    """
+
+    def __init__(self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int) -> None:
         self._world_size, self._data_parallel = world_size, data_parallel
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 1_000)
+        self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(listen)
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
@@ -68,6 +75,9 @@ class FeedServer:
         self.deserted = asyncio.Event()
         """No rank is here: none has come yet, or those that came have said goodbye."""
         self.deserted.set()
+        self.refused = 0
+        """Connections and messages."""
+        self._refusal_logged_s = -_LOG_REFUSED_S
         self._ranks: dict[bytes, _Rank] = {}
         self._ready: dict[int, Sequence[Frames]] = {}
         self._start: Start | None = None
@@ -75,23 +85,41 @@ class FeedServer:
 
     async def close(self) -> None:
         """Send what is queued (for at most a second) and let go of the port."""
+        self._gate.close()
         self._socket.close()
         await asyncio.to_thread(self._context.term)
 
     async def run(self) -> None:
-        """Answer the ranks, for ever. Raises FeedError when one breaks the rules, RankFailed when one gives up."""
-        while True:
-            identity, *frames = await self._socket.recv_multipart()
-            try:
-                header = unpack(frames[0] if frames else b"", where=f"feed at {self.url}")
-            except FeedError as error:
-                log.warning("message from a stranger ignored: %s", error)
-                continue
-            try:
-                await self._heard(identity, header)
-            except FeedError as error:
-                await self._say(identity, pack("error", reason=str(error)))
+        """Answer the ranks, for ever. Raises a group of FeedError when one breaks the rules, or RankFailed when one gives up."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._gate.run(self._refuse), name="gate")
+            while True:
+                identity, *frames = await self._socket.recv_multipart()
+                await self._received(identity, frames)
+
+    async def _received(self, identity: bytes, frames: Frames) -> None:
+        """Only a rank that has been accepted can end the feeder by what it sends."""
+        rank = self._ranks.get(identity)
+        try:
+            header = unpack_from_rank(frames[0] if frames else b"", where=f"feed at {self.url}")
+            if rank is None:
+                self._hello(identity, header)
+            else:
+                self._heard(rank, header)
+        except FeedError as error:
+            await self._say(identity, pack("error", reason=str(error)))
+            if rank is not None:
                 raise
+            self._refuse(str(error))
+        else:
+            await self._serve()
+
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._refusal_logged_s >= _LOG_REFUSED_S:
+            self._refusal_logged_s = now
+            log.warning("feed at %s: refused=%d, the last one because %s", self.url, self.refused, reason)
 
     async def start(self, start: Start) -> None:
         """Let the ranks begin."""
@@ -124,29 +152,29 @@ class FeedServer:
         waiting = [rank.since_s for rank in self._ranks.values() if rank.waits not in (None, _HELLO)]
         return now - min(waiting) if waiting else 0.0
 
-    async def _heard(self, identity: bytes, header: Mapping[str, Any]) -> None:
+    def _heard(self, rank: _Rank, header: Mapping[str, Any]) -> None:
         kind = header["type"]
         if kind == "hello":
-            self._hello(identity, header)
-        elif identity not in self._ranks:
-            raise FeedError(f"feed at {self.url}", "hello first", kind)
-        elif kind == "bye":
-            self._ranks[identity].waits, self._ranks[identity].gone = None, True
+            raise FeedError(f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello")
+        if kind == "bye":
+            rank.waits, rank.gone = None, True
         elif kind == "next":
-            self._asked(self._ranks[identity], header)
+            self._asked(rank, header)
         elif kind == "failed":
-            raise RankFailed(self._ranks[identity].rank, str(header["reason"]))
-        elif kind in ("done", "published", "checkpointed"):
-            self._reported(self._ranks[identity], kind, header)
+            raise RankFailed(rank.rank, header["reason"])
         else:
-            raise FeedError(f"feed at {self.url}", "hello, next, done, published, checkpointed, failed or bye", kind)
-        await self._serve()
+            self._reported(rank, kind, header)
 
     def _hello(self, identity: bytes, header: Mapping[str, Any]) -> None:
+        """Accept a rank. Raises FeedError for what is none of this layout, or is here already."""
+        if header["type"] != "hello":
+            raise FeedError(f"feed at {self.url}", "hello first", header["type"])
         rank = _Rank(rank=header["rank"], dp_rank=header["dp_rank"], waits=_HELLO)
         if header["dp_size"] != self._data_parallel or not 0 <= rank.dp_rank < self._data_parallel:
             got = (rank.dp_rank, header["dp_size"])
             raise FeedError(f"hello of rank {rank.rank}", f"dp_rank of dp_size {self._data_parallel}", got)
+        if not 0 <= rank.rank < self._world_size:
+            raise FeedError(f"hello of rank {rank.rank}", f"a rank of {self._world_size}", rank.rank)
         if any(other.rank == rank.rank for other in self._ranks.values()):
             raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
         self._ranks[identity] = rank

@@ -10,6 +10,7 @@ from bus.connection import connect
 from bus.messages import Sampling
 from bus.patience import cancellable
 from learner.config import LearnerConfig, StalenessConfig
+from learner.feed_keys import FeedKeys
 from learner.feed_server import FeedServer
 from learner.feeder_loops import Feeder, FeederRules
 from learner.prompts import PromptFile
@@ -27,6 +28,7 @@ async def run_feeder(
     sampling: Sampling,
     seed: int = 0,
     push_every: int = 1,
+    keys: FeedKeys,
     listen: str = "tcp://127.0.0.1:*",
     bus: BusConfig | None = None,
     vocab_size: int | None = None,
@@ -37,8 +39,9 @@ async def run_feeder(
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint under ``root``.
 
-    ``eos_ids``: tokens that end a response; empty = not known. ``on_listening`` is told the URL for FeedClient. ``seed`` is that of the
-    prompts' order (DataConfig.seed). Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
+    ``keys`` admit the ranks. ``eos_ids``: tokens that end a response; empty = not known. ``on_listening`` is given the URL for FeedClient.
+    ``seed`` is that of the prompts' order (DataConfig.seed). Once ``draining`` is set, it ends when no rank is left and what they reported
+    is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, FeedError, PromptError; of the bus Fenced (another
     learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
@@ -58,7 +61,7 @@ async def run_feeder(
     )
     config = bus or BusConfig()
     world_size = learner.data_parallel * learner.tensor_parallel
-    server = FeedServer(listen, world_size=world_size, data_parallel=learner.data_parallel)
+    server = FeedServer(listen, keys=keys, world_size=world_size, data_parallel=learner.data_parallel)
     try:
         if on_listening is not None:
             on_listening(server.url)

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from bus.errors import Fenced
 from bus.ports import KeptPort
 from learner.errors import LearnerError
+from learner.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
 
@@ -83,19 +84,21 @@ async def run_learner(
 ) -> None:
     """Run feeder and ranks until all have ended well, or until ``draining`` is set and they have drained.
 
-    ``arguments`` go to ``python -m launch feeder`` and ``python -m launch rank`` as they are, with ``--feeder-url`` behind them. Raises
-    ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are ended first. When
-    another learner has taken over, it is the child that met it.
+    ``arguments`` go to ``python -m launch feeder`` and ``python -m launch rank`` as they are, with ``--feeder-url`` and ``--feeder-keys``
+    behind them. Raises ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are
+    ended first. When another learner has taken over, it is the child that met it.
     """
     command = [sys.executable, "-m", "launch"]
     children: list[_Child] = []
+    keys = FeedKeys.new()
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
         feeder_url = f"tcp://{host}:{feeder_port.number}"
         try:
-            children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}))
+            children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}, keys.for_feeder()))
             for rank in range(num_ranks):
                 environment = _rank_environment(rank, num_ranks, host, master_port.number, threads)
-                children.append(await _start(f"rank {rank}", [*command, "rank", *arguments, "--feeder-url", feeder_url], environment))
+                rank_command = [*command, "rank", *arguments, "--feeder-url", feeder_url]
+                children.append(await _start(f"rank {rank}", rank_command, environment, keys.for_ranks()))
             await _watch(children[0], children[1:], draining, drain_s)
         except ChildFailed as first:
             await _end(children)
@@ -104,18 +107,25 @@ async def run_learner(
             await _end(children)
 
 
-async def _start(name: str, command: Sequence[str], environment: Mapping[str, str]) -> _Child:
+async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys) -> _Child:
     """Start a child in a process group of its own that the kernel ends with this process."""
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        limit=1 << 20,
-        start_new_session=True,
-        preexec_fn=_die_with_parent(os.getpid()),
-    )
+    descriptor = keys.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            "--feeder-keys",
+            str(descriptor),
+            pass_fds=(descriptor,),
+            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=1 << 20,
+            start_new_session=True,
+            preexec_fn=_die_with_parent(os.getpid()),
+        )
+    finally:
+        os.close(descriptor)
     log.info("started child=%s pid=%d", name, process.pid)
     return _Child(name, process)
 

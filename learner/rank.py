@@ -32,6 +32,7 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig, StalenessConfig
 from learner.errors import AlarmStop, CheckpointUnwritten
 from learner.feed_client import FeedClient
+from learner.feed_keys import FeedKeys
 from learner.feed_messages import End, Start
 from learner.megatron import parallel, state
 from learner.megatron.memory import open_memory
@@ -54,6 +55,7 @@ class RankPlaces:
     run: str
     bus_url: str
     feeder_url: str
+    feeder_keys: FeedKeys
     model_dir: Path
     """Initial weights, configuration and tokenizer, in Hugging Face format."""
     checkpoints: Path
@@ -80,7 +82,14 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
             here = _join(stack, learner)
             idle = Idle()
             feed = stack.enter_context(
-                FeedClient(places.feeder_url, rank=here.rank, dp_rank=here.dp_rank, dp_size=here.dp_size, on_wait=idle)
+                FeedClient(
+                    places.feeder_url,
+                    keys=places.feeder_keys,
+                    rank=here.rank,
+                    dp_rank=here.dp_rank,
+                    dp_size=here.dp_size,
+                    on_wait=idle,
+                )
             )
             try:
                 start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None

@@ -17,11 +17,15 @@ from learner.batch import StepBatch, encode
 from learner.config import LearnerConfig, StalenessConfig
 from learner.errors import LearnerError
 from learner.feed_client import FeedClient
+from learner.feed_keys import FeedKeys
 from learner.feed_messages import End, Start
 from learner.feeder import run_feeder
 from learner.prompts import PromptFile
 from tests.data_kit import sample
 from weightstore.registry import VersionRegistry
+
+KEYS = FeedKeys.new()
+"""Of every feeder and rank of these tests."""
 
 
 @dataclass
@@ -58,6 +62,7 @@ class World:
             "staleness": self.staleness,
             "sampling": Sampling(max_new_tokens=8),
             "bus": self.config,
+            "keys": KEYS,
             "vocab_size": 256,
             "on_listening": listening.set_result,
         }
@@ -109,7 +114,7 @@ class World:
             publishing = asyncio.run_coroutine_threadsafe(self.publish(step, start.epoch, initial=initial), loop)
             client.published(publishing.result(10), step)
 
-        with FeedClient(url, rank=rank, dp_rank=rank, dp_size=self.learner.data_parallel, silence_s=10) as client:
+        with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=self.learner.data_parallel, silence_s=10) as client:
             start = client.hello()
             if rank == 0 and start.head_version < 0:
                 publish(0, initial=True)

@@ -22,6 +22,7 @@ import psutil
 from bus.ports import KeptPort
 from launch.cli import main
 from launch.process import _die_with_parent
+from learner.feed_keys import FeedKeys
 from learner.process import _rank_environment
 
 INSTANTS = {
@@ -93,9 +94,12 @@ def learner(instant: str, how: str, arguments: list[str]) -> int:
 
 def _children(instant: str, how: str, tail: list[str], port: int) -> int:
     environments = {"feeder": {}, "rank": _rank_environment(0, 1, "127.0.0.1", port, 1)}
+    keys = FeedKeys.new()
+    descriptors = {role: keys.pipe() for role in environments}
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.dying", role, instant, how, *tail],
+            [sys.executable, "-m", "tests.chaos.dying", role, instant, how, *tail, "--feeder-keys", str(descriptors[role])],
+            pass_fds=(descriptors[role],),
             env={**os.environ, **extra},
             preexec_fn=_die_with_parent(os.getpid()),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bus.config import BusConfig
 from learner.config import LearnerConfig, OptimizerConfig, StalenessConfig
+from learner.feed_keys import FeedKeys
 from learner.rank import RankPlaces, main
 from weightstore.config import WeightsConfig
 
@@ -14,7 +15,9 @@ from weightstore.config import WeightsConfig
 def run(settings: dict[str, dict[str, object]]) -> int:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s %(message)s")
     paths = {"model_dir", "checkpoints", "snapshots", "final_dir"}
-    places = RankPlaces(**{name: Path(str(value)) if name in paths else value for name, value in settings["places"].items()})  # type: ignore[arg-type]
+    keys = FeedKeys(**settings["places"].pop("feeder_keys"))  # type: ignore[arg-type]
+    named = {name: Path(str(value)) if name in paths else value for name, value in settings["places"].items()}
+    places = RankPlaces(feeder_keys=keys, **named)  # type: ignore[arg-type]
     return main(
         places,
         learner=LearnerConfig(optimizer=OptimizerConfig(lr=1e-2), **settings["learner"]),  # type: ignore[arg-type]

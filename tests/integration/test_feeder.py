@@ -25,7 +25,7 @@ from learner.outcomes import Outcomes
 from learner.restart import CHECKPOINT_KEY
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
-from tests.feeder_kit import World
+from tests.feeder_kit import KEYS, World
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 
@@ -301,7 +301,7 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
     async with open_world(data_parallel=2) as world:
         async with world.feeder() as (url, feeding):
             waiting = asyncio.create_task(world.train(url, rank=1))
-            client = FeedClient(url, rank=0, dp_rank=0, dp_size=2)
+            client = FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2)
             await asyncio.to_thread(client.hello)
             client.failed("out of memory")
             with pytest.raises(RankFailed, match="rank 0: out of memory"):
@@ -313,7 +313,7 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
 
 async def test_a_rank_of_another_layout_is_refused(open_world: OpenWorld) -> None:
     async with open_world(data_parallel=2) as world, world.feeder() as (url, _):
-        with FeedClient(url, rank=0, dp_rank=0, dp_size=1) as client:
+        with FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=1) as client:
             with pytest.raises(FeederFailed, match="want dp_rank of dp_size 2, got"):
                 await asyncio.to_thread(client.hello)
 
@@ -358,7 +358,7 @@ async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
         await (await Reader.open(bus, "slow")).advance(2)
         await (await Reader.open(bus, "quick")).advance(8)
         created = (await bus.samples.info()).created
-        server = FeedServer("tcp://127.0.0.1:*", world_size=1, data_parallel=1)
+        server = FeedServer("tcp://127.0.0.1:*", keys=KEYS, world_size=1, data_parallel=1)
         outcomes = Outcomes(
             bus, server, epoch=1, step=0, steps=1, root=tmp_path, keep_checkpoints=1, earlier={}, on_published=lambda version, step: None
         )

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from bus.messages import Done, Plan
 from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from learner.config import LearnerConfig, StalenessConfig
-from tests.feeder_kit import World
+from tests.feeder_kit import KEYS, World
 from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import ROOT, rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
@@ -57,6 +57,7 @@ class Learner:
             "run": self.world.run,
             "bus_url": self.world.url,
             "feeder_url": url,
+            "feeder_keys": asdict(KEYS),
             "model_dir": str(self.directory / "model"),
             "checkpoints": str(self.world.root),
             "snapshots": str(self.directory / "snapshots"),
