@@ -1,5 +1,7 @@
 """The error tree of actors and engines. HTTP codes and aiohttp's errors are translated into these at the edge."""
 
+from bus import exit_codes
+
 
 class EngineError(Exception):
     """Something went wrong between an actor and an engine, or inside an engine."""
@@ -92,6 +94,8 @@ class NotLent(EngineError):
 
 class UnsupportedModel(EngineError, ValueError):
     """The built-in engine has no decoder for this model directory; says which setting it cannot follow."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(where, reason)

@@ -5,7 +5,7 @@ import json
 import re
 import time
 
-from bus import subjects
+from bus import exit_codes, subjects
 from bus.address import parse
 from bus.config import RUN_NAME
 from bus.errors import BusError, BusUnavailable
@@ -18,6 +18,8 @@ _TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@",
 
 class SeveralRuns(ValueError):
     """A bus carries more than one run, and none was named."""
+
+    exit_code = exit_codes.CONFIG
 
 
 async def runs_on(link: Link) -> list[str]:

@@ -1,5 +1,7 @@
 """The error tree of the bus. Foreign errors (NATS, msgpack, sockets) are translated into these at the edge."""
 
+from bus import exit_codes
+
 
 class BusError(Exception):
     """Something went wrong between this process and the bus."""
@@ -52,6 +54,8 @@ class ServerFailed(BusError):
 class ConfigMismatch(BusError):
     """A stream, consumer or bucket exists, or was created, with another configuration than asked for."""
 
+    exit_code = exit_codes.CONFIG
+
     def __init__(self, name: str, field: str, want: object, got: object) -> None:
         super().__init__(name, field, want, got)
         self.name, self.field, self.want, self.got = name, field, want, got
@@ -78,8 +82,7 @@ class UnknownSchema(WireError):
 class Fenced(BusError):
     """A newer learner has taken over (a higher epoch was seen): this one must end."""
 
-    exit_code = 76
-    """Of a process that ends by it. Who keeps processes does not start it again: two keepers would fence each other for ever."""
+    exit_code = exit_codes.TAKEN_OVER
 
     def __init__(self, where: str, mine: int, seen: int) -> None:
         super().__init__(where, mine, seen)
@@ -125,6 +128,8 @@ class Refused(BusError):
 class StreamReplaced(BusError):
     """The stream is another one than the cursor was made for: it was deleted and created again, or restored."""
 
+    exit_code = exit_codes.CONFIG
+
     def __init__(self, stream: str, want: str, got: str) -> None:
         super().__init__(stream, want, got)
         self.stream, self.want, self.got = stream, want, got
@@ -135,6 +140,8 @@ class StreamReplaced(BusError):
 
 class StreamTrimmed(BusError):
     """Messages that the reader still needs are gone."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, stream: str, needed: int, first: int) -> None:
         super().__init__(stream, needed, first)

@@ -155,7 +155,7 @@ class Host:
         load = {f"{role}s_wanted": float(self.counts.get(role, 0)) for role in ROLES}
         load |= {f"{role}s": float(sum(name in running for name in self._supervisor.names(role))) for role in ROLES}
         load |= {"draining": float(len(self._draining)), "restarted": float(sum(self._supervisor.restarted.values()))}
-        lost = [f"{name} given up: {_last_line(error.last_lines)}" for name, error in sorted(given_up.items())]
+        lost = [f"{name} given up: {error.cause}" for name, error in sorted(given_up.items())]
         lost += [
             f"{self.counts[role]} {role}s wanted, credentials for {len(files)} of them here"
             for role, files in (self._users or {}).items()
@@ -170,11 +170,6 @@ def users_in(directory: Path) -> dict[str, list[Path]]:
     if not any(found.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, there are none")
     return found
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
 
 
 @contextlib.contextmanager

@@ -1,7 +1,6 @@
 """How every process of the system starts, drains and stops, and how it starts and ends its children.
 
-The first SIGTERM or SIGINT drains; the second, or the deadline, cancels. Exit 0 = drained or done, 75 = not in time, 1 = crashed,
-76 = another learner has taken over.
+The first SIGTERM or SIGINT drains; the second, or the deadline, cancels. Exit codes: ``bus/exit_codes.py``.
 """
 
 import asyncio
@@ -16,14 +15,16 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bus.errors import Fenced
+from bus import exit_codes
+from bus.exit_codes import DONE, NOT_IN_TIME
 from bus.loop import new_event_loop
 from bus.patience import cancellable
 
 log = logging.getLogger(__name__)
 
-DONE, CRASHED, NOT_IN_TIME, TAKEN_OVER = 0, 1, 75, Fenced.exit_code
 LAST_LINES = 20
+LAST_BYTES = 1 << 16
+"""Of a child's output, that are looked through for its last lines."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -53,16 +54,8 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
         log.error("stopped before it was drained: %s", stop)
         return NOT_IN_TIME
     except Exception as error:
-        return _bad_end(_first(error))
+        return exit_codes.report(_first(error), log)
     return DONE
-
-
-def _bad_end(error: BaseException) -> int:
-    if getattr(error, "exit_code", CRASHED) == TAKEN_OVER:
-        log.error("ended, and not to be started again: %s", error)
-        return TAKEN_OVER
-    log.error("crashed: %s", error, exc_info=error)
-    return CRASHED
 
 
 def _first(error: BaseException) -> BaseException:
@@ -89,6 +82,8 @@ class Child:
         self.name, self.arguments, self.log_file, self.environment = name, tuple(arguments), log_file, dict(environment or {})
         self.process: asyncio.subprocess.Process | None = None
         self.started_s = 0.0
+        self._log_began = 0
+        """Size of the log when the process was started: what stands before is of an earlier one."""
 
     @property
     def pid(self) -> int:
@@ -102,6 +97,7 @@ class Child:
     async def start(self) -> None:
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
         with self.log_file.open("ab") as output:
+            self._log_began = output.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "launch", *self.arguments),
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.environment},
@@ -143,10 +139,21 @@ class Child:
             return await self.wait()
 
     def last_lines(self, count: int = LAST_LINES) -> str:
+        """What it wrote last, since its last start."""
+        return "\n".join(self._output()[-count:])
+
+    def reason(self) -> str:
+        """The message of the error that ended it; empty when it wrote none."""
+        return exit_codes.reason(self._output())
+
+    def _output(self) -> list[str]:
         try:
-            return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-count:])
+            with self.log_file.open("rb") as log_file:
+                size = log_file.seek(0, os.SEEK_END)
+                log_file.seek(max(self._log_began, size - LAST_BYTES))
+                return log_file.read().decode(errors="replace").splitlines()
         except OSError:
-            return ""
+            return []
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
 from launch.process import first_of
+from launch.settings import SettingsError
 
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
@@ -304,12 +305,12 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys")
 
 
 def model_shape(model: Path) -> tuple[int, int]:
-    """Tokens in the vocabulary, and of a context. Raises ValueError for a directory that holds no model."""
+    """Tokens in the vocabulary, and of a context. Raises SettingsError for a directory that holds no model."""
     import json
 
     file = model / "config.json"
     if not file.exists():
-        raise ValueError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
+        raise SettingsError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
     values = json.loads(file.read_text())
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
 

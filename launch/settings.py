@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from bus import exit_codes
 from launch.config import RunConfig
 from learner.algorithms.config import unset_names
 
@@ -31,6 +32,8 @@ _NONE = type(None)
 
 class SettingsError(ValueError):
     """A setting that is unknown, of the wrong type, or in contradiction to another one."""
+
+    exit_code = exit_codes.CONFIG
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from launch.process import TAKEN_OVER, Child
+from bus import exit_codes
+from launch.process import Child
 
 log = logging.getLogger(__name__)
 
@@ -21,15 +22,30 @@ LOOK_EVERY_S = 1.0
 
 
 class GaveUp(RuntimeError):
-    """A process ended badly more often than its budget allows."""
+    """A process ended badly more often than its budget allows, or once with a code that is final."""
 
-    def __init__(self, name: str, code: int, times: int, window_s: float, last_lines: str) -> None:
-        super().__init__(name, code, times, window_s, last_lines)
-        self.name, self.code, self.times, self.window_s, self.last_lines = name, code, times, window_s, last_lines
+    def __init__(self, name: str, code: int, times: int, window_s: float, last_lines: str, reason: str = "") -> None:
+        """``reason``: the message of the error that ended it, where it wrote one."""
+        super().__init__(name, code, times, window_s, last_lines, reason)
+        self.name, self.code, self.times, self.window_s = name, code, times, window_s
+        self.last_lines, self.reason = last_lines, reason
+
+    @property
+    def exit_code(self) -> int:
+        """Of the run that cannot go on without this process."""
+        return exit_codes.CONFIG if self.code == exit_codes.CONFIG else exit_codes.CRASHED
+
+    @property
+    def cause(self) -> str:
+        """In one line."""
+        return self.reason or next((line.strip() for line in reversed(self.last_lines.splitlines()) if line.strip()), "it wrote nothing")
 
     def __str__(self) -> str:
+        if self.code == exit_codes.CONFIG and self.reason:
+            return f"{self.name}: {self.reason}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
-        return f"{self.name} ended with code {self.code}{often} and is not started again; its last lines:\n{self.last_lines}"
+        ended = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
+        return f"{ended}{': ' + self.reason if self.reason else ''}; its last lines:\n{self.last_lines}"
 
 
 class Supervisor:
@@ -46,7 +62,7 @@ class Supervisor:
     def keep(
         self, name: str, arguments: Sequence[str], *, always: bool = False, environment: Mapping[str, str] | None = None
     ) -> asyncio.Task[None]:
-        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: whatever its code, until ``end``).
+        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: with that, too, it is started again, until ``end``).
 
         The task raises GaveUp.
         """
@@ -64,17 +80,19 @@ class Supervisor:
             if code == 0 and not always:
                 log.info("ended process=%s", child.name)
                 return
+            reason = child.reason()
+            if code in exit_codes.FINAL:
+                raise GaveUp(child.name, code, 1, 0.0, child.last_lines(), reason)
             now = time.monotonic()
-            if code == TAKEN_OVER and not always:
-                raise GaveUp(child.name, code, 1, 0.0, child.last_lines())
             bad_ends.append(now)
             while now - bad_ends[0] > self._window_s:
                 bad_ends.popleft()
             if len(bad_ends) > self._restarts:
-                raise GaveUp(child.name, code, len(bad_ends), self._window_s, child.last_lines())
+                raise GaveUp(child.name, code, len(bad_ends), self._window_s, child.last_lines(), reason)
             backoff_s = min(FIRST_BACKOFF_S * 2 ** (len(bad_ends) - 1), LONGEST_BACKOFF_S)
             self.restarted[child.name] = self.restarted.get(child.name, 0) + 1
-            self._on_event(f"{child.name} ended with code {code}; started again in {backoff_s:.1f} s (log: {child.log_file})")
+            how = f"{child.name} {exit_codes.how(code)}" + (f": {reason}" if reason else "")
+            self._on_event(f"{how}; started again in {backoff_s:.1f} s (log: {child.log_file})")
             await asyncio.sleep(backoff_s)
 
     async def failed(self) -> None:

@@ -22,6 +22,7 @@ from typing import IO
 import yaml
 from rich.console import Console
 
+from bus import exit_codes
 from bus.connection import Bus, connect
 from bus.errors import BusError
 from bus.messages import VersionRow
@@ -71,7 +72,9 @@ class CannotBegin(ValueError):
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
-    """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken."""
+    """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken, 78 settings or
+    data that no restart can cure.
+    """
     console = Console(highlight=False, soft_wrap=True)
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):
@@ -171,7 +174,7 @@ class Up:
         except CannotBegin as error:
             self.code, self.failure = WRONG_USE, str(error)
         except (GaveUp, BusError) as error:
-            self.code, self.failure = process.CRASHED, str(error)
+            self.code, self.failure = exit_codes.of(error), str(error)
         finally:
             await self._drain()
             await self._supervisor.end(self._supervisor.names("bus"), within_s=self._config.up.drain_s)
@@ -201,7 +204,7 @@ class Up:
         await child.start()
         code = await child.wait()
         if code:
-            raise GaveUp("prepare", code, 1, 0, child.last_lines())
+            raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
 
     def _check_inputs(self) -> None:
         """What every process would stumble over, said once and at once. Raises CannotBegin."""

@@ -1,5 +1,7 @@
 """The error tree of the learner."""
 
+from bus import exit_codes
+
 
 class LearnerError(Exception):
     """Something went wrong in the learner."""
@@ -7,6 +9,8 @@ class LearnerError(Exception):
 
 class ConfigRefused(LearnerError, ValueError):
     """Settings that cannot work together, or not with what an earlier start of this run has recorded."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, field: str, want: str, got: object) -> None:
         super().__init__(field, want, got)
@@ -18,6 +22,8 @@ class ConfigRefused(LearnerError, ValueError):
 
 class PromptError(LearnerError, ValueError):
     """A prompt file, or a row of it, that cannot be used."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, where: str, want: str, got: object) -> None:
         super().__init__(where, want, got)
@@ -74,6 +80,8 @@ class CheckpointUnwritten(LearnerError):
 class NoCheckpoint(LearnerError):
     """The run says that it has a checkpoint, and none of those on disk can be used."""
 
+    exit_code = exit_codes.CONFIG
+
     def __init__(self, directory: str, reason: str) -> None:
         super().__init__(directory, reason)
         self.directory, self.reason = directory, reason
@@ -117,22 +125,22 @@ class FeederLost(LearnerError):
 
 
 class FeederFailed(LearnerError):
-    """The feeder ended with an error and said which."""
+    """The feeder ended with an error, which came over the feed with the exit code of its process."""
 
-    def __init__(self, url: str, reason: str) -> None:
-        super().__init__(url, reason)
-        self.url, self.reason = url, reason
+    def __init__(self, url: str, reason: str, exit_code: int = exit_codes.CRASHED) -> None:
+        super().__init__(url, reason, exit_code)
+        self.url, self.reason, self.exit_code = url, reason, exit_code
 
     def __str__(self) -> str:
         return f"feeder at {self.url}: {self.reason}"
 
 
 class RankFailed(LearnerError):
-    """A rank said that it cannot go on."""
+    """A rank ended with an error, which came over the feed with the exit code of its process."""
 
-    def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(rank, reason)
-        self.rank, self.reason = rank, reason
+    def __init__(self, rank: int, reason: str, exit_code: int = exit_codes.CRASHED) -> None:
+        super().__init__(rank, reason, exit_code)
+        self.rank, self.reason, self.exit_code = rank, reason, exit_code
 
     def __str__(self) -> str:
         return f"rank {self.rank}: {self.reason}"
@@ -151,6 +159,8 @@ class MemoryReleased(LearnerError):
 
 class AlarmStop(LearnerError):
     """A diagnostic has been at error level for too long, and the configuration says to stop then."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, step: int, alarm: str) -> None:
         super().__init__(step, alarm)

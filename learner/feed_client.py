@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import zmq
 
+from bus.exit_codes import CRASHED
 from learner.batch import StepBatch, decode
 from learner.errors import FeederFailed, FeederLost, FeedError
 from learner.feed_gate import admit_by
@@ -93,9 +94,9 @@ class FeedClient:
         """The checkpoint of ``step`` is whole in ``directory`` (rank 0 only, after ``checkpoints.commit``); does not wait."""
         self._send("checkpointed", step=step, directory=str(directory))
 
-    def failed(self, reason: str) -> None:
-        """This rank cannot go on: the feeder ends with ``reason``; does not wait."""
-        self._send("failed", rank=self._rank, reason=reason)
+    def failed(self, reason: str, exit_code: int = CRASHED) -> None:
+        """This rank cannot go on: the feeder ends with ``reason`` and ``exit_code``; does not wait."""
+        self._send("failed", rank=self._rank, reason=reason, exit_code=exit_code)
         self._greeted = False
 
     def _send(self, kind: str, **values: Any) -> None:
@@ -114,7 +115,7 @@ class FeedClient:
                 self._heard(str(header.get("waits_for", "")))
             elif header["type"] == "error":
                 self._give_up()
-                raise FeederFailed(self._url, str(header.get("reason", "")))
+                raise FeederFailed(self._url, str(header.get("reason", "")), int(header.get("exit_code", CRASHED)))
             elif header["type"] in wanted:
                 return header, [frame.buffer for frame in rest]
             else:

@@ -20,7 +20,7 @@ _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "done": {"step": (int,), "metrics": (dict,), "weights_digest": (str, NoneType)},
     "published": {"version": (int,), "step": (int,)},
     "checkpointed": {"step": (int,), "directory": (str,)},
-    "failed": {"rank": (int,), "reason": (str,)},
+    "failed": {"rank": (int,), "reason": (str,), "exit_code": (int,)},
     "bye": {},
 }
 """Fields of each message of a rank, with their types."""

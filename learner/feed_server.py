@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
+from bus.exit_codes import CRASHED
 from bus.link import Waiter
 from learner.errors import FeedError, RankFailed
 from learner.feed_gate import Gate
@@ -142,10 +143,10 @@ class FeedServer:
             if rank.waits is not None:
                 await self._say(identity, pack("wait", waits_for=waits_for))
 
-    async def fail(self, reason: str) -> None:
-        """Tell all ranks that it is over, and why."""
+    async def fail(self, reason: str, exit_code: int = CRASHED) -> None:
+        """Send all ranks the reason why it is over, and the exit code that goes with it."""
         for identity in self._ranks:
-            await self._say(identity, pack("error", reason=reason))
+            await self._say(identity, pack("error", reason=reason, exit_code=exit_code))
 
     def starved_s(self, now: float) -> float:
         """How long a rank has been waiting for a batch; 0 = none is."""
@@ -161,7 +162,7 @@ class FeedServer:
         elif kind == "next":
             self._asked(rank, header)
         elif kind == "failed":
-            raise RankFailed(rank.rank, header["reason"])
+            raise RankFailed(rank.rank, header["reason"], header["exit_code"])
         else:
             self._reported(rank, kind, header)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from bus import exit_codes
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.messages import Sampling
@@ -70,7 +71,8 @@ async def run_feeder(
             await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining or asyncio.Event()))
     except BaseException as error:
         first = _first(error)
-        await server.fail("it was told to end" if isinstance(first, asyncio.CancelledError) else f"{type(first).__name__}: {first}")
+        ended = isinstance(first, asyncio.CancelledError)
+        await server.fail("it was told to end" if ended else exit_codes.message(first), exit_codes.of(first))
         raise first from None
     finally:
         await server.close()

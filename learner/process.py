@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from bus.errors import Fenced
+from bus import exit_codes
 from bus.ports import KeptPort
 from learner.errors import LearnerError
 from learner.feed_keys import FeedKeys
@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 """Lines of a child's output that its failure repeats."""
-STOP_S = 10.0
-"""Between SIGTERM and SIGKILL for the children of a learner that has failed."""
+STOP_S = 2.0
+"""Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to leave, the ranks
+for their dead peer, and all that was promised to last is stored already."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -41,14 +42,18 @@ class ChildFailed(LearnerError):
     def __init__(self, name: str, code: int, last_lines: tuple[str, ...]) -> None:
         super().__init__(name, code, last_lines)
         self.name, self.code, self.last_lines = name, code, last_lines
+        self.reason = exit_codes.reason(last_lines)
 
     @property
     def exit_code(self) -> int:
         """What the learner as a whole is to end with."""
-        return Fenced.exit_code if self.code == Fenced.exit_code else 1
+        return self.code if self.code in exit_codes.FINAL else exit_codes.CRASHED
 
     def __str__(self) -> str:
-        return f"{self.name}: want exit code 0, got {self.code}; its last words:\n" + "\n".join(f"  {line}" for line in self.last_lines)
+        if self.code in exit_codes.FINAL and self.reason:
+            return self.reason
+        first = f"{self.name} {exit_codes.how(self.code)}" + (f": {self.reason}" if self.reason else "")
+        return "\n".join([first, *(f"  {line}" for line in self.last_lines)])
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +91,7 @@ async def run_learner(
 
     ``arguments`` go to ``python -m launch feeder`` and ``python -m launch rank`` as they are, with ``--feeder-url`` and ``--feeder-keys``
     behind them. Raises ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are
-    ended first. When another learner has taken over, it is the child that met it.
+    ended first. Where a child ended with a code that is final, it is that child's: the others only met the consequences.
     """
     command = [sys.executable, "-m", "launch"]
     children: list[_Child] = []
@@ -102,7 +107,7 @@ async def run_learner(
             await _watch(children[0], children[1:], draining, drain_s)
         except ChildFailed as first:
             await _end(children)
-            raise next((_failed(child) for child in children if child.process.returncode == Fenced.exit_code), first) from None
+            raise next((_failed(child) for child in children if child.process.returncode in exit_codes.FINAL), first) from None
         finally:
             await _end(children)
 
@@ -155,7 +160,7 @@ async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Even
             done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 late = ends[next(iter(left))]
-                raise ChildFailed(late.name, 75, (f"not drained after {drain_s:.0f} s", *late.lines))
+                raise ChildFailed(late.name, exit_codes.NOT_IN_TIME, (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines))
             if drain in done and deadline is None:
                 deadline = loop.time() + drain_s
                 log.info("draining: the ranks finish their step")
@@ -173,7 +178,7 @@ async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Even
 
 def _judge(child: _Child, code: int, *, drained: bool) -> None:
     log.info("ended child=%s code=%d", child.name, code)
-    if code != 0 and not (drained and code in (75, -signal.SIGTERM)):  # the latter: it had not begun
+    if code != 0 and not (drained and code in (exit_codes.NOT_IN_TIME, -signal.SIGTERM)):  # the latter: it had not begun
         raise _failed(child)
 
 

@@ -11,7 +11,6 @@ together before the next one.
 """
 
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from bus import exit_codes
 from bus.config import BusConfig
-from bus.errors import Fenced
 from learner import checkpoints
 from learner.algorithms.alarms import AlarmWatch, Context
 from learner.algorithms.config import AlgorithmConfig
@@ -73,10 +72,9 @@ class Draining(BaseException):
 def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
     """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end; the exit code of its process.
 
-    0: the last step is done, or drained after SIGTERM. 1: an error, which the log and the feeder have been told. 76: another learner has
-    taken over, and a push met it before the feeder did.
+    0: the last step is done, or drained after SIGTERM. Otherwise that of the error (``bus/exit_codes.py``), which is in the log and was
+    sent to the feeder.
     """
-    number = int(os.environ["RANK"])
     try:
         with ExitStack() as stack:
             here = _join(stack, learner)
@@ -99,16 +97,12 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                 idle.work = rank.pushes.collect
                 rank.run(start)
             except Exception as error:
-                feed.failed(f"{type(error).__name__}: {error}")
+                feed.failed(exit_codes.message(error), exit_codes.of(error))
                 raise
     except Draining:  # the last step was done; it was waiting for the feeder to say so
         return 0
-    except Fenced as error:
-        log.error("ended, and not to be started again: %s", error)
-        return error.exit_code
-    except Exception:
-        log.exception("rank %d failed", number)
-        return 1
+    except Exception as error:
+        return exit_codes.report(error, log)
     return 0
 
 

@@ -1,5 +1,7 @@
 """The error tree of the rewards."""
 
+from bus import exit_codes
+
 
 class RewardError(Exception):
     """Something is wrong with a reward."""
@@ -7,6 +9,8 @@ class RewardError(Exception):
 
 class UnknownReward(RewardError, ValueError):
     """No reward has this name or import path."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(name, reason)
@@ -18,6 +22,8 @@ class UnknownReward(RewardError, ValueError):
 
 class BadRewardOption(RewardError, ValueError):
     """A reward was given an option that it does not take, or not one that it needs."""
+
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, reward: str, option: str, reason: str) -> None:
         super().__init__(reward, option, reason)

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 
 from actors.config import ActorConfig
+from bus import exit_codes
 from bus.messages import Sampling, Status
 from bus.server import EmbeddedServer
 from tests.actor_kit import (
@@ -87,7 +88,7 @@ async def test_not_drained_in_time_it_hands_back_and_exits_75(open_bus: BusOpene
         await at_work(built, 0)
 
 
-async def test_a_wrong_reward_ends_it_with_1(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_wrong_reward_ends_it_for_good(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus:
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digit"), id="a1") as actor:
-            assert await actor.exit_code() == 1
+            assert await actor.exit_code() == exit_codes.CONFIG

@@ -25,7 +25,7 @@ MESSAGES = (
     pack("done", step=1, metrics={"loss": 1.0}, weights_digest=None),
     pack("published", version=1, step=1),
     pack("checkpointed", step=1, directory="/"),
-    pack("failed", rank=0, reason="made up"),
+    pack("failed", rank=0, reason="made up", exit_code=1),
     pack("bye"),
 )
 ODD = (msgpack.packb({"type": [1]}), msgpack.packb({"type": {}}), msgpack.packb({"type": None}), b"\x91" * 5000, b"")

@@ -303,12 +303,14 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
             waiting = asyncio.create_task(world.train(url, rank=1))
             client = FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2)
             await asyncio.to_thread(client.hello)
-            client.failed("out of memory")
-            with pytest.raises(RankFailed, match="rank 0: out of memory"):
+            client.failed("out of memory", 78)
+            with pytest.raises(RankFailed, match="rank 0: out of memory") as failed:
                 await feeding
+            assert failed.value.exit_code == 78
             await asyncio.to_thread(client.close)
-            with pytest.raises(FeederFailed, match="rank 0: out of memory"):
+            with pytest.raises(FeederFailed, match="rank 0: out of memory") as told:
                 await waiting
+            assert told.value.exit_code == 78, "whichever of them ends first: the learner ends with this code"
 
 
 async def test_a_rank_of_another_layout_is_refused(open_world: OpenWorld) -> None:

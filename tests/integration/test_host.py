@@ -157,14 +157,14 @@ async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Ho
         assert await actors(bus) == there
 
 
-async def test_one_that_cannot_run_is_given_up_with_its_last_lines_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus, reward="nobody.knows:it")
-        host = hosts("h", "--run", bus.run, "--restarts", "1", "actors=1")
+        host = hosts("h", "--run", bus.run, "actors=1")
         row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
-        assert row.waits_for.startswith("actor-h-0 given up: ")
-        assert "nobody" in row.waits_for
-        assert "2 times within" in host.log
+        assert row.waits_for == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
+        assert "ERROR   host h: launch.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log
+        assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)
         await wanted.change(bus, wanted.host_key("h"), {"actor": 2})

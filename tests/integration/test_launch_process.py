@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bus.server import EmbeddedServer
 from launch.process import Child
 from launch.supervisor import GaveUp, Supervisor
 
@@ -44,10 +45,11 @@ def start(body: str, *, drain_s: float = 30, uvloop: bool = True) -> subprocess.
         ("await draining.wait()", [signal.SIGINT], 30, 0),
         ("await asyncio.Event().wait()", [signal.SIGTERM], 0.1, 75),
         ("raise RuntimeError('no good')", [], 30, 1),
+        ("e = RuntimeError('no good'); e.exit_code = 78; raise e", [], 30, 78),
         ("async with asyncio.TaskGroup() as g: g.create_task(asyncio.wait_for(draining.wait(), 0.01))", [], 30, 1),
         ("pass", [], 30, 0),
     ],
-    ids=["drained", "ctrl-c", "not-in-time", "crashed", "crashed-group", "done"],
+    ids=["drained", "ctrl-c", "not-in-time", "crashed", "config", "crashed-group", "done"],
 )
 def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, code: int, uvloop: bool) -> None:
     child = start(body, drain_s=drain_s, uvloop=uvloop)
@@ -55,6 +57,16 @@ def test_exit_codes(body: str, signals: list[signal.Signals], drain_s: float, co
         child.send_signal(number)
     _, errors = child.communicate(timeout=30)
     assert child.returncode == code, errors
+
+
+def test_a_crash_leaves_its_traceback_and_a_wrong_setting_nothing_but_its_message() -> None:
+    crashed = start("raise KeyError('output_layer.weight')")
+    _, errors = crashed.communicate(timeout=30)
+    assert "Traceback" in errors
+    assert errors.splitlines()[-1] == "error: KeyError: 'output_layer.weight'"
+    refused = start("e = ValueError('learner.steps: want > 0'); e.exit_code = 78; raise e")
+    _, errors = refused.communicate(timeout=30)
+    assert errors == "error: learner.steps: want > 0\n"
 
 
 def test_a_second_signal_does_not_wait() -> None:
@@ -92,16 +104,43 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     os.close(handle)
 
 
-async def test_a_process_that_keeps_failing_is_given_up_with_its_last_words(tmp_path: Path) -> None:
+async def test_a_process_that_keeps_failing_is_given_up_with_the_reason(tmp_path: Path) -> None:
     events: list[str] = []
+    (tmp_path / "file").touch()
     supervisor = Supervisor(tmp_path, restarts=1, window_s=60, on_event=events.append)
     with pytest.raises(GaveUp) as error:
-        await supervisor.keep("engine", ["engine", "--config", "/no/such.yaml", "--bus", "nats://127.0.0.1:1"])
+        await supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/file/run"])
     assert error.value.times == 2
-    assert "/no/such.yaml: cannot be read" in str(error.value)
+    assert error.value.exit_code == 1
+    assert "error: NotADirectoryError: " in str(error.value), "its last lines"
     assert len(events) == 1
+    assert events[0].startswith("bus ended with code 1: NotADirectoryError: ")
     assert "started again" in events[0]
-    assert supervisor.restarted == {"engine": 1}
+    assert supervisor.restarted == {"bus": 1}
+
+
+async def test_a_process_whose_settings_are_wrong_is_not_started_again(tmp_path: Path, nats_server: EmbeddedServer) -> None:
+    """Whatever its budget: here it is the grandchild, the feeder, that finds no model."""
+    events: list[str] = []
+    file = tmp_path / "wrong.yaml"
+    file.write_text(f"run: wrong\ndirectory: {tmp_path}/run\nmodel: {{path: {tmp_path}/none}}\ndata: {{path: none.jsonl}}\n")
+    supervisor = Supervisor(tmp_path, restarts=5, window_s=60, on_event=events.append)
+    for always in (False, True):
+        with pytest.raises(GaveUp) as error:
+            await supervisor.keep(f"learner{always}", ["learner", "--config", str(file), "--bus", nats_server.url], always=always)
+        assert str(error.value).startswith(f"learner{always}: model.path: want a directory with a Hugging Face model")
+        assert error.value.exit_code == 78
+    assert events == []
+    assert supervisor.restarted == {}
+
+
+async def test_the_reason_is_of_the_last_start(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("error: of an earlier one\n")
+    child = Child("config", ["config", "/no/such.yaml"], tmp_path / "log")
+    await child.start()
+    assert await child.wait() == 2
+    assert child.reason() == ""
+    assert child.last_lines() == "tidemill config: /no/such.yaml: cannot be read: No such file or directory"
 
 
 async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:

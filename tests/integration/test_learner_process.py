@@ -3,12 +3,17 @@
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from learner import process
 from learner.process import ChildFailed, _Child, run_learner
+from tests.feeder_kit import KEYS
+
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 
 
 def _children() -> set[int]:
@@ -26,6 +31,31 @@ async def test_a_failed_child_ends_the_others_and_is_quoted() -> None:
     assert "RANK" not in os.environ
 
 
+async def test_a_child_that_no_restart_can_cure_ends_the_learner_with_its_code_and_its_message(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.yaml"
+    file.write_text(f"run: wrong\nmodel: {{path: {tmp_path}/none}}\n")
+    with pytest.raises(ChildFailed) as caught:
+        await run_learner(["--config", str(file), "--bus", "nats://127.0.0.1:1"], num_ranks=1, draining=asyncio.Event())
+    assert caught.value.exit_code == 78
+    assert str(caught.value) == f"model.path: want a directory with a Hugging Face model (config.json in it), got '{tmp_path}/none'"
+
+
+async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A feeder that waits for a dead rank to leave would wait for ever: here it does not even notice that it is told to end."""
+    monkeypatch.setattr(process, "STOP_S", 0.1)
+    deaf = await process._start("feeder", [sys.executable, "-c", DEAF], {}, KEYS)
+    killed = await process._start("rank 0", [sys.executable, "-c", DEAF], {}, KEYS)
+    for child in (deaf, killed):
+        assert child.process.stdout is not None
+        assert await child.process.stdout.readline() == b"deaf\n"
+    killed.signal(signal.SIGKILL)
+    with pytest.raises(ChildFailed, match=r"^rank 0 killed by signal 9 \(SIGKILL\)") as caught:
+        await process._watch(deaf, [killed], asyncio.Event(), 30)
+    assert caught.value.exit_code == 1
+    await process._end([deaf, killed])
+    assert deaf.process.returncode == -signal.SIGKILL
+
+
 async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
     before = _children()
     draining = asyncio.Event()
@@ -38,9 +68,9 @@ async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
 
 
 async def test_a_child_that_ended_a_moment_ago_can_be_signalled() -> None:
-    process = await asyncio.create_subprocess_exec("true", start_new_session=True)
-    while os.path.exists(f"/proc/{process.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread; the loop cannot hear of it meanwhile
+    ended = await asyncio.create_subprocess_exec("true", start_new_session=True)
+    while os.path.exists(f"/proc/{ended.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread; the loop cannot hear of it meanwhile
         time.sleep(0.001)  # noqa: ASYNC251
-    assert process.returncode is None
-    _Child("true", process).signal(signal.SIGTERM)
-    assert await process.wait() == 0
+    assert ended.returncode is None
+    _Child("true", ended).signal(signal.SIGTERM)
+    assert await ended.wait() == 0

@@ -1,0 +1,62 @@
+"""Exit codes of processes, and the last line a process writes about the error that ended it: its parent repeats that line.
+
+An error class names its code in an attribute ``exit_code``; without one it is CRASHED. Knows no process and no error class.
+"""
+
+import logging
+import signal
+import sys
+from collections.abc import Iterable
+
+DONE, CRASHED, WRONG_USE, NOT_IN_TIME = 0, 1, 2, 75
+TAKEN_OVER = 76
+"""Another learner has taken over the run: two supervisors would fence each other's learners for ever."""
+CONFIG = 78
+"""Settings or data that no restart can cure (EX_CONFIG of sysexits.h)."""
+FINAL = frozenset({WRONG_USE, TAKEN_OVER, CONFIG})
+"""A process that ends with one of these is not started again."""
+LINE = "error: "
+"""How the last line of a process begins that has ended by an error; the message follows."""
+
+
+def of(error: BaseException) -> int:
+    """Return the exit code of a process that ends by ``error``."""
+    return int(getattr(error, "exit_code", CRASHED))
+
+
+def message(error: BaseException) -> str:
+    """Return the first line of the error's message, with its type unless the error names an exit code (then it is one of ours)."""
+    text = (str(error).splitlines() or [""])[0]
+    name = type(error).__name__
+    return text if hasattr(error, "exit_code") and text else f"{name}: {text}" if text else name
+
+
+def report(error: BaseException, log: logging.Logger) -> int:
+    """Write the last line of a process that ends by ``error`` to stderr; return its exit code.
+
+    The traceback goes to ``log`` before, except for errors that are the user's to mend: there the message is all there is to know.
+    """
+    code = of(error)
+    if code not in FINAL:
+        log.error("crashed: %s", error, exc_info=error)
+    sys.stderr.write(f"{LINE}{message(error)}\n")
+    return code
+
+
+def reason(lines: Iterable[str]) -> str:
+    """Return the message of the last line written by ``report``; empty when there is none."""
+    found = ""
+    for line in lines:
+        if line.startswith(LINE):
+            found = line.removeprefix(LINE).rstrip()
+    return found
+
+
+def how(code: int) -> str:
+    """Return how a process with this exit code ended, in words."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"killed by signal {-code}"
