@@ -193,6 +193,13 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
     return lines
 
 
+def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
+    """Lines of the configuration of a server without accounts on which there is the viewer and no other user; none without a password."""
+    if not password:
+        return []
+    return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]
+
+
 def route_password(directory: Path) -> str:
     """What the servers of a cluster show to each other; ``make_users`` made it."""
     return str(json.loads((directory / USERS_FILE).read_text())[_ROUTES])

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password
+from bus.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.server import EmbeddedServer, write_private
@@ -18,10 +18,14 @@ _CLUSTER_NAME = "tidemill"
 class EmbeddedBus:
     """Synchronous, as its servers are: call it from a thread that lives as long as the process."""
 
-    def __init__(self, directory: Path, run: str, config: BusConfig, auth_dir: Path | None = None) -> None:
-        self._directory, self._config = directory, config
+    def __init__(
+        self, directory: Path, run: str, config: BusConfig, auth_dir: Path | None = None, *, read_only: bool = False, viewer: str = ""
+    ) -> None:
+        """``read_only``: for looking at a run that is over (``EmbeddedServer``). ``viewer``: password of the viewer, then
+        the only user of a bus without ``auth``."""
+        self._directory, self._config, self._read_only = directory, config, read_only
         self._auth_dir = auth_dir or directory / "auth"
-        users = make_users(self._auth_dir, run, config) if config.auth else []
+        users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
         self.servers = [self._server(number, users) for number in range(config.cluster)]
 
     @property
@@ -52,13 +56,14 @@ class EmbeddedBus:
         config = self._config
         if config.server_name:
             lines = self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
-            return EmbeddedServer(self._directory, config, extra=[*users, *lines])
+            return EmbeddedServer(self._directory, config, extra=[*users, *lines], read_only=self._read_only)
         if config.cluster == 1:
-            return EmbeddedServer(self._directory, config, extra=users)
+            return EmbeddedServer(self._directory, config, extra=users, read_only=self._read_only)
         places = self._places()
         lines = self._cluster_lines(f"n{number}", places[number], places)
         port = config.port + number if config.port > 0 else config.port
-        return EmbeddedServer(self._directory / f"n{number}", dataclasses.replace(config, port=port), extra=[*users, *lines])
+        own = dataclasses.replace(config, port=port)
+        return EmbeddedServer(self._directory / f"n{number}", own, extra=[*users, *lines], read_only=self._read_only)
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
         """Routes carry everything between the servers; with users or TLS they ask for a password and speak TLS, too."""

@@ -40,6 +40,10 @@ class History:
         """Unix time of the server's clock, in which ``stored_s`` is told."""
         return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
 
+    async def newest_s(self) -> float:
+        """When the newest message was stored; in the same time."""
+        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["state"]["last_ts"])
+
     async def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Glimpse]:
         """Headers of the samples from ``first`` to ``last``; for ever without a last one."""
         async for delivered in self._read(first, last, headers_only=True):

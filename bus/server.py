@@ -1,7 +1,6 @@
 """nats-server as a child of this process: found, configured, started, and gone when this process is."""
 
 import ctypes
-import errno
 import fcntl
 import json
 import os
@@ -17,7 +16,10 @@ from typing import Self
 from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.ports import KeptPort
+from bus.readonly import ReaderLock, ask_to_end, holder
 
+LOCK_FILE = "lock"
+"""In a server's directory: locked as long as the server lives."""
 _START_S = 30.0
 """Recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
 _STOP_S = 5.0
@@ -33,12 +35,30 @@ def find_binary() -> str:
     return found
 
 
+def in_use(directory: Path) -> bool:
+    """Whether a server has the store in this directory open, other than one for reading alone."""
+    file = directory / LOCK_FILE
+    if not file.exists() or holder(directory):
+        return False
+    with file.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class EmbeddedServer:
     """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context manager."""
 
-    def __init__(self, directory: Path, config: BusConfig, *, extra: Sequence[str] = ()) -> None:
-        """``extra``: more lines of its configuration (users, the cluster it is part of)."""
+    def __init__(self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False) -> None:
+        """``extra``: more lines of its configuration (users, the cluster it is part of).
+
+        ``read_only``: for looking at a run that is over. Any free port, which is not remembered (processes of the run that still wait for
+        their bus must not find it), and this process is asked to end when the run's own server is started.
+        """
         self.directory = Path(directory).absolute()
+        self._reader = ReaderLock(self.directory) if read_only else None
         self.config, self._extra = config, list(extra)
         self._process: subprocess.Popen[bytes] | None = None
         self._url = ""
@@ -77,21 +97,21 @@ class EmbeddedServer:
         try:
             self._url = self._launch()
         except BaseException:
-            self._let_port_go()
+            self._let_go()
             raise
-        self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
+        if self._reader is None:
+            self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
         return self._url
 
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after 5 s."""
-        self._let_port_go()
-        if self._process is None or not self.running:
-            return
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self.kill()
+        if self._process is not None and self.running:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._let_go()
 
     def kill(self) -> None:
         """SIGKILL (for tests)."""
@@ -115,10 +135,10 @@ class EmbeddedServer:
 
     def _launch(self) -> str:
         binary = find_binary()
-        for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
-            stale.unlink()
         lock = self._lock()
         try:
+            for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
+                stale.unlink()
             config = self._write_config()
             with self._log.open("ab") as log:
                 self._process = subprocess.Popen(
@@ -128,24 +148,37 @@ class EmbeddedServer:
                     stderr=log,
                     pass_fds=(lock,),
                     preexec_fn=_die_with_parent(),
+                    process_group=0,  # Ctrl-C is for this process, which stops the server when it has finished with it
                 )
         finally:
             os.close(lock)
         return self._await_ports(Path(binary).name)
 
     def _lock(self) -> int:
-        """A lock on the directory that the server inherits and holds as long as it lives: two on one store would destroy it."""
-        lock = os.open(self.directory / "lock", os.O_CREAT | os.O_RDWR, 0o644)
-        deadline = time.monotonic() + _STOP_S
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
-            except OSError as error:
-                if error.errno != errno.EWOULDBLOCK or time.monotonic() > deadline:
-                    os.close(lock)
-                    raise ServerFailed(f"another one is running on {self.directory}") from None
+        """A lock on the directory that the server inherits and holds as long as it lives: two on one store would destroy it.
+
+        A server that only reads waits for another one of its kind; the run's own asks such a one to end.
+        """
+        lock = os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
+        deadline, asked = time.monotonic() + _STOP_S, 0
+        while not self._acquired(lock):
+            asked = asked or (0 if self._reader else ask_to_end(self.directory))
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise ServerFailed(f"another one is running on {self.directory}{_of_reader(holder(self.directory))}")
             time.sleep(0.02)  # one that was killed with its parent is gone in a moment
+        return lock
+
+    def _acquired(self, lock: int) -> bool:
+        if self._reader is not None and not self._reader.acquire():
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if self._reader is not None:
+                self._reader.release()
+            return False
+        return True
 
     @property
     def _log(self) -> Path:
@@ -158,6 +191,8 @@ class EmbeddedServer:
     def _port(self) -> int:
         """The configured one, else the one of the last time, else any: that is kept until ``stop``, so that nobody else is given it while
         a server that was killed is started again."""
+        if self._reader is not None:
+            return -1
         if self.config.port >= 0:
             return self.config.port
         if self._kept is None:
@@ -178,10 +213,13 @@ class EmbeddedServer:
         except (FileNotFoundError, ValueError):
             return 0
 
-    def _let_port_go(self) -> None:
+    def _let_go(self) -> None:
+        """Of what is kept while the server may be started again."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
+        if self._reader is not None:
+            self._reader.release()
 
     def _write_config(self) -> Path:
         """One field a line: on one line nats-server wants commas."""
@@ -221,6 +259,10 @@ class EmbeddedServer:
                 time.sleep(0.005)
         self.kill()
         raise ServerFailed(f"not up after {_START_S:.0f} s", self.log_tail())
+
+
+def _of_reader(pid: int) -> str:
+    return f": process {pid} looks at this run; end it first" if pid else ""
 
 
 def write_private(path: Path, text: str) -> None:

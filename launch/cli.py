@@ -144,6 +144,7 @@ def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, re
 
 def _looking(parser: argparse.ArgumentParser) -> None:
     """Which run a command is about."""
+    parser.set_defaults(ended=False)  # known when the run is found
     parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
     parser.add_argument("--bus", default="", help="NATS URL")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from launch.access import LEARNER, OPERATOR, VIEWER
+from launch.access import LEARNER, OPERATOR
 from launch.config import RunConfig
 from launch.settings import Loaded, load, render
 
@@ -242,25 +242,26 @@ def rank(args: argparse.Namespace) -> int:
 
 def dead(args: argparse.Namespace) -> int:
     from launch.dead_letters import say_of_dead, show_dead
-    from launch.looking import find_run
+    from launch.looking import find_run, run_of
     from launch.process import set_up_logging
 
     if args.word != "list" and not (args.tasks or args.all or args.reason):
         raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
     set_up_logging("dead", level=logging.ERROR)
-    url, run = find_run(args.run_dir, args.bus, args.run, user=VIEWER if args.word == "list" else OPERATOR)
     if args.word == "list":
-        return asyncio.run(show_dead(url, run, every=args.all, reason=args.reason, as_json=args.json))
+        with run_of(args) as place:
+            return asyncio.run(show_dead(place.url, place.run, every=args.all, reason=args.reason, as_json=args.json))
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
     return asyncio.run(say_of_dead(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))
 
 
 def status(args: argparse.Namespace) -> int:
-    from launch.looking import find_run, show_status
+    from launch.looking import run_of, show_status
     from launch.process import set_up_logging
 
     set_up_logging("status", level=logging.ERROR)
-    url, run = find_run(args.run_dir, args.bus, args.run)
-    return asyncio.run(show_status(url, run, as_json=args.json))
+    with run_of(args) as place:
+        return asyncio.run(show_status(place.url, place.run, as_json=args.json))
 
 
 def weights(args: argparse.Namespace) -> int:
@@ -304,40 +305,45 @@ def replay(args: argparse.Namespace) -> int:
 def archive(args: argparse.Namespace) -> int:
     from bus.errors import BusError
     from launch import process
-    from launch.looking import find_run
+    from launch.looking import run_of
     from launch.samples import archive as archives
 
     process.set_up_logging("archive", args.name)
-    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
     refused: list[str] = []
 
     async def body(draining: asyncio.Event) -> None:
         try:
-            await archives.archive(url, run, args, draining)
+            await archives.archive(place.url, place.run, args, draining)
         except (BusError, ValueError) as error:
             refused.append(str(error))
 
-    code = process.run(body, drain_s=60)
+    with run_of(args, user=OPERATOR) as place:
+        args.ended = place.ended
+        code = process.run(body, drain_s=60)
     if refused:
         raise ValueError(refused[0])
     return code
 
 
 def cursors(args: argparse.Namespace) -> int:
-    from launch.looking import find_run
+    from launch.looking import find_run, run_of
     from launch.process import set_up_logging
     from launch.readers import show_cursors
 
     set_up_logging("cursors", level=logging.ERROR)
-    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR if args.forget else VIEWER)
-    return asyncio.run(show_cursors(url, run, forget=args.forget))
+    if args.forget:
+        url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+        return asyncio.run(show_cursors(url, run, forget=args.forget))
+    with run_of(args) as place:
+        return asyncio.run(show_cursors(place.url, place.run, forget=""))
 
 
 def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
     """Find the run, connect to its bus, and look."""
-    from launch.looking import find_run, looking
+    from launch.looking import looking, run_of
     from launch.process import set_up_logging
 
     set_up_logging(args.command, level=logging.ERROR)
-    url, run = find_run(args.run_dir, args.bus, args.run)
-    return asyncio.run(looking(url, run, args, look))
+    with run_of(args) as place:
+        args.ended = place.ended
+        return asyncio.run(looking(place.url, place.run, args, look))

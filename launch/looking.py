@@ -4,8 +4,10 @@ import argparse
 import asyncio
 import json
 import os
+import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from bus.errors import BusError, NotFound
 from bus.live import processes
 from bus.messages import Done, Kind, Plan, Settle
 from launch.access import VIEWER, viewer_line
+from launch.ended import EndedBus, started
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
 
@@ -47,6 +50,35 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
         raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
     line = viewer_line(bus, os.environ)
     return line, run or _only_run(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run can be looked at."""
+
+    url: str
+    """With the password in it: not to be shown."""
+    run: str
+    ended: bool = False
+    """Nothing more will come."""
+
+
+@contextmanager
+def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[Place]:
+    """The run that a command which only reads is about; while entered, its bus answers although the run is over (then to the viewer).
+
+    Raises ValueError saying what is missing, RunGoesOn when such a run is started again meanwhile.
+    """
+    root = Path(args.run_dir)
+    here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
+    ended = EndedBus.of(root) if here else None
+    if ended is None:
+        url, run = find_run(args.run_dir, args.bus, args.run, user=user)
+        yield Place(url=url, run=run)
+        return
+    print(f"tidemill {args.command}: {root}: the run is not at work; its bus is started to be read by this command", file=sys.stderr)
+    with started(ended) as line:
+        yield Place(url=line, run=args.run or ended.run, ended=True)
 
 
 def _only_run(bus: str) -> str:

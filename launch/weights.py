@@ -36,6 +36,11 @@ class Served:
 
 async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
     """1 when engines of one version differ."""
+    if args.ended:
+        head = await bus.rows("weights").get("head")
+        newest = f"its newest version is {head[0]['version']} (step {head[0]['step']})" if head else "it has published no version"
+        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not at work; {newest}", markup=False)
+        return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
         found = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])

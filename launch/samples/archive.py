@@ -12,11 +12,12 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
 from bus.connection import Bus, connect
-from bus.cursors import LEAVE, Reader
+from bus.cursors import LEAVE, Place, Reader
 from bus.errors import StreamTrimmed, WireError
 from bus.history import History, Stored
 from launch.samples.recording import Origin, Recorder, mend
@@ -31,22 +32,40 @@ KEEP_EVERY_S = 1.0
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Until ``draining`` is set, or with ``args.until_end`` until it has what there is now. Raises BusError, ValueError."""
+    """Until ``draining`` is set, or with ``args.until_end``, and of a run that is over, until it has what there is now.
+
+    Raises BusError, ValueError.
+    """
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
         state = await bus.samples.info()
         shelf = Shelf(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
-        reader = await Reader.open(bus, args.name, policy=args.policy)
+        reader: Reader | Unregistered
+        if args.ended:
+            reader = Unregistered(name=args.name, place=Place(created=state.created, floor=state.first_seq - 1, policy=args.policy))
+        else:
+            reader = await Reader.open(bus, args.name, policy=args.policy)
         if reader.place.floor > shelf.last_seq > 0:
             log.warning("samples %d to %d were archived elsewhere: %s has none", shelf.last_seq + 1, reader.place.floor, args.out)
         try:
-            await _fill(bus, shelf, reader, draining, state.last_seq if args.until_end else None)
+            await _fill(bus, shelf, reader, draining, state.last_seq if args.until_end or args.ended else None)
         finally:
             shelf.close()
         log.info("archived up to seq=%d samples=%d directory=%s", reader.place.floor, shelf.written, args.out)
 
 
-async def _fill(bus: Bus, shelf: "Shelf", reader: Reader, draining: asyncio.Event, last: int | None) -> None:
+@dataclass(slots=True, kw_only=True)
+class Unregistered:
+    """Reader of a run that is over: nothing is trimmed meanwhile, and its bus is not written to."""
+
+    name: str
+    place: Place
+
+    async def advance(self, floor: int) -> None:
+        self.place = replace(self.place, floor=max(floor, self.place.floor))
+
+
+async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, draining: asyncio.Event, last: int | None) -> None:
     samples = _behind(bus, reader, shelf.last_seq)
     drained = asyncio.create_task(draining.wait(), name="draining")
     upcoming: asyncio.Task[Stored] | None = None
@@ -76,7 +95,7 @@ async def _fill(bus: Bus, shelf: "Shelf", reader: Reader, draining: asyncio.Even
         await samples.aclose()  # type: ignore[attr-defined]
 
 
-async def _behind(bus: Bus, reader: Reader, last_seq: int) -> AsyncIterator[Stored]:
+async def _behind(bus: Bus, reader: Reader | Unregistered, last_seq: int) -> AsyncIterator[Stored]:
     """Samples behind the reader's place that no recording has; a hole is an error, or for a reader that may be left behind a warning."""
     history, expected = History(bus.jet), max(reader.place.floor, last_seq) + 1
     if expected > 1:  # a new reader begins at what is there
@@ -88,7 +107,7 @@ async def _behind(bus: Bus, reader: Reader, last_seq: int) -> AsyncIterator[Stor
         yield stored
 
 
-async def _refuse_hole(history: History, reader: Reader, expected: int) -> None:
+async def _refuse_hole(history: History, reader: Reader | Unregistered, expected: int) -> None:
     first = (await history.state()).first_seq
     if first <= expected:
         return

@@ -63,6 +63,7 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
 
 
 def _place(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(ended=False)  # known when the run is found
     parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
     parser.add_argument("--bus", default="", help="NATS URL")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")

@@ -30,17 +30,19 @@ _RIGHT = ("completed", "truncated")
 
 
 async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
-    """Print them once, or for ever."""
+    """Print them once, or for ever. The window of a run that is over ends with its newest sample."""
     filter = filter_of(args)
-    window = await _Window.open(Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value)), args.window)
+    search = Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
+    end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
+    window = await _Window.open(search, args.window, end_s)
 
     def now(now_s: float) -> dict[str, Any]:
         return {"run": bus.run, "window": args.window, **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward)}
 
-    if args.follow:
+    if args.follow and not args.ended:
         await first_of(window.grow(), _refresh(window, now, as_json=args.json))
     else:
-        _say(now(await window.search.history.now_s()), as_json=args.json)
+        _say(now(end_s), as_json=args.json)
     return 0
 
 
@@ -72,13 +74,13 @@ class _Window:
     """It began with the first sample there was."""
 
     @classmethod
-    async def open(cls, search: Search, words: str) -> "_Window":
+    async def open(cls, search: Search, words: str, end_s: float) -> "_Window":
         if words.isdigit():
             found, last_seq, _ = await search.newest(int(words), limit=_LIMIT, payloads=False)
             return cls(search=search, lines=deque(one.line for one in found), last_seq=last_seq, count=int(words))
         span_s = seconds("--window", words)
         state = await search.history.state()
-        first = await search.history.at_time(await search.history.now_s() - span_s)
+        first = await search.history.at_time(end_s - span_s)
         lines = deque([one.line async for one in search.forward(first, state.last_seq, payloads=False)])
         return cls(search=search, lines=lines, last_seq=state.last_seq, span_s=span_s, whole=first <= state.first_seq)
 

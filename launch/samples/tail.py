@@ -28,7 +28,7 @@ async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]
     placed = bool(args.since) or args.since_version is not None
     first = await search.begin(args.since, args.since_version) if placed else 1
     if placed and args.last is None:
-        last = None if args.follow else (await search.history.state()).last_seq
+        last = None if _follows(args) else (await search.history.state()).last_seq
         async for found in search.forward(first, last):
             yield found
         return
@@ -38,9 +38,14 @@ async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]
         yield found
     if len(newest) < count and looked >= args.search:
         print(f"tidemill: {len(newest)} of {count} found among the newest {looked} messages; --search N looks further", file=sys.stderr)
-    if args.follow:
+    if _follows(args):
         async for found in search.forward(last_seq + 1):
             yield found
+
+
+def _follows(args: argparse.Namespace) -> bool:
+    """Of a run that is over nothing more will come."""
+    return args.follow and not args.ended
 
 
 def _writer(args: argparse.Namespace) -> Callable[[Found], None]:

@@ -1,0 +1,66 @@
+"""A lock that names its holder: the process that has started a run's server for reading alone, and gives way to the run itself.
+
+A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it ends.
+"""
+
+import contextlib
+import fcntl
+import os
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import IO
+
+FILE = "reader"
+"""In a server's directory."""
+_FLOCK = "hhqqi"
+"""struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
+
+
+class ReaderLock:
+    """Held by at most one process per directory. A process opens it once: closing any descriptor of the file releases the lock."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / FILE
+        self._file: IO[str] | None = None
+
+    def acquire(self) -> bool:
+        """Take the lock without waiting; False while another process has it."""
+        if self._file is not None:
+            return True
+        file = self._path.open("a")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.close()
+            return False
+        self._file = file
+        return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def holder(directory: Path) -> int:
+    """Process id of the holder; 0 = none, or not known (another machine, another system than Linux)."""
+    path = directory / FILE
+    if sys.platform != "linux" or not path.exists():
+        return 0
+    with path.open("a") as file:
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    return int(pid) if kind != fcntl.F_UNLCK and pid > 0 else 0
+
+
+def ask_to_end(directory: Path) -> int:
+    """SIGTERM to the holder; its process id, 0 when there is none that may be signalled."""
+    pid = holder(directory)
+    if not pid or pid == os.getpid():
+        return 0
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGTERM)
+        return pid
+    return 0

@@ -1,0 +1,198 @@
+"""A run that is over is looked at: the commands start its bus to be read, write nothing, stop it, and give way to the run itself."""
+
+import asyncio
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bus.address import parse
+from bus.auth import ACCOUNT, credentials_file, read_credentials
+from bus.cluster import EmbeddedBus
+from bus.config import BusConfig
+from bus.connection import connect
+from bus.errors import BusError
+from bus.server import in_use
+from launch import ended
+from launch.access import AUTH_DIR
+from launch.config import RunConfig
+from launch.settings import to_map
+from tests import data_kit
+from tests.integration.test_launch_looking import ROOT, make_run, tidemill
+
+BOUND_S = 60.0
+
+
+async def make_ended(root: Path, *, written: bool = True, **settings: object) -> RunConfig:
+    """A run of seven samples, the last one long, in ``root`` whose processes have ended."""
+    config = RunConfig(run="over", directory=str(root), bus=BusConfig(**settings))  # type: ignore[arg-type]
+    root.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
+    (root / ended.CONFIG_FILE).write_text(yaml.safe_dump(to_map(config)))
+    servers = EmbeddedBus(root / ended.BUS_DIR, config.run, config.bus, root / AUTH_DIR)
+    await asyncio.to_thread(servers.start)
+    try:
+        line = parse(servers.url)
+        if config.bus.auth:
+            user, password = read_credentials(credentials_file(root / AUTH_DIR, "learner"))
+            line = parse(line.line().replace("://", f"://{user}:{password}@"))
+        async with connect(line.line(), config.run, config.bus, name="maker", wait_s=20) as bus:
+            await bus.jet.insist(bus.create_layout)
+            await make_run(bus)
+            long = replace(data_kit.sample(data_kit.task(9), 0), run=bus.run, response="x" * 1_000_000)
+            await bus.samples.publish(long)
+            await bus.rows("weights").put("head", {"version": 7, "step": 7})
+    finally:
+        await asyncio.to_thread(servers.stop)
+    return config
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Messages and metadata of every stream; the server's own index of them is its business."""
+    streams = root / "bus" / "store" / "jetstream" / "$G" / "streams"
+    return {
+        str(path.relative_to(streams)): path.read_bytes()
+        for path in sorted(streams.rglob("*"))
+        if (path.is_file() and path.suffix == ".blk") or path.name == "meta.inf"
+    }
+
+
+async def test_every_command_that_reads_answers_and_the_streams_stay_as_they_are(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    await make_ended(run)
+    before = contents(run)
+    assert len(before) > 10
+    wanted = {
+        ("tail", "--last", "2"): "#7",
+        ("tail", "--follow", "--last", "1"): "#7",
+        ("show", "#1"): "trained in step 1",
+        ("stats",): "7 in ",
+        ("stats", "--follow", "--window", "10"): "7 in ",
+        ("status",): "3 issued: 2 settled, 1 open",
+        ("weights",): "newest version is 7",
+        ("dead",): "no dead task",
+        ("cursors",): "no reader is registered",
+        ("replay", "-o", str(tmp_path / "all.tide")): "7",
+        ("archive", "-o", str(tmp_path / "archive")): "",
+    }
+    for (command, *more), text in wanted.items():
+        code, out, errors = await tidemill(command, "--run-dir", str(run), *more)
+        assert code == 0, f"{command}: {errors}"
+        assert text in out + errors, f"{command}: {out}"
+        assert sum("the run is not at work; its bus is started" in line for line in errors.splitlines()) == 1, errors
+        assert not in_use(run / "bus"), f"{command} left a server"
+        assert contents(run) == before, f"{command} has written"
+    assert not (run / "bus.url").exists()
+    assert [path.suffix for path in (tmp_path / "archive").iterdir()] == [".tide"]
+
+
+async def test_what_changes_a_run_needs_one_that_is_at_work(tmp_path: Path) -> None:
+    await make_ended(tmp_path)
+    for words in (("scale", "actors=2"), ("cursors", "--forget", "x"), ("dead", "drop", "1")):
+        code, _, errors = await tidemill(*words, "--run-dir", str(tmp_path))
+        assert code == 2
+        assert "no bus is running here" in errors
+
+
+async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(tmp_path: Path) -> None:
+    await make_ended(tmp_path)
+    port = (tmp_path / "bus" / "port").read_text()
+    found = ended.EndedBus.of(tmp_path)
+    assert found is not None
+    with ended.started(found) as line:
+        assert parse(line).servers[0].rpartition(":")[2] != port, "an actor that waits for the run's bus would go to work"
+        async with connect(line, found.run, name="look", wait_s=10) as bus:
+            assert (await bus.samples.info()).messages == 7
+            with pytest.raises(BusError):
+                await bus.rows("run").put("config", {})
+        with pytest.raises(BusError):
+            async with connect(parse(line).servers[0], found.run, name="stranger", wait_s=1):
+                pass
+    assert (tmp_path / "bus" / "port").read_text() == port
+
+
+async def test_a_run_with_users_and_an_address_that_was_left_behind(tmp_path: Path) -> None:
+    await make_ended(tmp_path, auth=True, auth_users=1)
+    (tmp_path / "bus.url").write_text("nats://127.0.0.1:1")  # everything was killed
+    assert (tmp_path / "bus" / "store" / "jetstream" / ACCOUNT).is_dir()
+    code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
+    assert code == 0, errors
+    assert json.loads(out)["seq"] == 7
+
+
+@pytest.mark.slow
+async def test_a_cluster_is_looked_at_too(tmp_path: Path) -> None:
+    await make_ended(tmp_path, cluster=3)
+    code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
+    assert code == 0, errors
+    assert json.loads(out)["seq"] == 7
+
+
+async def test_the_second_of_two_looks_names_the_first(tmp_path: Path) -> None:
+    await make_ended(tmp_path)
+    first = await looker(tmp_path)
+    code, _, errors = await tidemill("tail", "--run-dir", str(tmp_path))
+    first.kill()
+    await first.communicate()
+    assert code == 2
+    assert f"process {first.pid} looks at this run; end it first" in errors
+    code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
+    assert (code, json.loads(out)["seq"]) == (0, 7), errors
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+async def test_however_a_look_ends_its_server_ends_too(tmp_path: Path, how: signal.Signals) -> None:
+    await make_ended(tmp_path)
+    look = await looker(tmp_path)
+    look.send_signal(how)
+    await look.communicate()
+    async with asyncio.timeout(BOUND_S):
+        await asyncio.to_thread(wait_until_free, tmp_path)
+
+
+async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path) -> None:
+    config = await make_ended(tmp_path)
+    look = await looker(tmp_path)
+    servers = EmbeddedBus(tmp_path / "bus", config.run, config.bus, tmp_path / AUTH_DIR)
+    try:
+        url = await asyncio.to_thread(servers.start)
+        _, errors = await look.communicate()
+        assert b"ended by SIGTERM, which a run that is started again sends; look again" in errors
+        assert look.returncode == 2
+        (tmp_path / "bus.url").write_text(url)
+        code, out, words = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
+        assert (code, json.loads(out)["seq"], words) == (0, 7, ""), "the bus of the run itself is used"
+    finally:
+        await asyncio.to_thread(servers.stop)
+
+
+async def test_a_reader_of_the_output_that_ends_early_ends_the_look(tmp_path: Path) -> None:
+    await make_ended(tmp_path)
+    command = f"{sys.executable} -m launch tail --run-dir {tmp_path} --jsonl --last 6 | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    child = await asyncio.create_subprocess_exec("bash", "-c", command, cwd=ROOT, stderr=subprocess.PIPE)
+    await child.communicate()
+    assert child.returncode == 0
+    assert not in_use(tmp_path / "bus")
+
+
+async def looker(root: Path) -> asyncio.subprocess.Process:
+    """A command that looks at an ended run and cannot go on: nothing reads what it prints, as behind a pager."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "launch", "tail", "--run-dir", str(root), "--full"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    await child.stdout.readexactly(1)
+    return child
+
+
+def wait_until_free(root: Path) -> None:
+    with (root / "bus" / "lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
