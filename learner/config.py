@@ -12,9 +12,11 @@ class DataConfig:
     path: str = ""
     """A .jsonl or .parquet file."""
     prompt_key: str = "prompt"
+    """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
     label_key: str = "label"
+    """Column with what the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""
-    """Optional column with a map that travels with the sample."""
+    """Column with a map that travels with the sample and reaches the reward; empty = none."""
     apply_chat_template: bool = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""

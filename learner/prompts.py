@@ -56,7 +56,7 @@ class PromptFile:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        """``keys``: of prompt, label and metadata; a label or metadata key of "" is not looked for.
+        """``keys``: of prompt, label and metadata, as ``value_at`` reads them; a label or metadata key of "" is not looked for.
 
         Raises PromptError naming file and line: unreadable, empty, a key missing, a prompt that is neither text nor messages.
         """
@@ -184,7 +184,7 @@ def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
             except json.JSONDecodeError as error:
                 raise PromptError(_where(path, number), "a JSON map", f"{line.strip()[:80]!r} ({error.msg})") from error
             if not isinstance(values, dict):
-                raise PromptError(_where(path, number), "a JSON map", type(values).__name__)
+                raise PromptError(_where(path, number), "a JSON map", _kind(values))
             yield values
 
 
@@ -200,16 +200,42 @@ def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise PromptError(str(path), "a parquet file", str(error)) from error
 
 
+def value_at(values: Mapping[str, Any], key: str, *, where: str, setting: str) -> Any:
+    """The value under ``key``, or of a map in a map under its parts (``reward_model.ground_truth``).
+
+    A key that is there as it stands wins, on every level. Raises PromptError with the keys of the level at which it fails.
+    """
+    level, rest, path = values, key, ""
+    while rest not in level:
+        head, _, rest = rest.partition(".")
+        below = level.get(head)
+        if not rest or not isinstance(below, Mapping):
+            inside = f" in {path!r}" if path else ""
+            got = f"keys {sorted(level)}{inside}" if head not in level or not rest else f"{_kind(below)} in {_joined(path, head)!r}"
+            raise PromptError(where, f"key {key!r} ({setting})", got)
+        level, path = below, _joined(path, head)
+    return level[rest]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _kind(value: object) -> str:
+    """The type of a value of JSON, in the words of JSON and YAML."""
+    names = {dict: "a map", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
 def _row(path: Path, number: int, values: Mapping[str, Any], keys: tuple[str, str, str]) -> Row:
-    prompt_key, label_key, metadata_key = keys
-    for name, key in (("prompt", prompt_key), ("label", label_key), ("metadata", metadata_key)):
-        if key and key not in values:
-            raise PromptError(_where(path, number), f"key {key!r} (data.{name}_key)", f"keys {sorted(values)}")
-    metadata = values[metadata_key] if metadata_key else {}
-    if not isinstance(metadata, dict):
-        raise PromptError(_where(path, number), f"a map in {metadata_key!r}", type(metadata).__name__)
-    prompt = _prompt(_where(path, number), prompt_key, values[prompt_key])
-    return Row(number=number, prompt=prompt, label=values[label_key] if label_key else None, metadata=metadata)
+    where = _where(path, number)
+    prompt, label, metadata = (
+        value_at(values, key, where=where, setting=f"data.{name}_key") if key or name == "prompt" else None
+        for name, key in zip(("prompt", "label", "metadata"), keys, strict=True)
+    )
+    if keys[2] and not isinstance(metadata, dict):
+        raise PromptError(where, f"a map in {keys[2]!r}", _kind(metadata))
+    return Row(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {})
 
 
 def _prompt(where: str, key: str, value: Any) -> Prompt:

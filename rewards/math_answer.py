@@ -5,8 +5,10 @@ All of it takes time linear in the response: a policy that repeats one token for
 """
 
 import re
+from collections.abc import Mapping
 from fractions import Fraction
 
+from rewards.errors import RewardFailed
 from rewards.port import RewardRequest
 
 MARKER = "####"
@@ -26,6 +28,7 @@ def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_w
 
     ``correct`` is 0 or 1. ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows it, and nothing
     follows the number. The label is the answer itself or a worked solution that ends in ``#### answer``.
+    Raises RewardFailed for a label that is neither text nor a number: every response would be scored as wrong.
     """
     correct = float(same_answer(find_answer(request.response), find_gold(request.label)))
     form = format_share(request.response)
@@ -33,7 +36,13 @@ def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_w
 
 
 def find_gold(label: object) -> str:
-    """Give the answer of a label: what follows its last ``####``, or all of it."""
+    """Give the answer of a label: what follows its last ``####``, or all of it. Raises RewardFailed when there can be none in it."""
+    if isinstance(label, Mapping):
+        reason = f"want text or a number as label, got a map with keys {sorted(map(str, label))}"
+        raise RewardFailed("math_answer", f"{reason}; name the part that is the answer: data.label_key: COLUMN.KEY")
+    if label is None or isinstance(label, (list, tuple)):
+        got = "none (data.label_key names its column)" if label is None else f"a list of {len(label)}"
+        raise RewardFailed("math_answer", f"want text or a number as label, got {got}")
     return str(label).rpartition(MARKER)[2].strip()
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from bus.messages import Prompt
 from learner.errors import PromptError
-from learner.prompts import PromptFile, sampler_seed
+from learner.prompts import PromptFile, sampler_seed, value_at
 
 
 def letters(prompt: Prompt) -> Sequence[int]:
@@ -107,7 +107,7 @@ def test_keys_can_be_chosen(tmp_path: Path) -> None:
         ),
         ('{"prompt": "a"}\n', r":1: want key 'label' \(data\.label_key\), got keys \['prompt'\]"),
         ('{"prompt": "a", "label": 1}\n{"prompt": \n', r":2: want a JSON map, got '{\"prompt\":'"),
-        ("3\n", r":1: want a JSON map, got int"),
+        ("3\n", r":1: want a JSON map, got a number"),
         ('{"prompt": "", "label": 1}\n', r":1: want text or chat messages"),
         ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or chat messages"),
     ],
@@ -117,6 +117,46 @@ def test_errors_say_file_line_wanted_and_got(tmp_path: Path, text: str, message:
     path.write_text(text)
     with pytest.raises(PromptError, match=message):
         open_file(path)
+
+
+NESTED = {
+    "data": {"messages": [{"role": "user", "content": "1+1="}], "more": {"level": 2}},
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "reward.model": {"a.b": "literal"},
+}
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_keys_lead_into_maps(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path, [NESTED], suffix)
+    row = open_file(path, keys=("data.messages", "reward_model.ground_truth", "data.more")).at(0, 0).row
+    assert row.prompt == [{"role": "user", "content": "1+1="}]
+    assert (row.label, row.metadata) == ("2", {"level": 2})
+
+
+def test_a_key_that_is_there_as_it_stands_wins_on_every_level() -> None:
+    found = {"a.b.c": 0, "a": {"b.c": 1, "b": {"c": 2}}}
+    assert value_at(found, "a.b.c", where="x", setting="s") == 0
+    del found["a.b.c"]
+    assert value_at(found, "a.b.c", where="x", setting="s") == 1
+    del found["a"]["b.c"]  # type: ignore[attr-defined]
+    assert value_at(found, "a.b.c", where="x", setting="s") == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("reward_model.truth", r"f:1: want key 'reward_model\.truth' \(s\), got keys \['ground_truth', 'style'\] in 'reward_model'"),
+        ("reward_mod.ground_truth", r"got keys \['data', 'reward\.model', 'reward_model'\]$"),
+        ("reward_model.ground_truth.x", r"got text in 'reward_model\.ground_truth'"),
+        ("data.messages.0", r"got a list in 'data\.messages'"),
+        ("reward_model.", r"got keys \['data', 'reward\.model', 'reward_model'\]$"),
+        ("", r"want key '' \(s\), got keys"),
+    ],
+)
+def test_a_key_that_leads_nowhere_names_the_keys_where_it_fails(key: str, message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        value_at(NESTED, key, where="f:1", setting="s")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import launch
 from bus.messages import Status
+from rewards.errors import RewardFailed
 from rewards.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
 from rewards.port import RewardRequest
 
@@ -158,3 +159,19 @@ def test_time_is_linear_in_a_response_that_repeats(piece: str) -> None:
     begin = time.process_time()
     score(response, "18")
     assert time.process_time() - begin < 2.0
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        (
+            {"ground_truth": "4", "style": "rule"},
+            r"got a map with keys \['ground_truth', 'style'\]; name the part .*data\.label_key: COLUMN\.KEY",
+        ),
+        (["4"], r"want text or a number as label, got a list of 1"),
+        (None, r"got none \(data\.label_key names its column\)"),
+    ],
+)
+def test_a_label_that_holds_no_answer_is_an_error_and_not_a_reward_of_0(label: object, message: str) -> None:
+    with pytest.raises(RewardFailed, match=message):
+        score("#### 4", label)
