@@ -30,6 +30,8 @@ LEVEL = 1
 SPARSE_BELOW = 0.25
 """Share of changed elements below which their places are written down."""
 
+_NOT_STATED = -1
+"""Content size of a zstd frame that names none."""
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Array = np.ndarray[Any, Any]
 
@@ -161,8 +163,13 @@ def _patch(tensor: Tensor, change: Change, packed: list[bytes]) -> None:
     if change.kind == "dense":
         flat ^= torch.from_numpy(_unpacked(packed[0], flat.numel(), wide)).to(flat.device)
         return
+    if not 0 <= change.changed <= flat.numel():
+        raise BadManifest(change.spec.name, f"at most {flat.numel()} changed elements", change.changed)
     gaps = _unpacked(packed[0], change.changed, np.dtype("<u8" if flat.numel() >> 32 else "<u4"))
-    places = torch.from_numpy(np.cumsum(gaps, dtype=np.int64) - 1).to(flat.device)
+    reached = np.cumsum(gaps, dtype=np.int64) - 1
+    if len(reached) and (reached.min() < 0 or reached.max() >= flat.numel()):
+        raise BadManifest(change.spec.name, f"changes of elements 0 to {flat.numel() - 1}", f"{reached.min()} to {reached.max()}")
+    places = torch.from_numpy(reached).to(flat.device)
     flat[places] ^= torch.from_numpy(_unpacked(packed[1], change.changed, wide)).to(flat.device)
 
 
@@ -177,8 +184,15 @@ def _by_weight(numbers: _Array) -> bytes:
 
 
 def _unpacked(packed: bytes, count: int, dtype: "np.dtype[Any]") -> _Array:
-    raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=count * dtype.itemsize)
-    if len(raw) != count * dtype.itemsize:
+    size = count * dtype.itemsize
+    try:
+        stated = zstandard.frame_content_size(packed)
+        if stated not in (size, _NOT_STATED):  # it would be allocated before a byte is looked at, whatever ``max_output_size`` says
+            raise BadManifest(FILE, f"{count} numbers of {dtype.itemsize} bytes", f"a frame of {stated} bytes")
+        raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
+    except zstandard.ZstdError as error:
+        raise BadManifest(FILE, f"{count} numbers of {dtype.itemsize} bytes", str(error)) from None
+    if len(raw) != size:
         raise BadManifest(FILE, f"{count} numbers of {dtype.itemsize} bytes", f"{len(raw)} bytes")
     return np.frombuffer(raw, np.uint8).reshape(dtype.itemsize, count).T.copy().view(dtype).reshape(count)
 

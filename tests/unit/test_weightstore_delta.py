@@ -1,10 +1,13 @@
 """Deltas: base and changes make the version, bit for bit; whoever has another base is refused; what is torn is noticed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import zstandard
 from torch import Tensor
 
 from tests.receiver_app import digest, tiny_tensors
@@ -101,3 +104,37 @@ def test_few_changes_make_a_small_file(tmp_path: Path) -> None:
     new = changed(base, 0.02)
     info = delta.write(tmp_path / "d", base, new, base_version=0, version=1, step=1)
     assert info.num_bytes < 0.02 * 400_000
+
+
+def test_a_frame_that_states_another_size_is_refused_before_it_has_memory(tmp_path: Path) -> None:
+    base = {"w": torch.zeros(100, dtype=torch.int32)}
+    info = delta.write(tmp_path / "d", base, {"w": base["w"] + 1}, base_version=3, version=5, step=7)
+    for stated in (1 << 50, 400 << 20, 399):
+        frame = bytes.fromhex("28b52ffde0") + stated.to_bytes(8, "little") + bytes.fromhex("010000")
+        (tmp_path / "d" / delta.FILE).write_bytes(frame)
+        (change,) = info.changes
+        hostile = replace(info, changes=(replace(change, at=(0, len(frame))),))
+        with pytest.raises(BadManifest, match=rf"want 100 numbers of 4 bytes, got a frame of {stated} bytes"):
+            delta.apply(tmp_path / "d", hostile, copied(base))
+    (tmp_path / "d" / delta.FILE).write_bytes(b"no frame")
+    with pytest.raises(BadManifest, match="want 100 numbers of 4 bytes"):
+        delta.apply(tmp_path / "d", replace(info, changes=(replace(change, at=(0, 8)),)), copied(base))
+
+
+@pytest.mark.parametrize(
+    ("count", "gaps", "wrong"), [(1 << 40, [1], "changed elements"), (2, [90, 90], "changes of elements"), (1, [0], "changes of")]
+)
+def test_changes_outside_of_a_tensor_are_refused(tmp_path: Path, count: int, gaps: list[int], wrong: str) -> None:
+    base = {"w": torch.zeros(100, dtype=torch.int32)}
+    new = copied(base)
+    new["w"][5] = 1
+    info = delta.write(tmp_path / "d", base, new, base_version=3, version=5, step=7)
+    frames = [
+        zstandard.ZstdCompressor().compress(np.array(gaps, dtype).view(np.uint8).reshape(len(gaps), 4).T.tobytes())
+        for dtype in ("<u4", "<i4")
+    ]
+    (tmp_path / "d" / delta.FILE).write_bytes(b"".join(frames))
+    (change,) = info.changes
+    hostile = replace(change, changed=count, at=(0, *map(len, frames)))
+    with pytest.raises(BadManifest, match=wrong):
+        delta.apply(tmp_path / "d", replace(info, changes=(hostile,)), copied(base))
