@@ -6,10 +6,11 @@ A field without a default must be there; one with a default may be missing. Unkn
 
 import dataclasses
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import msgpack
 
+from bus.compiled import Compiled, nested
 from bus.errors import UnknownSchema, WireError
 from bus.forms import ANY, FLOAT, INT, MAP, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional
 from bus.invariants import check_sample
@@ -52,6 +53,8 @@ __all__ = [
 
 _FIRST = ("schema", "type")
 _MISSING: Any = object()
+_AS_DATETIME = 3
+"""msgpack's number for timestamps as datetime, which is what msgspec makes of them, too."""
 _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
@@ -67,6 +70,12 @@ class Table:
         self._packers = [(field, form.exact, form.pack) for field, form in forms.items()]
         self._unpackers = [(field, form.exact, form.unpack, _required(fields[field])) for field, form in forms.items()]
         self._keeps_unknown = "extra" in fields
+        self._compiled: Compiled | None = None
+
+    def compile(self) -> Self:
+        """Decode what is whole and has nothing unknown by msgspec: for the messages whose number costs time."""
+        self._compiled = Compiled(self.message, self._forms, {"schema": SCHEMA, "type": self.name})
+        return self
 
     def encode(self, value: Any) -> bytes:
         packed: dict[str, Any] = {"schema": SCHEMA, "type": self.name}
@@ -75,9 +84,14 @@ class Table:
             for key, unknown in value.extra.items():
                 packed.setdefault(key, unknown)
         try:
-            return msgpack.packb(packed)
+            return msgpack.packb(packed, datetime=True)
         except _BAD:
             raise self._not_packable(packed) from None
+
+    def read(self, data: bytes) -> Any:
+        """The message from its bytes. Raises WireError, UnknownSchema."""
+        found = None if self._compiled is None else self._compiled.decode(data)
+        return self.decode(unpack(data, self.name)) if found is None else found
 
     def decode(self, fields: dict[str, Any]) -> Any:
         """The message from its map."""
@@ -123,7 +137,7 @@ class Table:
     def _not_packable(self, packed: dict[str, Any]) -> WireError:
         for field, value in packed.items():
             try:
-                msgpack.packb(value)
+                msgpack.packb(value, datetime=True)
             except _BAD as error:
                 return WireError(field, f"what msgpack can hold ({error})", _short(value))
         return WireError(self.name, "what msgpack can hold", _short(packed))
@@ -140,7 +154,8 @@ class Table:
                 raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(value[unknown]))
             return self.message(**found)
 
-        return Form(f"a map ({self.message.__name__})", self.pack, unpack)
+        wire, taken = nested(self.message, self._forms)
+        return Form(f"a map ({self.message.__name__})", self.pack, unpack, wire=wire, taken=taken)
 
 
 def _name(key: Any) -> str:
@@ -177,7 +192,7 @@ def _span(pair: Any) -> Span:
 
 
 _I4, _I8, _F4, _U1 = array("<i4"), array("<i8"), array("<f4"), array("u1")
-_SPAN = Form("a pair [version, num_tokens]", _pair, _span)
+_SPAN = Form("a pair [version, num_tokens]", _pair, _span, wire=list[int])
 _REWARD = either(FLOAT, keyed(TEXT, FLOAT))
 _NUMBERS = keyed(TEXT, FLOAT)
 _KIND, _STATUS = choice(Kind), choice(Status)
@@ -239,7 +254,7 @@ _SAMPLE = Table(
     timings=_TIMINGS.nested(),
     finish_reason=TEXT,
     created_s=FLOAT,
-)
+).compile()
 _PARTIAL = Table(
     Partial,
     "partial",
@@ -304,7 +319,7 @@ def encode_sample(sample: Sample) -> bytes:
 
 def decode_sample(data: bytes) -> Sample:
     """Sample from its bytes; arrays are read-only views. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
-    sample: Sample = _SAMPLE.decode(unpack(data, "sample"))
+    sample: Sample = _SAMPLE.read(data)
     return sample
 
 
@@ -315,7 +330,7 @@ def encode_task(task: Task) -> bytes:
 
 def decode_task(data: bytes, id: int) -> Task:
     """Task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
-    task: Task = dataclasses.replace(_TASK.decode(unpack(data, "task")), id=id)
+    task: Task = dataclasses.replace(_TASK.read(data), id=id)
     return task
 
 
@@ -326,7 +341,7 @@ def encode_partial(partial: Partial) -> bytes:
 
 def decode_partial(data: bytes) -> Partial:
     """Raises WireError naming the field, UnknownSchema. Checks no invariant."""
-    partial: Partial = _PARTIAL.decode(unpack(data, "partial"))
+    partial: Partial = _PARTIAL.read(data)
     return partial
 
 
@@ -354,7 +369,7 @@ def encode_dead(dead: Dead) -> bytes:
 
 def decode_dead(data: bytes) -> Dead:
     """Raises WireError naming the field, UnknownSchema."""
-    dead: Dead = _DEAD.decode(unpack(data, "dead"))
+    dead: Dead = _DEAD.read(data)
     return dead
 
 
@@ -365,14 +380,14 @@ def encode_word(word: Word) -> bytes:
 
 def decode_word(data: bytes) -> Word:
     """Raises WireError naming the field, UnknownSchema."""
-    word: Word = _WORD.decode(unpack(data, "word"))
+    word: Word = _WORD.read(data)
     return word
 
 
 def unpack(data: bytes, *types: str) -> dict[str, Any]:
     """The map of a message of one of these types. Raises WireError, UnknownSchema."""
     try:
-        fields = msgpack.unpackb(data, strict_map_key=False)
+        fields = msgpack.unpackb(data, strict_map_key=False, timestamp=_AS_DATETIME)
     except (*_BAD, msgpack.UnpackException) as error:
         raise WireError("message", "one msgpack map", f"{len(data)} bytes: {error or type(error).__name__}") from None
     if type(fields) is not dict:

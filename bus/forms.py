@@ -18,6 +18,12 @@ class Form:
     unpack: Callable[[Any], Any]
     exact: type | None = None
     """A value of exactly this type is packed and unpacked as it is, without a call."""
+    wire: Any = Any
+    """The type of the packed value, as msgspec checks it while it decodes (``bus.compiled``)."""
+    ready: bool = False
+    """What was decoded as ``wire`` is the value; else ``taken`` makes it of that."""
+    taken: Callable[[Any], Any] | None = None
+    """``unpack`` where it is None."""
 
 
 def _int(value: Any) -> int:
@@ -56,12 +62,12 @@ def _same(value: Any) -> Any:
     return value
 
 
-INT = Form("an integer", _int, _int, int)
-FLOAT = Form("a number", _float, _float, float)
-TEXT = Form("text", _text, _text, str)
-MAP = Form("a map with text keys", _map, _map)
-PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str)
-ANY = Form("anything msgpack can hold", _same, _same)
+INT = Form("an integer", _int, _int, int, int, True)
+FLOAT = Form("a number", _float, _float, float, float, True)
+TEXT = Form("text", _text, _text, str, str, True)
+MAP = Form("a map with text keys", _map, _map, None, dict[str, Any], True)
+PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], True)
+ANY = Form("anything msgpack can hold", _same, _same, None, Any, True)
 
 
 def optional(form: Form) -> Form:
@@ -70,7 +76,7 @@ def optional(form: Form) -> Form:
     def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda value: None if value is None else convert(value)
 
-    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None))
+    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None), form.wire | None, form.ready)
 
 
 def many(form: Form) -> Form:
@@ -81,7 +87,8 @@ def many(form: Form) -> Form:
             raise TypeError
         return tuple([form.unpack(item) for item in value])
 
-    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack)
+    wire: Any = tuple[form.wire, ...] if form.ready else list[form.wire]  # type: ignore[name-defined]
+    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack, None, wire, form.ready)
 
 
 def keyed(key: Form, form: Form) -> Form:
@@ -96,6 +103,9 @@ def keyed(key: Form, form: Form) -> Form:
         f"a map from {key.want} to {form.want}",
         lambda value: convert(value, key.pack, form.pack),
         lambda value: convert(value, key.unpack, form.unpack),
+        None,
+        dict[key.wire, form.wire],  # type: ignore[name-defined]
+        key.ready and form.ready,
     )
 
 
@@ -111,7 +121,8 @@ def either(first: Form, second: Form) -> Form:
 
         return convert
 
-    return Form(f"{first.want} or {second.want}", one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact)
+    want, wire, ready = f"{first.want} or {second.want}", first.wire | second.wire, first.ready and second.ready
+    return Form(want, one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact, wire, ready)
 
 
 def choice(enum: type[StrEnum]) -> Form:
@@ -128,7 +139,7 @@ def choice(enum: type[StrEnum]) -> Form:
             raise TypeError
         return str(value.value)
 
-    return Form(f"one of {', '.join(members)}", pack, unpack)
+    return Form(f"one of {', '.join(members)}", pack, unpack, None, enum, True)
 
 
 def array(dtype: str) -> Form:
@@ -148,4 +159,4 @@ def array(dtype: str) -> Form:
         found = np.frombuffer(value, dtype=wire)
         return found.astype(native) if swap else found
 
-    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack)
+    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack, None, bytes)

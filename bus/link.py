@@ -95,6 +95,8 @@ class Link:
 
     def check_allowed(self, subject: str) -> None:
         """Raises Forbidden for what the server refused a moment ago."""
+        if not self._forbidden:
+            return
         error, since = self._forbidden.get(subject.lower(), (None, 0.0))
         if error is None:
             return

@@ -1,13 +1,13 @@
 """Messages on their way into streams: each waits for the server's word that it is stored."""
 
 import asyncio
-import json
 import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 from nats.aio.msg import Msg
 
 from bus.errors import BusUnavailable, Forbidden, Refused
@@ -157,18 +157,31 @@ _NOT_NOW = frozenset({10008, 10158})
 _UNAVAILABLE = 503
 
 
+class _Answer(msgspec.Struct):
+    """JetStream's answer to a publish."""
+
+    seq: int = 0
+    duplicate: bool = False
+    error: dict[str, Any] | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
 def _read(subject: str, answer: Msg | None) -> Stored:
     if answer is None:
         raise BusUnavailable(subject, "no answer: stored or not is unknown")
     if not answer.data:
         raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
-    fields = json.loads(answer.data)
-    if "error" in fields:
-        error = fields["error"]
-        code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))
+    try:
+        stored = _ANSWER.decode(answer.data)
+    except msgspec.DecodeError as error:
+        raise BusUnavailable(subject, f"an answer that is none of JetStream's: {error}") from None
+    if stored.error is not None:
+        code, reason = int(stored.error.get("err_code", 0)), str(stored.error.get("description", ""))
         if code in _NO_ROOM:
             raise BusUnavailable(subject, f"the server has no room, is its disk full? {reason} ({code})")
-        if code in _NOT_NOW or (error.get("code") == _UNAVAILABLE and code != STREAM_FULL):
+        if code in _NOT_NOW or (stored.error.get("code") == _UNAVAILABLE and code != STREAM_FULL):
             raise BusUnavailable(subject, f"{reason} ({code})")
         raise Refused(subject, code, reason)
-    return Stored(int(fields["seq"]), bool(fields.get("duplicate", False)))
+    return Stored(stored.seq, stored.duplicate)
