@@ -22,8 +22,8 @@ the rewards themselves (means, the standard deviation of a group) are far below.
 float32, in which batches carry them.
 """
 MIN_LOG_PROB = -700.0
-"""Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and perplexities are finite.
-No sampler draws such a token: the smallest probability above 0 in float32 is e^-103."""
+"""Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and perplexities are
+finite. No sampler draws such a token: the smallest probability above 0 in float32 is e^-103."""
 LOG_PROB_SLACK = 1e-5
 """A log-probability may be this much above 0: rounding in float32 of a probability of 1."""
 MAX_SECONDS = 1e10

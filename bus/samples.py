@@ -1,7 +1,7 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
 import re
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
@@ -93,14 +93,21 @@ class SampleStream:
         return seq
 
     def read(
-        self, cursor: Cursor | None, *, kinds: Collection[Kind] | None = None, vocab_size: int | None = None, check: bool = True
+        self,
+        cursor: Cursor | None,
+        *,
+        kinds: Collection[Kind] | None = None,
+        vocab_size: int | None = None,
+        check: bool = True,
+        checked_before: Container[int] = (),
     ) -> AsyncIterator[Received]:
         """Every message behind the cursor in stream order, for ever; over server restarts. End it with ``aclose`` or cancellation.
 
         None begins at the first message there is. Sequences the cursor calls settled are skipped. Samples are decoded and, with
-        ``check``, held against the invariants. Raises StreamReplaced, StreamTrimmed when messages behind the cursor are gone.
+        ``check``, held against the invariants, but for sequences in ``checked_before``: those passed the invariants of their time.
+        Raises StreamReplaced, StreamTrimmed when messages behind the cursor are gone.
         """
-        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK)
+        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before)
         return reading.messages(self._filters(kinds))
 
     async def cursor(self) -> Cursor:
@@ -223,8 +230,10 @@ _NO_CHECK = -1
 class _Reading:
     """One reader of SAMPLES."""
 
-    def __init__(self, jet: JetStream, stream: str, cursor: Cursor | None, vocab_size: int | None) -> None:
-        self._jet, self._stream, self._vocab_size = jet, stream, vocab_size
+    def __init__(
+        self, jet: JetStream, stream: str, cursor: Cursor | None, vocab_size: int | None, checked_before: Container[int] = ()
+    ) -> None:
+        self._jet, self._stream, self._vocab_size, self._checked_before = jet, stream, vocab_size, checked_before
         self._created = None if cursor is None else cursor.created
         self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
         self._start = 1 if cursor is None else cursor.floor + 1
@@ -248,7 +257,7 @@ class _Reading:
             if PARTS_HEADER in delivered.headers:
                 data = await joined(self._jet, self._stream, data)
             sample = decode_sample(data)
-            if self._vocab_size != _NO_CHECK:
+            if self._vocab_size != _NO_CHECK and delivered.seq not in self._checked_before:
                 check_sample(sample, vocab_size=self._vocab_size)
             if sample.run != self._jet.run:
                 raise WireError("run", self._jet.run, sample.run)

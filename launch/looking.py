@@ -25,6 +25,7 @@ from bus.messages import Done, Kind, Plan, Settle
 from launch.access import VIEWER, viewer_line
 from launch.ended import EndedBus, started
 from launch.roles import BUS_URL_FILE
+from launch.summary import SKIPPED
 from launch.up import CONFIG_FILE
 
 CONNECT_S = 3.0
@@ -124,6 +125,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
         "run": bus.run,
         "step": plans.newest.step if plans.newest is not None else 0,
         "planned": plans.planned,
+        "minibatches_skipped": int(sum(plans.skipped.values())),
         "reward": metrics.get("data/reward_mean"),
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
@@ -180,6 +182,8 @@ class _Plans:
     """Samples."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Samples, by reason."""
+    skipped: dict[int, float] = field(default_factory=dict)
+    """Minibatches whose loss or gradients were not finite, by step."""
 
 
 async def _read_plans(bus: Bus) -> _Plans:
@@ -192,8 +196,10 @@ async def _read_plans(bus: Bus) -> _Plans:
         elif isinstance(record, Settle):
             plans.tasks.update(record.tasks.tolist())
             plans.dropped[record.reason] += len(record.seqs)
-        elif isinstance(record, Done) and (plans.newest is None or record.step >= plans.newest.step):
-            plans.newest = record
+        elif isinstance(record, Done):
+            plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
+            if plans.newest is None or record.step >= plans.newest.step:
+                plans.newest = record
     return plans
 
 
@@ -214,6 +220,8 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
     console.print(f"[bold]{status['run']}[/]  step {status['step']}, planned {status['planned']}, {version}")
     if status["reward"] is not None:
         console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
+    if skipped := status["minibatches_skipped"]:
+        console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
     tasks, samples = status["tasks"], status["samples"]
     console.print(
         f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "

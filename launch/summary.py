@@ -12,6 +12,7 @@ from launch.audit import Books, mean
 LAST_STEPS = 10
 """Rewards of the end are means over so many steps: a peak proves nothing."""
 REWARD = "data/reward_mean"
+SKIPPED = "train/skipped_minibatches"
 
 
 def metric_lines(outcomes: Sequence[Done]) -> list[dict[str, Any]]:
@@ -41,6 +42,7 @@ def summarize(
     return {
         "run": run,
         "steps": len(lines),
+        "minibatches_skipped": int(sum(line.get(SKIPPED, 0.0) for line in lines)),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
         "seconds": round(seconds, 2),

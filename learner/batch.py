@@ -111,8 +111,10 @@ def build_batches(
     temperatures = {sample.sampling.temperature for sample in samples}
     assert len(temperatures) == 1, f"plan {plan.step}: samples of several temperatures: {temperatures}"
     aligned = [_align(sample, row, plan) for row, sample in enumerate(samples)]
+    with np.errstate(over="ignore"):  # a plan recorded when rewards were not bounded: infinity, and the ranks skip it
+        rewards_N = np.array([sample.score for sample in samples], np.float32)
     rows: dict[str, NDArray[Any]] = {
-        "rewards_N": np.array([sample.score for sample in samples], np.float32),
+        "rewards_N": rewards_N,
         "groups_N": np.repeat(plan.tasks, plan.group_sizes).astype(np.int64),
         "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
         "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),

@@ -228,7 +228,9 @@ class Feeder:
     # ---- take in: consume SAMPLES, DEAD and the registry; wait for the bus
 
     async def _read(self) -> None:
-        async for received in self._bus.samples.read(self._source.cursor(), vocab_size=self._rules.vocab_size):
+        recorded = {seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()}
+        reading = self._bus.samples.read(self._source.cursor(), vocab_size=self._rules.vocab_size, checked_before=recorded)
+        async for received in reading:
             before = self._source.changes
             fate = self._source.add(received.seq, received.sample, time.monotonic())
             self._behind = received.pending

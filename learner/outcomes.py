@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ class Outcomes:
         before = self._earlier.get(step)
         if before is not None and weights_digest and before.weights_digest not in (None, weights_digest):
             log.error("step %d executed again gave OTHER weights: digest %s before, %s now", step, before.weights_digest, weights_digest)
-        done = Done(epoch=self._epoch, step=step, metrics=metrics | self._plans[step][1], weights_digest=weights_digest)
+        numbers = {name: value for name, value in (metrics | self._plans[step][1]).items() if math.isfinite(value)}  # readers write JSON
+        done = Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest)
         await self._bus.plans.append(done)
         await self._announce(done)
         self._plans = {other: kept for other, kept in self._plans.items() if other >= self.checkpoint_step}

@@ -11,6 +11,7 @@ together before the next one.
 """
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -239,14 +240,15 @@ class Rank:
         if self._here.rank == 0:
             self._feed.done(batch.step, metrics | self.pushes.metrics() | self._turns.metrics(), digest)
             log.info(
-                "step=%d reward=%.4f loss=%.5f grad_norm=%.4f lag=%.2f wait_share=%.3f step_s=%.3f",
+                "step=%d reward=%.4f loss=%.5f grad_norm=%.4f lag=%.2f wait_share=%.3f step_s=%.3f skipped=%d",
                 batch.step,
                 metrics["train/reward_mean"],
-                metrics["train/loss"],
-                metrics["train/grad_norm"],
+                metrics.get("train/loss", math.nan),
+                metrics.get("train/grad_norm", math.nan),
                 metrics.get("offpolicy/lag_mean", 0.0),
                 metrics["train/wait_share"],
                 metrics["train/step_seconds"],
+                metrics["train/skipped_minibatches"],
             )
         if batch.state:
             self._checkpoint(batch, start.epoch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from learner.algorithms.config import AlarmConfig
 
 MIN_TOKENS = 256
-"""Fewer trainable tokens in a step say too little: no alarm but that of the lag is looked at."""
+"""Fewer trainable tokens in a step say too little: no alarm but those of the lag and of what was skipped is looked at."""
 MIN_GAP = 0.02
 """An entropy gap below this (nats) is none, however significant."""
 MIN_SPREAD = 0.1
@@ -142,6 +142,14 @@ THRESHOLDS: Mapping[str, Threshold] = {
         advice="responses said to have stopped do not end in an end-of-sequence token: the engine or an actor cuts it off",
         source="AReaL (no_eos_ratio 0.05)",
     ),
+    "skipped": Threshold(
+        metric="train/skipped_minibatches",
+        warn=0.0,
+        error=0.0,
+        advice="loss or gradients were not finite, and the weights stay as they were: rewards out of scale, a loss of one's own, or a "
+        "policy that has diverged (go back to a checkpoint before it)",
+        source="by construction",
+    ),
     "lag": Threshold(
         metric="offpolicy/lag_max",
         warn=0.0,
@@ -214,6 +222,8 @@ def _bounds(name: str, row: Threshold, metrics: Mapping[str, float], config: Ala
 def _meaningless(name: str, metrics: Mapping[str, float], context: Context) -> bool:
     if name == "lag":
         return context.gate == "train"
+    if name == "skipped":
+        return False
     if metrics.get("train/tokens", 0.0) < MIN_TOKENS:
         return True
     if name == "entropy_gap":

@@ -1,14 +1,19 @@
-"""Adam with clipping and a learning rate that is a pure function of the step."""
+"""Adam with clipping and a learning rate that is a pure function of the step. A step that is not finite is skipped by all ranks."""
 
+import logging
 import math
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
 from learner.config import OptimizerConfig
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy
+
+log = logging.getLogger(__name__)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
@@ -52,24 +57,42 @@ class PolicyOptimizer:
         self._policy.ddp.zero_grad_buffer()
         self.inner.zero_grad()
 
-    def step(self, step: int, *, scale: float = 1.0) -> tuple[float, float]:
+    def step(self, step: int, *, loss: float, scale: float = 1.0) -> tuple[float | None, float]:
         """Clip and apply the gradients in step ``step``; returns the gradient norm before clipping and the learning rate.
 
-        ``scale`` multiplies the learning rate.
+        ``loss``: this rank's part of what was minimised. ``scale`` multiplies the learning rate.
+        The norm is None when the step was skipped: loss, gradients or learning rate are not finite on some rank. Weights and Adam's
+        state are then those of before, on every rank. Collective over all ranks.
 
         All settings of Adam are put in place here, so a loaded optimizer goes on with this start's configuration.
-        Must run inside ``megatron_device()``. Raises FloatingPointError on a gradient that is not finite: the weights are unchanged.
+        Must run inside ``megatron_device()``.
         """
         rate = scale * learning_rate(self._config, step, self._steps)
+        if not self._finite(step, loss, rate):
+            return None, rate
         for group in self.inner.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
             group["betas"], group["eps"] = (self._config.beta1, self._config.beta2), self._config.eps
-        if not all(math.isfinite(buffer.grad_data.sum()) for buffer in self._policy.ddp.buffers):
-            raise FloatingPointError(f"step {step}: want finite gradients, got NaN or infinity")
         with self._memory_of_state():
             _, norm, _ = self.inner.step()
         return float(norm), rate
+
+    def _finite(self, step: int, loss: float, rate: float) -> bool:
+        """One decision of all ranks. NaN and infinity on any of them survive the sum; so would a square that overflows float32.
+
+        That square is what Megatron makes the norm of, so the norm that it clips by is finite, too.
+        """
+        squares = [float(torch.linalg.vector_norm(buffer.grad_data)) ** 2 for buffer in self._policy.ddp.buffers]
+        here = self._policy.parallel
+        sums = torch.tensor([loss, rate, *squares], dtype=torch.float64, device=here.device)
+        if here.dp_size * here.tp_size > 1:
+            dist.all_reduce(sums)
+        if bool(torch.isfinite(sums).all()) and float(sums[2:].sum()) < torch.finfo(torch.float32).max:
+            return True
+        norm = math.sqrt(sum(squares))
+        log.error("step %d skipped: want finite loss and gradients, got loss=%g gradient_norm=%g on rank %d", step, loss, norm, here.rank)
+        return False
 
     def _memory_of_state(self) -> AbstractContextManager[None]:
         """Adam's moments are allocated by its first step."""

@@ -70,6 +70,18 @@ class _Step:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What one minibatch led to."""
+
+    sums: Sums
+    """Of its rows on this rank."""
+    norm: float | None
+    """Of the gradient before clipping; None = skipped, on all ranks."""
+    rate: float
+    """Learning rate."""
+
+
 class Trainer:
     """Trains one policy. Owns nothing but the schedule: policy and optimizer are given, data comes as batches."""
 
@@ -100,33 +112,26 @@ class Trainer:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
 
         A loss is a sum over all trainable tokens of its minibatch with denominators of the whole minibatch, however they are split.
+        A minibatch whose loss or gradients are not finite is skipped on all ranks: weights and optimizer stay as they are, and it is in
+        no metric but ``train/skipped_minibatches``.
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
         step, rows = self._step(batch), [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
         per_minibatch = len(rows) // batch.num_minibatches
-        parts: list[Sums] = []
-        taken: list[tuple[float, float]] = []
         with megatron_device():
             rows = self._with_log_probs(rows, step.temperature, batch.num_minibatches)
             rows = self._with_advantages(rows, step)
-            for number in range(batch.num_minibatches):
-                mine = rows[number * per_minibatch : (number + 1) * per_minibatch]
-                made, norm_and_rate = self._minibatch(mine, step, step.denominators(number), batch.step)
-                parts += made
-                taken.append(norm_and_rate)
-        sums = diagnostics.all_reduced(diagnostics.merged(parts), self._policy.parallel.dp_group)
-        metrics = diagnostics.finalize(sums)
+            updates = [
+                self._minibatch(rows[number * per_minibatch : (number + 1) * per_minibatch], step, step.denominators(number), batch.step)
+                for number in range(batch.num_minibatches)
+            ]
+        metrics = self._metrics(updates)
         self._adapt(metrics, batch)
         seconds = time.perf_counter() - began
-        norms = [norm for norm, _ in taken]
         return {
             **metrics,
             **_sample_metrics(batch),
-            "train/loss": float(sums.totals["loss"]) / batch.num_minibatches,
-            "train/grad_norm": sum(norms) / len(norms),
-            "train/grad_norm_max": max(norms),
-            "train/lr": sum(rate for _, rate in taken) / len(taken),
             "train/step_seconds": seconds,
             "train/tokens_per_second": batch.num_tokens / seconds,
         }
@@ -211,16 +216,36 @@ class Trainer:
             total_N += sequence_sums(gap_T, seen.mask_T, seen.sample_T, num_samples).cpu()
         return self._summed(total_N)
 
-    def _minibatch(self, rows: list[_Row], step: _Step, denominators: Denominators, number: int) -> tuple[list[Sums], tuple[float, float]]:
-        """One optimizer step; what its rows say of themselves, and (gradient norm, learning rate)."""
+    def _minibatch(self, rows: list[_Row], step: _Step, denominators: Denominators, number: int) -> _Update:
+        """One optimizer step."""
         coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
         self._optimizer.zero_grad()
-        parts: list[Sums] = self._run(rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled))
+        sums = diagnostics.merged(self._run(rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled)))
         scale = 1.0
         if self._algorithm.ess_lr:
-            weights, squares, count = self._summed(torch.stack([part.totals["ess"] for part in parts]).sum(0)).tolist()
+            weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = effective_sample_share(weights, squares, count) ** 0.5
-        return parts, self._optimizer.step(number, scale=scale)
+        norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
+        return _Update(sums=sums, norm=norm, rate=rate)
+
+    def _metrics(self, updates: list[_Update]) -> dict[str, float]:
+        """Of the minibatches that were not skipped, over all ranks."""
+        taken = [update for update in updates if update.norm is not None]
+        metrics = {
+            "train/skipped_minibatches": float(len(updates) - len(taken)),
+            "train/lr": sum(update.rate for update in updates) / len(updates),
+        }
+        if not taken:
+            return metrics | {"train/tokens": 0.0}
+        sums = diagnostics.all_reduced(diagnostics.merged(update.sums for update in taken), self._policy.parallel.dp_group)
+        norms = [update.norm for update in taken if update.norm is not None]
+        return {
+            **metrics,
+            **diagnostics.finalize(sums),
+            "train/loss": float(sums.totals["loss"]) / len(taken),
+            "train/grad_norm": sum(norms) / len(norms),
+            "train/grad_norm_max": max(norms),
+        }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
         """Move the KL coefficients towards their target divergence."""

@@ -1,17 +1,25 @@
 """Body of one rank of a world of two: trains the same steps with data parallelism, then with tensor parallelism. Run by the test."""
 
 import json
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from bus.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
+from learner.algorithms.policy_losses import PolicyLoss
+from learner.batch import StepBatch
 from learner.config import OptimizerConfig
 from learner.megatron import parallel, state
-from learner.megatron.model import WeightBackup, build_policy
+from learner.megatron.cpu_shim import megatron_device
+from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.learner_steps import make_batches, make_samples
@@ -19,6 +27,8 @@ from tests.learner_steps import make_batches, make_samples
 VOCAB = 300
 STEPS = (3, 4)
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.01, warmup_steps=2)
+MARK = 7.0
+"""Reward, and so the advantage, of a step that is to be spoilt on rank 1."""
 
 
 def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoint: Path | None = None) -> dict[str, object]:
@@ -38,6 +48,40 @@ def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoi
     return {"metrics": metrics, "digest": policy.digest()}
 
 
+def spoilt(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+    """A loss of one's own that is no number on rank 1 where an advantage is ``MARK``; its gradient is finite everywhere."""
+    made = LOSS_FUNCTIONS["ppo"](log_probs_T, anchor_T, tokens, config)
+    bad = dist.get_rank() == 1 and bool((tokens.advantages_T == MARK).any())
+    return replace(made, loss_T=made.loss_T + (math.nan if bad else 0.0))
+
+
+def skips(model_dir: Path, here: parallel.Parallel) -> dict[str, object]:
+    """A good step, one whose loss is no number on rank 1, and a good one; then a gradient that is no number there."""
+    algorithm = AlgorithmConfig(loss=f"{__name__}:spoilt", weight="none", anchor="rollout", advantage="reinforce")
+    batches = []
+    for step in (3, 4, 5):
+        samples = [replace(sample, reward=MARK if step == 4 else sample.reward) for sample in make_samples(vocab=VOCAB, step=step)]
+        batches.append(make_batches(samples, step=step, data_parallel=here.dp_size)[here.dp_rank])
+
+    def trained(chosen: list[StepBatch]) -> tuple[list[float], list[str], PolicyOptimizer, Policy]:
+        policy = build_policy(model_dir, dtype="float32", parallel=here)
+        optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
+        trainer = Trainer(policy, optimizer, algorithm, max_lag=2)
+        skipped, digests = [], []
+        for batch in chosen:
+            skipped.append(trainer.train(batch)["train/skipped_minibatches"])
+            digests.append(policy.digest())
+        return skipped, digests, optimizer, policy
+
+    skipped, digests, optimizer, policy = trained(batches)
+    undisturbed = trained([batches[0], batches[2]])[1][-1]
+    for buffer in policy.ddp.buffers:
+        buffer.grad_data.fill_(math.inf if here.rank == 1 else 1.0)
+    with megatron_device():
+        norm, _ = optimizer.step(6, loss=0.0)
+    return {"skipped": skipped, "digests": digests, "undisturbed": undisturbed, "norm_of_spoilt_gradient": norm}
+
+
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -45,6 +89,7 @@ def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
     rank = int(os.environ["RANK"])
     here = parallel.join(tensor_parallel_size=1, device=cpu, seed=0)
     results = {"dp2": train(model_dir, here, max_tokens=60), "dp2_resumed": train(model_dir, here, max_tokens=60, checkpoint=checkpoint)}
+    results["dp2_skips"] = skips(model_dir, here)
     with KeptPort() as kept:
         port = [kept.number]
         torch.distributed.broadcast_object_list(port)
@@ -52,6 +97,7 @@ def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
         os.environ["MASTER_PORT"] = str(port[0])
         here = parallel.join(tensor_parallel_size=2, device=cpu, seed=0)
     results |= {"tp2": train(model_dir, here, max_tokens=200), "tp2_resumed": train(model_dir, here, max_tokens=200, checkpoint=checkpoint)}
+    results["tp2_skips"] = skips(model_dir, here)
     parallel.leave()
     (out / f"rank-{rank}.json").write_text(json.dumps(results))
 

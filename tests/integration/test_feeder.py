@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,19 @@ import pytest
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.cursors import Cursors, Reader
+from bus.epoch import raise_epoch
 from bus.errors import Fenced
 from bus.messages import Done, Plan, Requeue, Settle, Word
 from bus.server import EmbeddedServer
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
-from learner.datasource import read_state
+from learner.datasource import DataSource, read_state
 from learner.errors import ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed
 from learner.feed_client import FeedClient
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes
 from learner.restart import CHECKPOINT_KEY
+from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
 from tests.feeder_kit import KEYS, World
@@ -136,6 +140,41 @@ async def test_recorded_batches_say_so_and_none_is_pushed_twice(open_world: Open
         assert (start.step, start.checkpoint, start.epoch, start.recorded_until) == (0, None, 2, recorded_until)
         assert [batch.recorded for batch in world.batches[served:]] == [step <= recorded_until for step in range(1, 6)]
         await check_history(world)
+
+
+async def record_step(world: World, *, reward: float) -> None:
+    """What an earlier start has left: two groups, one sample of which has this reward, and the plan of step 1 that names them all."""
+    epoch = await raise_epoch(world.bus)
+    await world.bus.tasks.fence(epoch)
+    await world.bus.plans.fence(epoch)
+    await world.publish(0, epoch, initial=True)
+    source = DataSource(data_kit.rules(run=world.run), epoch=epoch)
+    source.version(0, 0)
+    for number in range(2):
+        task = data_kit.task(0, run=world.run, epoch=epoch, offset=number)
+        task = replace(task, id=await world.bus.tasks.issue(task))
+        source.issued(task, 0.0)
+        for index in range(2):
+            sample = data_kit.sample(task, index, reward=reward if number == index == 0 else 1.0)
+            source.add(await world.bus.samples.publish(sample), sample, 0.0)
+    plan = source.plan(0.0)
+    assert isinstance(plan, Plan)
+    await world.bus.plans.append(plan)
+
+
+async def test_a_recorded_sample_is_held_against_no_later_invariant(open_world: OpenWorld) -> None:
+    """A reward beyond float32 was recorded when nothing refused it: the plan is served again, as infinity, and readers get numbers."""
+    async with open_world(steps=2) as world:
+        await record_step(world, reward=1e39)
+        async with world.actors():
+            await finish(world)
+        await check_history(world)
+        first = world.batches[0]
+        assert (first.step, first.recorded, first.rewards_N.tolist()) == (1, True, [math.inf, 1, 1, 1])
+        (done,) = [record for record in await world.records() if isinstance(record, Done) and record.step == 1]
+        assert "data/reward_mean" not in done.metrics
+        assert done.metrics["data/samples"] == 4
+        assert all(map(math.isfinite, done.metrics.values()))
 
 
 @pytest.mark.parametrize(("max_lag", "prefetch", "planned"), [(3, True, 2), (3, False, 1), (0, True, 1)])

@@ -274,6 +274,15 @@ def test_broken_promises_are_named(books: Books, rewards: list[float], complaint
     assert complaint in broken
 
 
+def test_skipped_minibatches_are_counted_and_break_no_promise() -> None:
+    lines = [{"step": 1, "data/reward_mean": 1.0}, *({"step": step, "train/skipped_minibatches": 2.0} for step in (2, 3))]
+    summary = summarize(
+        Books(), lines, [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads={}, aborted_by_pushes=0, restarts={}
+    )
+    assert (summary["minibatches_skipped"], summary["reward_last"]) == (4, 1.0)
+    assert broken_promises(summary, require_reward=0.9) == []
+
+
 def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
     assert broken_promises(result(Books(), [0.1] * 20 + [0.95] * 10), require_reward=0.9) == []
 

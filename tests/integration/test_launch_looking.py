@@ -57,7 +57,8 @@ async def make_run(bus: Bus) -> None:
             chain="",
         )
     )
-    await bus.plans.append(Done(epoch=1, step=1, metrics={"data/reward_mean": 0.25}))
+    for epoch in (1, 1):  # taken again after a restart
+        await bus.plans.append(Done(epoch=epoch, step=1, metrics={"data/reward_mean": 0.25, "train/skipped_minibatches": 2.0}))
     await bus.plans.append(
         Settle(epoch=1, reason="stale", tasks=np.array([tasks[1].id], np.int64), seqs=np.array(seqs[2:4], np.int64), step=2)
     )
@@ -73,6 +74,7 @@ async def test_status_says_where_everything_is(open_bus: BusOpener) -> None:
     assert code == 0, errors
     for wanted in ("step 1", "reward 0.250", "3 issued: 2 settled, 1 open", "2 trained, dropped: 2 stale", "sequences 1 to 6"):
         assert wanted in text, text
+    assert "skipped 2 minibatches" in text, "counted once, though the step was taken twice"
     assert trimmed["tasks"]["issued"] == 3, "settled tasks that are gone from the stream count"
     status = json.loads(line)
     assert status["tasks"] | {"last_id": 0} == {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}

@@ -153,6 +153,8 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, 
         if step == STEPS[0]:
             state.save(checkpoint, step=step, policy=policy, optimizer=optimizer, proximal=proximal)
     results = run_ranks(megatron_ranks.__name__, [str(model_dir), str(checkpoint)], world=2, out=tmp_path)
+    for layout in ("dp2", "tp2"):
+        _assert_skipped_together([result[f"{layout}_skips"] for result in results])
     for result in results:
         _assert_same(result["dp2"]["metrics"], metrics)
         _assert_same(result["tp2"]["metrics"], metrics)
@@ -160,6 +162,16 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, 
         _assert_same(result["tp2_resumed"]["metrics"], metrics[1:])
     for kind in ("dp2", "dp2_resumed", "tp2", "tp2_resumed"):
         assert results[0][kind]["digest"] == results[1][kind]["digest"], kind
+
+
+def _assert_skipped_together(ranks: list[dict[str, Any]]) -> None:
+    """One rank alone had what is not finite, the loss in one step and a gradient in another: all skip, and the next step is as without."""
+    for rank in ranks:
+        assert rank["skipped"] == [0, 1, 0]
+        assert rank["digests"][0] == rank["digests"][1] != rank["digests"][2]
+        assert rank["digests"][2] == rank["undisturbed"]
+        assert rank["norm_of_spoilt_gradient"] is None
+    assert ranks[0]["digests"] == ranks[1]["digests"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -244,12 +256,58 @@ def test_packed_rows_find_every_token_and_waste_less_than_half(lengths: list[int
         assert torch.equal(row.take_P[row.give_T], torch.arange(sum(lengths)))
 
 
-def test_a_gradient_that_is_not_finite_is_refused(make: Any) -> None:
-    trainer, policy, _, _ = make()
+SPOILT = {
+    "a reward that is no number": {"reward": np.nan},
+    "a reward beyond float32": {"reward": np.inf},
+    "a gradient whose square is beyond float32": {"reward": 1e25, "advantage": "reinforce"},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make: Any, case: str, dtype: str) -> None:
+    """The step after it ends with the bits of a run that never saw it: weights, moments and step counts are those of before."""
+    good, bad, last = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5))
+    changes = dict(SPOILT[case])
+    bad.rewards_N[0] = changes.pop("reward")
+    trainer, policy, _, _ = make(dtype=dtype, **changes)
+    trainer.train(good)
     digest = policy.digest()
-    samples = make_samples(vocab=VOCAB)
-    batch = make_batches(samples)[0]
-    batch.rewards_N[0] = np.nan
-    with pytest.raises(FloatingPointError, match="step 3"):
-        trainer.train(batch)
+    skipped = trainer.train(bad)
+    assert (skipped["train/skipped_minibatches"], skipped["train/tokens"]) == (1, 0)
+    assert skipped["train/lr"] == learning_rate(OPTIMIZER, 4, 10)
+    assert not {"train/loss", "train/grad_norm"} & skipped.keys()
+    assert not undocumented(skipped)
     assert policy.digest() == digest
+    metrics = trainer.train(last)
+
+    undisturbed, other, _, _ = make(dtype=dtype, **changes)
+    undisturbed.train(good)
+    _assert_same([metrics], [undisturbed.train(last)], tolerance=0)
+    assert metrics["train/skipped_minibatches"] == 0
+    assert policy.digest() == other.digest()
+
+
+def test_the_first_step_of_a_run_may_be_skipped(make: Any) -> None:
+    """Adam has no state yet, and its first step is its first."""
+    bad, good = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4))
+    bad.rewards_N[0] = np.inf
+    (trainer, policy, _, _), (undisturbed, other, _, _) = make(), make()
+    assert trainer.train(bad)["train/skipped_minibatches"] == 1
+    _assert_same([trainer.train(good)], [undisturbed.train(good)], tolerance=0)
+    assert policy.digest() == other.digest()
+
+
+def test_of_several_minibatches_only_the_spoilt_one_is_skipped(make: Any) -> None:
+    samples = make_samples(vocab=VOCAB)
+    batch = make_batches(samples, minibatches=2)[0]
+    spoilt = int(np.flatnonzero(batch.minibatches_N == 0)[0])
+    batch.rewards_N[spoilt] = np.nan
+    trainer, policy, _, _ = make(with_proximal=False)
+    digest = policy.digest()
+    metrics = trainer.train(batch)
+    assert metrics["train/skipped_minibatches"] == 1
+    assert metrics["train/tokens"] == batch.trainable_N[batch.minibatches_N == 1].sum()
+    assert metrics["train/grad_norm"] > 0
+    assert {name for name, value in metrics.items() if not np.isfinite(value)} == {"train/reward_mean", "train/reward_std"}
+    assert policy.digest() != digest

@@ -15,7 +15,7 @@ from actors.engines import Engines
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
 from bus.codec import check_sample, decode_sample, encode_sample
-from bus.invariants import check_partial
+from bus.invariants import MIN_LOG_PROB, check_partial
 from bus.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
 from tests.engine_scene import Answer, Scene, generation, looking
 
@@ -91,6 +91,7 @@ BROKEN: dict[str, Answer] = {
     "aborted": generation(finish="abort"),
     "positive log-prob": generation(log_prob=0.5),
     "no log-prob": generation(log_prob=float("nan")),
+    "a log-prob of the end of float32": generation(log_prob=-3.4e38),
     "spans too short": generation(spans=(Span(version=3, num_tokens=1),)),
     "negative token": generation(tokens=(5, -1)),
 }
@@ -183,7 +184,7 @@ def test_every_answer_that_keeps_the_ports_promises_becomes_a_valid_sample(
 ) -> None:
     total = sum(length for _, length in stretches)
     tokens = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total))
-    log_probs = data.draw(st.lists(st.floats(-(2.0**100), 0, width=32, allow_subnormal=False), min_size=total, max_size=total))
+    log_probs = data.draw(st.lists(st.floats(MIN_LOG_PROB, 0, width=32, allow_subnormal=False), min_size=total, max_size=total))
     spans = tuple(Span(version=version, num_tokens=length) for version, length in stretches)
     answer = generation(tokens=tokens, log_probs=np.array(log_probs, np.float32), spans=spans, finish=finish)
     with asyncio.Runner() as runner:

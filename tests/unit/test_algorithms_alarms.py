@@ -32,7 +32,7 @@ def test_a_healthy_step_raises_none() -> None:
     assert names({}) == []
 
 
-@pytest.mark.parametrize("name", [name for name in THRESHOLDS if name != "lag"])
+@pytest.mark.parametrize("name", [name for name, row in THRESHOLDS.items() if row.warn != row.error])
 def test_each_trips_beyond_its_threshold_and_not_at_it(name: str) -> None:
     row = THRESHOLDS[name]
     beyond = -1e-6 if row.below else 1e-6
@@ -46,6 +46,21 @@ def test_a_token_that_is_too_old_is_an_error_unless_the_gate_lets_it_through() -
     assert names({"offpolicy/lag_max": 3.0}) == [("lag", "error")]
     assert names({"offpolicy/lag_max": 3.0}, context=Context(max_lag=2, gate="train")) == []
     assert names({"offpolicy/lag_max": 3.0, "train/tokens": 1.0}) == [("lag", "error")], "however few tokens there are"
+
+
+def test_a_skipped_minibatch_is_an_error_however_few_tokens_were_trained() -> None:
+    assert names({"train/skipped_minibatches": 0.0}) == []
+    assert names({"train/skipped_minibatches": 1.0}) == [("skipped", "error")]
+    assert [alarm.name for alarm in check({"train/skipped_minibatches": 1.0, "train/tokens": 0.0}, AlarmConfig(), CONTEXT)] == ["skipped"]
+
+
+def test_skipped_steps_in_a_row_can_stop_the_run() -> None:
+    watch, skipped = AlarmWatch(AlarmConfig(action="stop", patience=2), CONTEXT), {"train/skipped_minibatches": 1.0, "train/tokens": 0.0}
+    for metrics in (skipped, HEALTHY | {"train/skipped_minibatches": 0.0}, skipped):
+        watch.step(metrics)
+        assert watch.stop is None
+    watch.step(skipped)
+    assert watch.stop is not None and watch.stop.name == "skipped"
 
 
 @pytest.mark.parametrize("name", [name for name, row in THRESHOLDS.items() if row.ages])

@@ -134,4 +134,5 @@ def test_what_a_step_makes_of_the_largest_reward_is_a_finite_float32() -> None:
     gradient = np.float32(2 * MAX_REWARD) * largest_weight * np.float32(18_000)
     assert np.isfinite(np.square(gradient, dtype=np.float32))
     assert np.float32(MAX_REWARD) != np.float32(MAX_REWARD - 1)
-    assert 0 < np.exp(MIN_LOG_PROB) and np.isfinite(1 / np.exp(MIN_LOG_PROB)) and np.finfo(np.float64).tiny < np.exp(MIN_LOG_PROB)
+    assert np.exp(MIN_LOG_PROB) > np.finfo(np.float64).tiny
+    assert np.isfinite(1 / np.exp(MIN_LOG_PROB))
