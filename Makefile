@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 CONFIG ?= launch/configs/digits.yaml
+# More words for `tidemill up`: make run ARGS='--set learner.steps=20'
+ARGS   ?=
 
 SGLANG ?= .venv-sglang
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin"
@@ -11,15 +13,15 @@ ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup
-	$(BIN)/tidemill up $(CONFIG) --fresh
+	$(BIN)/tidemill up $(CONFIG) --fresh $(ARGS)
 
 # The same program on real questions.
 gsm8k: setup
-	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh
+	$(BIN)/tidemill up launch/configs/gsm8k.yaml --fresh $(ARGS)
 
 # The main job with a real SGLang server, on CPUs, in an environment of its own.
 sglang: setup $(SGLANG)/.ready
-	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python
+	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
 # Two files at a time; whole runs and killings, which have enough processes of their own, one after the other.
 TESTS := tests/unit tests/contract tests/integration -n 2 --dist loadfile

@@ -36,7 +36,7 @@ def find_binary() -> str:
 
 
 def in_use(directory: Path) -> bool:
-    """Whether a server has the store in this directory open, other than one for reading alone."""
+    """Return True while a server of the run has the store in ``directory`` open; one for reading alone does not count."""
     file = directory / LOCK_FILE
     if not file.exists() or holder(directory):
         return False
@@ -214,7 +214,7 @@ class EmbeddedServer:
             return 0
 
     def _let_go(self) -> None:
-        """Of what is kept while the server may be started again."""
+        """Release the port and the lock that are kept while the server may be started again."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None

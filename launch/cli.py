@@ -9,11 +9,14 @@ from pathlib import Path
 from launch.samples import arguments as samples
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
+INNER = ("feeder", "rank")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code. 2 = wrong use or a wrong configuration."""
-    args = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    args = (_inner_parser() if words[:1] and words[0] in INNER else _parser()).parse_args(words)
+    _find_modules_here()
     from launch import commands
 
     try:
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         _on_bus(worker)
         worker.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
         worker.add_argument("--id", default="", help="its name on the bus")
+        worker.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)")
         _configured(worker, required=False)
 
     router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
@@ -96,13 +100,6 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
     scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="default: on all other hosts together")
 
-    for name in ("feeder", "rank"):
-        inner = commands.add_parser(name)
-        _configured(inner)
-        _on_bus(inner)
-        inner.add_argument("--feeder-url", required=True)
-        inner.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
-
     dead = commands.add_parser("dead", help="tasks that could not be processed: list them, issue their prompts again, or drop them")
     _looking(dead)
     dead.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
@@ -131,6 +128,25 @@ def _parser() -> argparse.ArgumentParser:
     _looking(cursors)
     cursors.add_argument("--forget", default="", metavar="NAME", help="trimming waits for this one no longer")
     return parser
+
+
+def _inner_parser() -> argparse.ArgumentParser:
+    """The commands with which the learner starts its processes; of no use to a person."""
+    parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in INNER:
+        inner = commands.add_parser(name)
+        _configured(inner)
+        _on_bus(inner)
+        inner.add_argument("--feeder-url", required=True)
+        inner.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
+    return parser
+
+
+def _find_modules_here() -> None:
+    """Rewards and losses by import path are found in the directory the command is started in, as in the processes it starts."""
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
 
 
 def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
@@ -101,6 +102,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         wanted = _config(args)
         if wanted is None:
             return 0
+    from bus.errors import BusUnavailable
     from launch import process, roles
 
     id = _id(args)
@@ -108,8 +110,21 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     address = _address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    body = roles.run_engine if role == "engine" else roles.run_actor
-    return process.run(lambda draining: body(wanted, run, address, id, draining), drain_s=drain_s)
+    work = roles.run_engine if role == "engine" else roles.run_actor
+    unreachable: list[BusUnavailable] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.reach_bus(address, role, draining, wait_s=args.wait)
+        except BusUnavailable as error:
+            unreachable.append(error)
+            return
+        await work(wanted, run, address, id, draining)
+
+    code = process.run(body, drain_s=drain_s)
+    if unreachable:
+        print(f"tidemill {role}: {unreachable[0]} (--wait)", file=sys.stderr)
+    return process.CRASHED if unreachable else code
 
 
 def router(args: argparse.Namespace) -> int:

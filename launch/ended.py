@@ -41,7 +41,7 @@ class RunGoesOn(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedBus:
-    """What it takes to start it."""
+    """The settings and places with which it is started."""
 
     directory: Path
     auth_dir: Path
@@ -50,7 +50,7 @@ class EndedBus:
 
     @classmethod
     def of(cls, root: Path) -> "EndedBus | None":
-        """Of the run in ``root``; None when its bus is running (also where it is none of its own). Raises ValueError: no streams there."""
+        """Find that of the run in ``root``; None while a bus of the run answers. Raises ValueError when its streams are not there."""
         file = root / CONFIG_FILE
         config = from_map(yaml.safe_load(file.read_text()), str(file))
         bus, directory = config.bus, root / BUS_DIR
@@ -66,7 +66,7 @@ class EndedBus:
 
 
 def _running(directory: Path) -> bool:
-    """An address alone says little: one is left behind when the processes of a run are killed."""
+    """Whether a server has the store open. The address file alone does not show it: a kill leaves that behind."""
     return any(in_use(one) for one in (directory, *directory.glob("n[0-9]")))
 
 

@@ -1,6 +1,7 @@
 """How every process of the system starts, drains and stops, and how it starts and ends its children.
 
-The first SIGTERM or SIGINT drains; the second, or the deadline, cancels. Exit codes: ``bus/exit_codes.py``.
+The first SIGTERM or SIGINT drains; another one a second later or more, or the deadline, cancels. (Those that follow at once are the same:
+timeout(1) signals its child, and then the group that the child is in.) Exit codes: ``bus/exit_codes.py``.
 """
 
 import asyncio
@@ -25,23 +26,31 @@ log = logging.getLogger(__name__)
 LAST_LINES = 20
 LAST_BYTES = 1 << 16
 """Of a child's output, that are looked through for its last lines."""
+SAME_SIGNAL_S = 1.0
+"""Signals to end that come so soon after the first are the first one again."""
 _PR_SET_PDEATHSIG = 1
 
 
-def run(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True) -> int:
+def run(
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True, same_signal_s: float = SAME_SIGNAL_S
+) -> int:
     """Run ``main(draining)`` to its end; the exit code."""
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
-        return runner.run(_supervised(main, drain_s))
+        return runner.run(_supervised(main, drain_s, same_signal_s))
 
 
-async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], drain_s: float) -> int:
+async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], drain_s: float, same_signal_s: float) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
     work = loop.create_task(cancellable(main(draining)), name="main")
+    first_s = 0.0
 
     def on_signal(number: int) -> None:
+        nonlocal first_s
         if draining.is_set():
-            work.cancel(f"second {signal.Signals(number).name}")
+            if loop.time() - first_s >= same_signal_s:
+                work.cancel(f"second {signal.Signals(number).name}")
             return
+        first_s = loop.time()
         log.info("%s: draining for at most %.0f s", signal.Signals(number).name, drain_s)
         draining.set()
         loop.call_later(drain_s, work.cancel, f"not drained after {drain_s:.0f} s")

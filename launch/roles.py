@@ -77,6 +77,19 @@ def own_address(config: RunConfig, url: str) -> str:
     return address_line(url, config, LEARNER, os.environ)
 
 
+async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
+    """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
+    from bus.address import parse
+    from bus.link import linked
+
+    async def reached() -> None:
+        async with linked(bus_url, name, wait_s):
+            pass
+
+    log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
+    await first_of(reached(), draining.wait())
+
+
 async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
     """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner."""
     from actors import engine_process

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # An inference engine. Start as many as you have GPUs; each needs the model directory and the bus, and finds the rest there.
 set -euo pipefail
+PATH="$PATH:$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin"  # the environment that make has made, where no other is active
 CONFIG=${CONFIG:-launch/configs/digits.yaml}
 BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
 HOST=${HOST:-127.0.0.1}      # address at which actors and the learner reach this engine

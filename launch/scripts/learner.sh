@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The learner: a feeder and its ranks on this machine. Stopped and started again, it goes on from its checkpoint.
 set -euo pipefail
+PATH="$PATH:$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin"  # the environment that make has made, where no other is active
 CONFIG=${CONFIG:-launch/configs/digits.yaml}
 BUS=${BUS:?set BUS to the URL of the bus, nats://host:port}
 HOST=${HOST:-127.0.0.1}      # address at which engines reach this machine for weights and snapshots

@@ -25,13 +25,14 @@ async def main(draining):
     print("ready", flush=True)
     {body}
 
-sys.exit(process.run(main, drain_s={drain_s}, uvloop={uvloop}))
+sys.exit(process.run(main, drain_s={drain_s}, uvloop={uvloop}, same_signal_s={same_signal_s}))
 """
 
 
-def start(body: str, *, drain_s: float = 30, uvloop: bool = True) -> subprocess.Popen[str]:
-    code = BODY.format(body=body, drain_s=drain_s, uvloop=uvloop)
-    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(body: str, *, drain_s: float = 30, uvloop: bool = True, same_signal_s: float = 1) -> subprocess.Popen[str]:
+    code = BODY.format(body=body, drain_s=drain_s, uvloop=uvloop, same_signal_s=same_signal_s)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     return child
@@ -69,8 +70,20 @@ def test_a_crash_leaves_its_traceback_and_a_wrong_setting_nothing_but_its_messag
     assert errors == "error: learner.steps: want > 0\n"
 
 
+def test_a_signal_that_follows_at_once_is_the_same() -> None:
+    """As from timeout(1), to the child and to its group. The drain goes on until it is done: here until a line comes."""
+    body = "await draining.wait(); print('drains', flush=True); await asyncio.to_thread(sys.stdin.readline)"
+    child = start(body, drain_s=300, same_signal_s=3600)
+    child.send_signal(signal.SIGTERM)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "drains\n"
+    child.send_signal(signal.SIGTERM)
+    _, errors = child.communicate("go on\n", timeout=30)
+    assert child.returncode == 0, errors
+
+
 def test_a_second_signal_does_not_wait() -> None:
-    child = start("await draining.wait(); print('drains', flush=True); await asyncio.Event().wait()", drain_s=300)
+    child = start("await draining.wait(); print('drains', flush=True); await asyncio.Event().wait()", drain_s=300, same_signal_s=0)
     child.send_signal(signal.SIGTERM)
     assert child.stdout is not None
     assert child.stdout.readline() == "drains\n"

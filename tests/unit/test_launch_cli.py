@@ -1,6 +1,9 @@
 """The command line answers at once, and says what is wrong."""
 
+import os
+import re
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +75,61 @@ def test_looking_needs_a_run() -> None:
     result = tidemill("status", "--run-dir", "/nowhere")
     assert result.returncode == 2
     assert "want the directory of a run" in result.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["nothing"]], ids=["help", "wrong command"])
+def test_commands_that_are_not_for_people_are_not_offered(words: list[str]) -> None:
+    result = tidemill(*words)
+    shown = result.stdout + result.stderr
+    assert "archive" in shown
+    assert not re.search(r"^ +(feeder|rank)\b|'(feeder|rank)'", shown, re.MULTILINE), shown
+    for inner in ("feeder", "rank"):
+        assert "--feeder-url" in tidemill(inner, "--help").stdout
+
+
+def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Path) -> None:
+    """The installed command's own directory is that of the environment."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "tidemill").write_text(
+        "import sys\nfrom launch.cli import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
+    )
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "own_module_here.py").write_text("")
+    command = [sys.executable, str(tmp_path / "bin" / "tidemill"), str(ROOT / "launch/configs/digits.yaml")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path / "work", env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("role", ["engine", "actor"])
+def test_a_worker_gives_up_a_bus_that_never_comes(role: str) -> None:
+    result = tidemill(role, "--bus", "nats://127.0.0.1:1", "--wait", "0.2")
+    assert result.returncode == 1
+    assert "for at most 0.2 s (--wait)" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith(f"tidemill {role}: ")
+    assert "nats://127.0.0.1:1" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("script", ["actor", "bus", "engine", "host", "learner"])
+def test_scripts_find_the_environment_beside_them(tmp_path: Path, script: str) -> None:
+    """Without one that is active: PATH has the shell's own tools alone."""
+    shutil.copytree(ROOT / "launch/scripts", tmp_path / "launch/scripts")
+    program = tmp_path / ".venv/bin/tidemill"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/usr/bin/env bash\necho "started $1"\n')
+    program.chmod(0o755)
+    command = ["bash", str(tmp_path / f"launch/scripts/{script}.sh")]
+    environment = {"PATH": "/usr/bin:/bin", "BUS": "nats://127.0.0.1:1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.stdout.splitlines()[-1:] == [f"started {script}"], result.stderr
+
+
+@pytest.mark.parametrize("target", ["run", "gsm8k", "sglang"])
+def test_make_passes_arguments_on(target: str) -> None:
+    make = shutil.which("make")
+    if make is None:
+        pytest.skip("no make")
+    result = subprocess.run([make, "-n", target, "ARGS=--set learner.steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    (line,) = [line for line in result.stdout.splitlines() if "tidemill up" in line]
+    assert line.endswith("--set learner.steps=20")
