@@ -4,8 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+REWARD = "data/reward_mean"
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    ("reward", (("data/reward_mean", "mean of the step"),)),
+    ("reward", ((REWARD, "mean of the step"),)),
     ("lag (steps)", (("offpolicy/lag_mean", "mean"), ("offpolicy/lag_max", "max"))),
     ("mismatch", (("offpolicy/logprob_diff_abs", "|log pi - log mu|"), ("offpolicy/k3", "k3"))),
     ("entropy (nats)", (("train/entropy", "policy"),)),
@@ -13,6 +14,8 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("seconds", (("train/step_seconds", "step"), ("push/seconds", "push"))),
 )
 SMOOTH_STEPS = 5
+UNSMOOTHED = ("offpolicy/lag_max",)
+"""The mean of five maxima is the maximum of nothing."""
 
 
 def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
@@ -30,7 +33,8 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
                 continue
             steps, values = zip(*points, strict=True)
             (drawn,) = axis.plot(steps, values, linewidth=0.8, alpha=0.35)
-            axis.plot(steps, smooth(values), linewidth=1.8, color=drawn.get_color(), label=label)
+            shown = values if key in UNSMOOTHED else smooth(values)
+            axis.plot(steps, shown, linewidth=1.8, color=drawn.get_color(), label=label)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("step", fontsize=8)
         axis.grid(alpha=0.2)
@@ -39,10 +43,17 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
             axis.spines[side].set_visible(False)
         if axis.get_legend_handles_labels()[0]:
             axis.legend(fontsize=8, frameon=False)
-    axes.flat[0].set_ylim(0, 1.02)
+    axes.flat[0].set_ylim(*reward_limits([line[REWARD] for line in lines if REWARD in line]))
     figure.suptitle(title, fontsize=11)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
+
+
+def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
+    """Lowest and highest reward of the panel: 0 to 1, and as far beyond as the rewards go (-1 to 1, say), with a margin there."""
+    low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
+    margin = 0.02 * (high - low)
+    return (low - margin if low < 0 else 0.0), high + margin
 
 
 def smooth(values: Sequence[float]) -> list[float]:

@@ -216,8 +216,10 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
 
 def _print_status(console: Console, status: dict[str, Any]) -> None:
     head = status["head"]
-    version = f"version {head['version']} (step {head['step']})" if head else "no version yet"
-    console.print(f"[bold]{status['run']}[/]  step {status['step']}, planned {status['planned']}, {version}")
+    version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
+    console.print(
+        f"[bold]{status['run']}[/]  step {status['step']} done, batches planned up to step {status['planned']}; weights: {version}"
+    )
     if status["reward"] is not None:
         console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
     if skipped := status["minibatches_skipped"]:

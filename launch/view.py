@@ -160,16 +160,16 @@ def _numbers(watch: Watch) -> Table:
 def _facts(watch: Watch) -> list[tuple[str, str | Text]]:
     """``NUM_NUMBERS`` of them."""
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
-    pond, stream = watch.load("feeder"), watch.samples
+    feeder, stream = watch.load("feeder"), watch.samples
     lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(_lags(watch))
     return [
         ("lag", lag),
         ("|Δ log p|", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f}, k3 {watch.newest('offpolicy/k3'):.4f}"),
         ("entropy", f"{watch.newest('train/entropy'):.3f} nats"),
-        ("tokens/s", f"{watch.rate_generated:.0f} made, {watch.newest('train/tokens_per_second'):.0f} trained"),
+        ("tokens/s", f"{watch.rate_generated:.0f} made, {watch.rate_trained:.0f} trained"),
         ("waiting", f"learner {watch.newest('train/wait_share'):.0%}" + (f", actors {actors:.0%}" if actors is not None else "")),
         ("tasks", f"{waiting} waiting, {leased} leased"),
-        ("pond", f"{pond.get('buffered', 0):.0f} samples of {pond.get('open_tasks', 0):.0f} tasks"),
+        ("buffer", f"{feeder.get('buffered', 0):.0f} samples of {feeder.get('open_tasks', 0):.0f} tasks"),
         ("stream", f"{stream.last_seq} samples, {stream.bytes / 1e6:.1f} MB" if stream is not None else ""),
         ("push", _push(watch)),
     ]

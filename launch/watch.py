@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 NUM_EVENTS = 6
+RECENT_STEPS = 20
 
 
 class Watch:
@@ -31,6 +32,7 @@ class Watch:
     def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:
         """``earlier``: seconds at which earlier starts of this run had done their steps; time goes on from there."""
         self._bus, self.steps, self._metrics_file = bus, steps, metrics_file
+        self._resumed_at = max(earlier or {}, default=0)
         self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
         self.outcomes: dict[int, Done] = {}
         """Newest outcome of every step."""
@@ -67,9 +69,23 @@ class Watch:
     def newest(self, name: str, otherwise: float = 0.0) -> float:
         return self.outcomes[self.step].metrics.get(name, otherwise) if self.outcomes else otherwise
 
+    def _recent(self) -> list[tuple[int, float]]:
+        """(step, seconds) of the last steps of this start; the pause before it says nothing about their pace."""
+        return sorted(item for item in self.reached_s.items() if item[0] > self._resumed_at)[-RECENT_STEPS:]
+
+    @property
+    def rate_trained(self) -> float:
+        """Trainable tokens per second of the clock, over the last steps: to be compared with ``rate_generated``."""
+        seen = self._recent()
+        if len(seen) < 2:
+            return 0.0
+        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in seen[1:] if step in self.outcomes)
+        passed_s = max(seen[-1][1], self.elapsed_s) - seen[0][1]
+        return tokens / passed_s if passed_s > 0 else 0.0
+
     def left_s(self) -> float | None:
-        """Time left, by the pace of the last steps seen."""
-        seen = sorted(self.reached_s.items())[-20:]
+        """Time left, by the pace of the last steps."""
+        seen = self._recent()
         if len(seen) < 3:
             return None
         pace_s = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
@@ -140,7 +156,7 @@ class Watch:
             "step": f"{self.step}/{self.steps}",
             "reward": f"{self.newest('data/reward_mean'):.3f}",
             "lag": f"{self.newest('offpolicy/lag_mean'):.2f} (max {self.newest('offpolicy/lag_max'):.0f})",
-            "tokens/s": f"{self.rate_generated:.0f} generated, {self.newest('train/tokens_per_second'):.0f} trained",
+            "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
             "actors wait": f"{self.share('actor') or 0:.0%}",
         }

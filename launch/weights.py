@@ -87,7 +87,9 @@ def _tell(found: Sequence[Served], *, as_json: bool) -> None:
                 )
             )
             continue
-        told = one.silent or f"{len(one.sums)} tensors as all others of version {one.version}"
+        others = sum(bool(other.sums) for other in found if other.version == one.version and other is not one)
+        compared = f"the same as {others} other{'s' * (others > 1)} of this version" if others else "no other engine serves this version"
+        told = one.silent or f"{len(one.sums)} tensors; {compared}"
         if one.differs:
             more = f" and {len(one.differs) - SHOWN} more" if len(one.differs) > SHOWN else ""
             told = f"DIFFERS in {len(one.differs)} of {len(one.sums)} tensors: {', '.join(one.differs[:SHOWN])}{more}"

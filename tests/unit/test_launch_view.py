@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from bus.messages import Done, LiveRow
-from launch.curves import draw, smooth
+from launch.curves import draw, reward_limits, smooth
 from launch.view import picture, plot, waiting_words
 from launch.watch import Watch
 from tests import data_kit
@@ -58,6 +58,27 @@ def test_any_number_of_values_fits(count: int) -> None:
 def test_time_left_follows_the_pace() -> None:
     assert watch_of([0.1] * 10, steps=60).left_s() == pytest.approx(100)
     assert watch_of([0.1] * 2, steps=60).left_s() is None
+
+
+def test_time_left_after_a_resume_is_by_the_steps_since() -> None:
+    """56 steps of 0.1 s each, a pause of 20 s, and four more: 244 are left."""
+    watch = Watch(NoBus(), steps=304, earlier={step: 0.1 * step for step in range(1, 57)})  # type: ignore[arg-type]
+    watch.reached_s |= {56 + step: 25.6 + 0.1 * step for step in range(1, 5)}
+    watch.outcomes = {step: Done(epoch=1, step=step, metrics={}) for step in watch.reached_s}
+    assert watch.left_s() == pytest.approx(24.4)
+
+
+def test_tokens_generated_and_trained_are_both_per_second_of_the_clock() -> None:
+    """A step that takes a tenth of the time between steps trains no more tokens than there are."""
+    watch = watch_of([0.5] * 5, steps=10)
+    for done in watch.outcomes.values():
+        done.metrics.update({"train/tokens": 1000.0, "train/tokens_per_second": 5000.0})
+    watch.rate_generated = 550.0
+    assert watch.rate_trained == pytest.approx(4 * 1000 / 8)
+    assert watch.flat()["tokens/s"] == "550 generated, 500 trained"
+    console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
+    console.print(picture(watch, "tidemill test"))
+    assert "550 made, 500 trained" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_picture_says_what_a_person_asks_for() -> None:
@@ -119,3 +140,11 @@ def test_curves_are_drawn_even_from_little(tmp_path: object) -> None:
     draw([{"step": 1, "data/reward_mean": 0.5}], file, title="one step")
     assert file.read_bytes().startswith(b"\x89PNG")
     assert smooth([1, 2, 3, 4, 5, 6]) == [1, 1.5, 2, 2.5, 3, 4]
+
+
+def test_rewards_beyond_0_and_1_are_in_the_picture() -> None:
+    assert reward_limits([]) == (0.0, 1.02)
+    assert reward_limits([0.2, 0.9]) == (0.0, 1.02)
+    low, high = reward_limits([-1.0, 0.5])
+    assert low < -1.0 and high > 1.0
+    assert reward_limits([0.5, 7.0])[1] > 7.0
