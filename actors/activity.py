@@ -36,6 +36,7 @@ class Activity:
         self.counters = Counters()
         self._began_s = time.monotonic()
         self._busy = 0
+        self._last_failure = ""
         self._idle_s = 0.0
         self._idle_since_s = self._began_s
 
@@ -61,6 +62,17 @@ class Activity:
         now = time.monotonic()
         idle_s = self._idle_s + (0.0 if self._busy else now - self._idle_since_s)
         return idle_s / max(now - self._began_s, 1e-9)
+
+    def failed(self, reason: str) -> None:
+        """Count a sample that could not be generated or scored."""
+        self.counters.failures += 1
+        self._last_failure = reason
+
+    @property
+    def trouble(self) -> str:
+        """Failures in words, for the live row; empty while there are none."""
+        failures, published = self.counters.failures, self.counters.samples_published
+        return f"{failures} of {published} samples failed, the last: {self._last_failure}" if failures else ""
 
     def load(self) -> dict[str, float]:
         """For the live row."""

@@ -31,6 +31,7 @@ from bus.codec import check_sample
 from bus.connection import Bus
 from bus.errors import BusError, WireError
 from bus.messages import Kind, Partial, Sample, Status, Task
+from bus.repeated import Repeated
 from bus.tasks import Lease
 from rewards.port import RewardRequest, Scorer
 
@@ -65,6 +66,7 @@ class Actor:
     def __init__(self, bus: Bus, *, id: str, config: ActorConfig, generation: SingleTurn, score: Scorer, activity: Activity) -> None:
         self.id = id
         self._bus, self._config, self._generation, self._score, self._activity = bus, config, generation, score, activity
+        self._repeated = Repeated(logger)
         self._held = 0
         self._changed = asyncio.Event()
         self._draining = False
@@ -217,15 +219,16 @@ class Actor:
         except GenerationFailed as error:
             sample = failed_sample(task, index, lease.attempt, str(error))
         except WireError as error:
-            logger.exception("invalid sample task=%d index=%d", task.id, index)
+            self._repeated("sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error)
             sample = failed_sample(task, index, lease.attempt, f"invalid sample: {error}")
         sample = replace(sample, actor=self.id, created_s=time.time())
         seq = await self._bus.samples.publish(sample)
         counters.samples_published += 1
         if sample.status is not Status.FAILED:
             return _Fate(left=_stored(sample, seq))
-        counters.failures += 1
-        return _Fate(failed=str(sample.metadata["error"]))
+        reason = str(sample.metadata["error"])
+        self._activity.failed(reason)
+        return _Fate(failed=reason)
 
     async def _scored(self, task: Task, sample: Sample) -> Sample:
         """Give the sample with its reward, or FAILED with the reason; its tokens stay either way."""
@@ -243,17 +246,19 @@ class Actor:
                 async with asyncio.timeout(self._config.reward_timeout_s):
                     reward = await self._score(request)
         except TimeoutError:
-            return failed(sample, f"reward {self._config.reward!r}: no result within {self._config.reward_timeout_s:g} s")
+            return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
         except Exception as error:
-            logger.warning("reward failed task=%d index=%d", task.id, sample.index, exc_info=True)
-            return failed(sample, f"reward {self._config.reward!r}: {error!r}")
+            return self._unscored(sample, repr(error), error)
         return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
 
+    def _unscored(self, sample: Sample, reason: str, error: Exception | None = None) -> Sample:
+        self._repeated("reward failed", f"task={sample.task} index={sample.index} error={reason}", error=error)
+        return failed(sample, f"reward {self._config.reward!r}: {reason}")
+
     async def _fail(self, lease: Lease, reason: str) -> None:
-        logger.warning("task failed task=%d deliveries=%d reason=%s", lease.task.id, lease.deliveries, reason)
+        self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")
         try:
-            if await lease.fail(reason, actor=self.id):
-                logger.error("task is dead task=%d reason=%s", lease.task.id, reason)
+            await lease.fail(reason, actor=self.id)
         except BusError as error:
             logger.warning("failure not reported task=%d error=%s", lease.task.id, error)
 

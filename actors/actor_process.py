@@ -71,5 +71,6 @@ async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:
     """Keep the live row true."""
     while True:
         phase, waits_for = actor.phase()
-        heartbeat.update(phase=phase, waits_for=waits_for, load={**activity.load(), "in_flight": float(actor.held)})
+        load = {**activity.load(), "in_flight": float(actor.held)}
+        heartbeat.update(phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load)
         await asyncio.sleep(TELL_EVERY_S)

@@ -13,6 +13,7 @@ from bus.messages import SCHEMA, Dead, Word
 from bus.nonce import nonce
 from bus.outbox import WRONG_LAST_SEQUENCE
 from bus.pull import Delivered, OrderedPull, present
+from bus.repeated import Repeated
 
 REQUEUE, DROP = "requeue", "drop"
 """Words."""
@@ -26,6 +27,7 @@ class DeadLetters:
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.DEAD)
+        self._repeated = Repeated(_log)
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
         """Store one failure; the number of attempts at this task reported so far. The same attempt counts once."""
@@ -43,7 +45,7 @@ class DeadLetters:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
         else:
-            _log.warning("task dead task=%d attempts=%d actor=%s reason=%s", dead.task, dead.attempts, dead.actor, dead.reason)
+            self._repeated("task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}")
 
     async def say(self, word: Word) -> bool:
         """Say what shall become of a dead task; False = somebody has before. Retries until stored."""

@@ -331,6 +331,8 @@ class LiveRow:
     """starting | joining | catching up | serving | stale | waiting | working | draining | ..."""
     waits_for: str = ""
     """What it waits for and since when, in words."""
+    trouble: str = ""
+    """What goes wrong again and again, in words: how often, and the last reason; empty = nothing does."""
     version: int = -1
     epoch: int = 0
     load: dict[str, float] = field(default_factory=dict)

@@ -51,6 +51,8 @@ class Books:
     """Sequences before the first one that is still there; counts of tokens know only what is still there."""
     tasks_issued: int = 0
     tasks_open: int = 0
+    tasks_given_up: Counter[str] = field(default_factory=Counter)
+    """By reason: stale, filtered, empty, dead, lost."""
     aborted: int = 0
     multi_version: int = 0
     """Trained samples whose tokens come from more than one version."""
@@ -135,6 +137,7 @@ class _Audit:
         if isinstance(record, Plan):
             self._plan(record)
         elif isinstance(record, Settle):
+            self.books.tasks_given_up[record.reason] += len(record.tasks)
             for task in record.tasks.tolist():
                 self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():

@@ -137,6 +137,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
             "waiting": backlog[0],
             "leased": backlog[1],
             "last_id": await bus.tasks.last_id(),
+            "given_up": dict(sorted(plans.given_up.items())),
         },
         "samples": {
             "first_seq": state.first_seq,
@@ -145,6 +146,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
             "bytes": state.bytes,
             "trained": plans.trained,
             "dropped": dict(sorted(plans.dropped.items())),
+            "failed": int(feeder["failed"]) if "failed" in feeder else None,
             "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
         },
         "cursors": {
@@ -160,6 +162,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
                 "pid": row.pid,
                 "phase": row.phase,
                 "waits_for": row.waits_for,
+                "trouble": row.trouble,
                 "version": row.version,
                 "silent_s": round(age, 1),
                 "address": row.address,
@@ -181,7 +184,9 @@ class _Plans:
     trained: int = 0
     """Samples."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples, by reason."""
+    """Samples given up with their tasks, by reason; FAILED ones are in no record."""
+    given_up: Counter[str] = field(default_factory=Counter)
+    """Tasks, by reason."""
     skipped: dict[int, float] = field(default_factory=dict)
     """Minibatches whose loss or gradients were not finite, by step."""
 
@@ -195,7 +200,9 @@ async def _read_plans(bus: Bus) -> _Plans:
             plans.trained += len(record.seqs)
         elif isinstance(record, Settle):
             plans.tasks.update(record.tasks.tolist())
-            plans.dropped[record.reason] += len(record.seqs)
+            plans.given_up[record.reason] += len(record.tasks)
+            if len(record.seqs):
+                plans.dropped[record.reason] += len(record.seqs)
         elif isinstance(record, Done):
             plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
             if plans.newest is None or record.step >= plans.newest.step:
@@ -225,13 +232,18 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
     if skipped := status["minibatches_skipped"]:
         console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
     tasks, samples = status["tasks"], status["samples"]
+    given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
     console.print(
         f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
-        f"actors, {tasks['waiting']} waiting for one"
+        f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
     )
-    dropped = ", ".join(f"{count} {reason}" for reason, count in samples["dropped"].items()) or "none"
+    failed = {"failed": samples["failed"]} if samples["failed"] else {}
+    dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
     console.print(f"samples {samples['trained']} trained, dropped: {dropped}{buffered}")
+    for row in status["processes"]:
+        if row["trouble"]:
+            console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)
     console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
     for name, cursor in status["cursors"].items():
         kept = "given up" if cursor["given_up"] else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"

@@ -33,8 +33,12 @@ def summarize(
     loads: Mapping[str, Mapping[str, float]],
     aborted_by_pushes: int,
     restarts: Mapping[str, int],
+    troubles: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Everything that summary.json holds. ``loads``: the last counters each process told of itself, by ``role.id``."""
+    """Everything that summary.json holds.
+
+    ``loads`` and ``troubles``: the last counters each process reported, and what went wrong there again and again, by ``role.id``.
+    """
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}
     stalls = [line["push/stall_seconds_max"] for line in pushes.values() if "push/stall_seconds_max" in line]
@@ -73,6 +77,9 @@ def summarize(
         "stall_seconds_mean": mean(stalls),
         "tasks_issued": books.tasks_issued,
         "tasks_open": books.tasks_open,
+        "tasks_given_up": dict(sorted(books.tasks_given_up.items())),
+        "prompts_too_long": int(loads.get("feeder.feeder", {}).get("prompts_too_long", 0)),
+        "troubles": dict(troubles or {}),
         "restarts": dict(restarts),
         "problems": books.problems,
     }

@@ -6,6 +6,7 @@ back-off; unblocked by the child's end or by the supervisor's.
 
 import asyncio
 import logging
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,9 @@ class Supervisor:
             self._keepers[name].cancel()
         await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
         codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
-        for name in names:
+        for name, code in zip(names, codes, strict=True):
+            if code == -signal.SIGKILL:
+                self._on_event(f"{name} did not drain within {within_s:.0f} s and was killed (log: {self._children[name].log_file})")
             del self._keepers[name], self._children[name]
         return dict(zip(names, codes, strict=True))
 

@@ -54,6 +54,7 @@ REPORTED = (
     "samples_lost",
     "samples_trained_twice",
     "samples_dropped",
+    "tasks_given_up",
     "requests_aborted_by_pushes",
     "multi_version_samples",
     "max_lag_trained",
@@ -171,6 +172,9 @@ class Up:
                 await bus.create_layout()
                 await self._refuse_another_run(bus, url)
                 await self._train(bus, url, draining)
+        except asyncio.CancelledError:
+            self.failure = f"not drained in time; at work still: {', '.join(self._supervisor.running) or 'no process'}"
+            raise
         except CannotBegin as error:
             self.code, self.failure = WRONG_USE, str(error)
         except (GaveUp, BusError) as error:
@@ -339,6 +343,7 @@ class Up:
             seconds_to_reward=_seconds_to(lines, 0.9),
             max_lag=self._config.staleness.max_lag,
             loads=self._watch.loads,
+            troubles=self._watch.troubles,
             aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
             restarts=self._supervisor.restarted,
         )
@@ -350,6 +355,8 @@ class Up:
 
     def _report(self, result: dict[str, object], broken: list[str]) -> None:
         self._say("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
+        for who, trouble in self._watch.troubles.items() if self._watch is not None else ():
+            self._say(f"  {who}: {trouble}")
         self._say(f"  model {self._root}/final, picture {self._root}/curves.png, books {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)

@@ -67,8 +67,9 @@ async def show_plain(watch: Watch, console: Console) -> None:
 
 def waiting_words(watch: Watch) -> str:
     """Who waits for what, before the first step is done."""
+    troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
-    return "starting: " + (", ".join(rows) if rows else "no process has said anything yet")
+    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has said anything yet")
 
 
 def picture(watch: Watch, title: str, *, width: int = 100, height: int = 32) -> Panel:
@@ -209,7 +210,8 @@ def _processes(watch: Watch, lines: int) -> Table:
     for row, age in shown:
         phase = f"silent for {age:.0f} s" if age > SILENT_S else row.phase
         style = "red" if age > SILENT_S else "green" if _well(row, age) else "yellow"
-        table.add_row(f"{row.role} {row.id}", Text(phase, style=style), str(row.version) if row.version >= 0 else "", row.waits_for)
+        waits_for = Text(row.trouble, style="red") if row.trouble else row.waits_for
+        table.add_row(f"{row.role} {row.id}", Text(phase, style=style), str(row.version) if row.version >= 0 else "", waits_for)
     if len(shown) < len(watch.rows):
         names = {id(row) for row, _ in shown}
         more = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)
@@ -218,7 +220,7 @@ def _processes(watch: Watch, lines: int) -> Table:
 
 
 def _well(row: LiveRow, age: float) -> bool:
-    return age <= SILENT_S and row.phase in ("serving", "working")
+    return age <= SILENT_S and row.phase in ("serving", "working") and not row.trouble
 
 
 def _sample(sample: Sample | None) -> Text:

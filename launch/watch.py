@@ -42,6 +42,8 @@ class Watch:
         """(row, seconds since it changed)."""
         self.loads: dict[str, dict[str, float]] = {}
         """The last counters of every process that was ever seen, by ``role.id``."""
+        self.troubles: dict[str, str] = {}
+        """What goes wrong again and again, in words, as every process last reported it, by id."""
         self.aborted_by_pushes: dict[tuple[str, int], float] = {}
         """Requests that pushes ended, as every engine process (id, pid) last told."""
         self.samples: StreamState | None = None
@@ -134,12 +136,21 @@ class Watch:
         self.rows = rows
         for row, _ in rows:
             self.loads[f"{row.role}.{row.id}"] = row.load
+            self._take_trouble(row)
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
         generated = sum(load.get("tokens_generated", 0.0) for who, load in self.loads.items() if who.startswith("actor."))
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
+
+    def _take_trouble(self, row: LiveRow) -> None:
+        """The first of a process is an event; the newest stands in its row, and in the summary."""
+        if not row.trouble:
+            return
+        if row.id not in self.troubles:
+            self.event(f"{row.id}: {row.trouble}")
+        self.troubles[row.id] = row.trouble
 
     def share(self, role: str) -> float | None:
         """Mean waiting share that processes of a role tell of."""

@@ -396,12 +396,16 @@ class Feeder:
             "buffered": books.buffered,
             "trained": books.trained,
             "open_tasks": books.open,
+            "tasks_dead": books.settled.get("dead", 0),
+            "failed": books.dropped.get("failed", 0),
+            "prompts_too_long": self._prompts.num_too_long,
             "behind": self._behind,
         }
         version = self._source.head[0] if self._source.head else -1
         return {
             "phase": self._phase,
             "waits_for": self._text,
+            "trouble": self._prompts.trouble,
             "version": version,
             "load": {key: float(value) for key, value in load.items()},
         }

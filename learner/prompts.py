@@ -87,6 +87,13 @@ class PromptFile:
         """Different rows skipped so far because they have more than ``max_tokens`` tokens."""
         return len(self._too_long)
 
+    @property
+    def trouble(self) -> str:
+        """The rows skipped so far, in words; empty while there are none."""
+        if not self._too_long:
+            return ""
+        return f"{self.num_too_long} of {len(self)} prompts left out so far: longer than {self._max_tokens} tokens (data.max_prompt_tokens)"
+
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Row numbers of one pass, [len]: sorted by the raw output of Philox (which numpy keeps for ever) under the key (seed, epoch)."""
         return self._order(epoch)

@@ -22,6 +22,8 @@ def block(found: Found, *, full: bool = False) -> Text:
     if sample is None or isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
     text = facts(line, sample)
+    if error := sample.metadata.get("error"):
+        text.append(f"  {plain(str(error))}", style="red")
     text.append("\n" if sample.label is None else f"  label {_one_line(str(sample.label))}\n", style="dim")
     for body, size, style in ((prompt_text(sample), _PROMPT_SIZE, "dim"), (sample.response, _RESPONSE_SIZE, "")):
         for row in (body if full else shortened(body, *size)).splitlines() or [""]:

@@ -216,7 +216,9 @@ async def test_a_reward_that_gives_no_usable_number_ends_in_dead_and_the_run_goe
         tasks = await issue(bus, await take_over(bus), group_size=2)
         async with acting(bus, nats_server, reward=f"{__name__}:{reward}", reward_timeout_s=0.1):
             await settled(bus)
-            await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
+            row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
+        assert row["trouble"].startswith(f"4 of 4 samples failed, the last: reward '{__name__}:{reward}': ")
+        assert reason in row["trouble"]
         dead = [letter async for _, letter in bus.dead.scan()]
         assert [(letter.task, letter.attempts, letter.actor) for letter in dead] == [(tasks[0], 2, "a1")]
         assert reason in dead[0].reason

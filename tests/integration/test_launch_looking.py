@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from bus.connection import Bus
-from bus.messages import Done, Plan, Settle
+from bus.live import Heartbeat
+from bus.messages import Done, LiveRow, Plan, Settle, Status
 from launch.looking import find_run, read_status
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
@@ -77,8 +78,36 @@ async def test_status_says_where_everything_is(open_bus: BusOpener) -> None:
     assert "skipped 2 minibatches" in text, "counted once, though the step was taken twice"
     assert trimmed["tasks"]["issued"] == 3, "settled tasks that are gone from the stream count"
     status = json.loads(line)
-    assert status["tasks"] | {"last_id": 0} == {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}
+    counts = {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}
+    assert status["tasks"] | {"last_id": 0} == counts | {"given_up": {"stale": 1}}
     assert (status["samples"]["trained"], status["samples"]["dropped"], status["samples"]["buffered"]) == (2, {"stale": 2}, None)
+
+
+async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpener) -> None:
+    """FAILED samples are in no record, so a dead task has none: it counts itself."""
+    reason = "reward 'r:raises': ValueError('no judge')"
+    row = LiveRow(role="actor", id="a-0", host="h", pid=1, phase="working", trouble=f"2 of 2 samples failed, the last: {reason}")
+    feeder = LiveRow(role="feeder", id="feeder", host="h", pid=2, phase="working", load={"failed": 2.0, "buffered": 0.0})
+    async with open_bus() as bus, Heartbeat(bus, row, 0.2), Heartbeat(bus, feeder, 0.2):
+        await make_run(bus)
+        dead = replace(data_kit.task(4), run=bus.run)
+        dead = replace(dead, id=await bus.tasks.issue(dead))
+        for index in (0, 1):
+            sample = replace(data_kit.sample(dead, index), status=Status.FAILED, reward=0.0, metadata={"error": reason})
+            await bus.samples.publish(sample)
+        await bus.plans.append(Settle(epoch=1, reason="dead", tasks=np.array([dead.id], np.int64), seqs=np.zeros(0, np.int64), step=2))
+        where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
+        (_, text, _), (_, tail, _) = await asyncio.gather(tidemill("status", *where), tidemill("tail", *where, "--last", "1"))
+        status = await read_status(bus)
+    for wanted in (
+        "4 issued: 3 settled, 1 open",
+        "; given up: 1 dead, 1 stale",
+        "dropped: 2 stale, 2 failed",
+        f"trouble a-0: {row.trouble}",
+    ):
+        assert wanted in " ".join(text.split()), text
+    assert reason in tail, "not only that it failed"
+    assert status["tasks"]["given_up"] == {"dead": 1, "stale": 1}
 
 
 async def test_tail_shows_the_newest_and_what_comes(open_bus: BusOpener) -> None:

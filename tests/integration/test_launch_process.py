@@ -170,12 +170,14 @@ async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     assert supervisor.running == {}
 
 
-async def test_one_that_does_not_drain_is_killed(tmp_path: Path) -> None:
-    child = Child("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"], tmp_path / "log")
-    await child.start()
+async def test_one_that_does_not_drain_is_killed_and_named(tmp_path: Path) -> None:
+    events: list[str] = []
+    supervisor = Supervisor(tmp_path, restarts=0, window_s=60, on_event=events.append)
+    supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"])
     await _until_exists(tmp_path / "run" / "bus.url")
-    child.send(signal.SIGSTOP)
-    assert await child.end(within_s=0.2) == -signal.SIGKILL
+    os.kill(supervisor.running["bus"], signal.SIGSTOP)
+    assert await supervisor.end(["bus"], within_s=0.2) == {"bus": -signal.SIGKILL}
+    assert events == [f"bus did not drain within 0 s and was killed (log: {tmp_path}/bus.log)"]
 
 
 async def _running(supervisor: Supervisor, name: str, other_than: int = 0) -> int:

@@ -33,6 +33,16 @@ def test_an_error_inside_counts_as_an_end() -> None:
     assert activity.busy == 0
 
 
+def test_failures_are_trouble_in_words() -> None:
+    activity = Activity()
+    activity.counters.samples_published = 386
+    assert activity.trouble == ""
+    for reason in ("reward 'r': ValueError('an earlier one')", "reward 'r': no result within 3 s"):
+        activity.failed(reason)
+    assert activity.trouble == "2 of 386 samples failed, the last: reward 'r': no result within 3 s"
+    assert activity.load()["failures"] == 2
+
+
 def test_the_load_has_every_counter() -> None:
     activity = Activity()
     activity.counters.samples_published += 3

@@ -94,6 +94,22 @@ def test_the_picture_says_what_a_person_asks_for() -> None:
         assert wanted in text, text
 
 
+def test_trouble_is_shown_before_and_after_the_first_step() -> None:
+    """Where every reward fails there is no step, and nothing else would say so."""
+    row = LiveRow(role="actor", id="actor-0", host="h", pid=2, phase="working", trouble="9 of 9 samples failed, the last: no judge")
+    for rewards in ([], [0.5]):
+        watch = watch_of(rewards, steps=10)
+        watch._take_rows([(row, 0.0)])
+        watch._take_rows([(replace(row, trouble="99 of 99 samples failed, the last: no judge"), 0.0)])
+        console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
+        console.print(picture(watch, "tidemill test"))
+        assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
+        assert waiting_words(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
+        (event,) = watch.events
+        assert "actor-0: 9 of 9 samples failed" in event, "once a process, at the first"
+        assert watch.troubles == {"actor-0": "99 of 99 samples failed, the last: no judge"}
+
+
 @pytest.mark.parametrize("size", [(100, 32), (80, 24), (140, 50)])
 @pytest.mark.parametrize("num_actors", [0, 1, 40])
 @pytest.mark.parametrize("steps_done", [0, 5])

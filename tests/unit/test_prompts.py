@@ -70,6 +70,7 @@ def test_too_long_prompts_are_skipped_counted_and_named(tmp_path: Path, caplog: 
         second = file.after(0, 2)
     assert (first.offset, second.epoch, second.offset) == (1, 1, 1)
     assert file.num_too_long == 2
+    assert file.trouble == "2 of 3 prompts left out so far: longer than 20 tokens (data.max_prompt_tokens)"
     assert "prompts.jsonl:1 tokens=30 max=20" in caplog.text
     assert len(caplog.records) == 2
     with pytest.raises(PromptError, match=r"prompts\.jsonl:3: want <= 20 tokens, got 21"):

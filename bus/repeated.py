@@ -1,0 +1,36 @@
+"""Log lines for what fails again and again: the first with its traceback, then one line a minute and kind, with the number."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+EVERY_S = 60.0
+
+
+@dataclass(slots=True)
+class _Kind:
+    since_s: float
+    count: int = 0
+    """Not logged yet."""
+
+
+class Repeated:
+    """A logger for few kinds of failures, each of which may come thousands of times."""
+
+    def __init__(self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log, self._every_s, self._clock = log, every_s, clock
+        self._kinds: dict[str, _Kind] = {}
+
+    def __call__(self, kind: str, text: str, *, level: int = logging.WARNING, error: BaseException | None = None) -> None:
+        """Log ``text`` with the traceback of ``error`` if it is the first of its ``kind``; else count it, and log when it is time."""
+        now, seen = self._clock(), self._kinds.get(kind)
+        if seen is None:
+            self._kinds[kind] = _Kind(now)
+            self._log.log(level, "%s: %s", kind, text, exc_info=error)
+            return
+        seen.count += 1
+        if now - seen.since_s < self._every_s:
+            return
+        self._log.log(level, "%s %d times in %.0f s, the newest: %s", kind, seen.count, now - seen.since_s, text)
+        seen.since_s, seen.count = now, 0
