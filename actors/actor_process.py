@@ -1,7 +1,7 @@
 """The body of an actor process: connect, say that it lives, work until drained. Needs nothing but the URL of the bus."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 
@@ -29,19 +29,20 @@ async def run_actor(
     draining: asyncio.Event,
     actor_id: str | None = None,
     *,
+    allowed: Sequence[str] = (),
     engine: Callable[[str], Engine] | None = None,
 ) -> None:
     """Work on the tasks of ``run`` until ``draining`` is set and what was held is done.
 
-    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``), waited for if need be.
-    Cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, ValueError for a bad
-    config, UnknownReward, BadRewardOption.
+    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``), waited for if need be; ``allowed``: see
+    ``config_of_run``. Cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, BadRow,
+    NotAllowed, UnknownReward, BadRewardOption.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
-            told = None if bus is None else await config_of_run(bus, draining)
+            told = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)
         if told is None:
             return
         actor_config = actor_config or section(told, "actor", ActorConfig)

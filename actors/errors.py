@@ -103,3 +103,29 @@ class UnsupportedModel(EngineError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
+
+
+class NotAllowed(EngineError, ValueError):
+    """The run's row on the bus names code, a program, environment or a file that this machine has not allowed."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, where: str, named: str, cure: str) -> None:
+        super().__init__(where, named, cure)
+        self.where, self.named, self.cure = where, named, cure
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.named}; from the bus it is taken only where this machine allows it: {self.cure} (or TIDEMILL_ALLOW)"
+
+
+class BadRow(EngineError, ValueError):
+    """The run's row on the bus has a setting that this version does not know, or a value that cannot be used."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason

@@ -10,9 +10,12 @@ import os
 import re
 import socket
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
+from actors.allowed import refuse_foreign
+from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.errors import BusError, BusUnavailable, NotFound
@@ -61,16 +64,18 @@ async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig
     return None
 
 
-async def config_of_run(bus: Bus, draining: asyncio.Event) -> dict[str, Any] | None:
-    """Read the config of the run, once somebody has written it; None when ``draining`` is set before.
+async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Read the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
-    Raises NotFound after ``BUS_WAIT_S``.
+    ``allowed``: settings that name code, programs, environment or files, as ``actors/allowed.py`` wants them. Raises NotAllowed for one
+    that is not in it, NotFound after ``BUS_WAIT_S``.
     """
     deadline = time.monotonic() + BUS_WAIT_S
     while not draining.is_set():
         try:
             row = await bus.rows("run").get(CONFIG_KEY)
             if row is not None:
+                refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
                 return row[0]
         except BusError as error:
             logger.info("waiting for the config of the run error=%s", error)
@@ -81,12 +86,15 @@ async def config_of_run(bus: Bus, draining: asyncio.Event) -> dict[str, Any] | N
 
 
 def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
-    """Make the dataclass ``kind`` from a section of the config. Raises ValueError naming an unknown key."""
+    """Make the dataclass ``kind`` from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
     values = dict(config.get(name, {}))
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise ValueError(f"{name}.{key}: unknown; there are {sorted(known)}")
+            raise BadRow(f"{name}.{key}: unknown; there are {sorted(known)}")
         if isinstance(values[key], list):
             values[key] = tuple(values[key])
-    return kind(**values)
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"{name}.{error}") from error

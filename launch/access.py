@@ -1,9 +1,10 @@
-"""As whom a process goes to the bus: user, password and certificates, put into the address it was given.
+"""As whom a process goes to the bus: user, password and certificates, put into the address it was given; and what it takes from there.
 
 A password comes from the environment, or from a file of the run; never from a command line, which everybody on the machine can read.
 """
 
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from launch.config import RunConfig
 
 VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
+ALLOW_VARIABLE = "TIDEMILL_ALLOW"
 
 
 def auth_dir(config: RunConfig) -> Path:
@@ -77,6 +79,16 @@ def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
     if bool(name) != bool(password):
         raise ValueError(f"{USER_VARIABLE}, {PASSWORD_VARIABLE}: want both or none")
     return name, password
+
+
+def allowed(patterns: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """What the bus may name of this machine: ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell) together.
+
+    Raises ValueError for what no setting can fit.
+    """
+    from actors.allowed import checked
+
+    return checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
 
 
 def _user_of_run(directory: Path, user: str) -> tuple[str, str]:

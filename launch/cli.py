@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         worker.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
         worker.add_argument("--id", default="", help="its name on the bus")
         worker.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)")
+        _allowing(worker)
         _configured(worker, required=False)
 
     router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     host.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
     host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds that a process has to finish what it holds")
     host.add_argument("--restarts", type=int, default=5, metavar="N", help="bad ends of a process in five minutes before it is given up")
+    _allowing(host)
     host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="what this host is to run; default: its share of the total")
 
     scale = commands.add_parser(
@@ -164,6 +166,16 @@ def _looking(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
     parser.add_argument("--bus", default="", help="NATS URL")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+
+
+def _allowing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="take this setting from the run, though it names code, a program or a file of this machine; * for anything; may be repeated",
+    )
 
 
 def _on_bus(parser: argparse.ArgumentParser) -> None:

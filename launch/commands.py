@@ -8,7 +8,8 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from launch.access import LEARNER, OPERATOR
+from bus import exit_codes
+from launch.access import LEARNER, OPERATOR, allowed
 from launch.config import RunConfig
 from launch.settings import Loaded, load, render
 
@@ -110,7 +111,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     address = _address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    work = roles.run_engine if role == "engine" else roles.run_actor
+    work, taken = roles.run_engine if role == "engine" else roles.run_actor, allowed(args.allow, os.environ)
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
@@ -119,12 +120,12 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         except BusUnavailable as error:
             unreachable.append(error)
             return
-        await work(wanted, run, address, id, draining)
+        await work(wanted, run, address, id, draining, allowed=taken)
 
     code = process.run(body, drain_s=drain_s)
     if unreachable:
-        print(f"tidemill {role}: {unreachable[0]} (--wait)", file=sys.stderr)
-    return process.CRASHED if unreachable else code
+        print(f"{exit_codes.LINE}{unreachable[0]} (--wait)", file=sys.stderr)
+    return exit_codes.CRASHED if unreachable else code
 
 
 def router(args: argparse.Namespace) -> int:
@@ -170,7 +171,7 @@ def host(args: argparse.Namespace) -> int:
     from launch.host import HostThere, only_one, users_in
     from launch.wanted import parse
 
-    own, name = parse(args.wanted), args.name or _user() or host_name()
+    own, name, taken = parse(args.wanted), args.name or _user() or host_name(), allowed(args.allow, os.environ)
     directory = args.dir or Path("runs/hosts") / name
     process.set_up_logging("host", name)
 
@@ -189,6 +190,7 @@ def host(args: argparse.Namespace) -> int:
                 drain_s=args.drain,
                 restarts=args.restarts,
                 users=None if args.users is None else users_in(args.users),
+                allowed=taken,
             )
         except HostThere as error:
             refused.append(error)

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,8 +91,13 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     await first_of(reached(), draining.wait())
 
 
-async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
-    """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner."""
+async def run_engine(
+    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, *, allowed: Sequence[str] = ()
+) -> None:
+    """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner.
+
+    ``allowed``: what the bus may name of this machine (``actors/allowed.py``). Raises NotAllowed.
+    """
     from actors import engine_process
     from actors.scratch import Scratch
     from launch.wiring import engine_factory
@@ -99,7 +105,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
     with Scratch("model") as fetched:
         if config is None:
             run = run or await found_run(bus_url, "engine", draining)
-            config = await config_on_bus(run, bus_url, "engine", draining) if run else None
+            config = await config_on_bus(run, bus_url, draining, allowed) if run else None
             if config is None:
                 return
             # an engine that the learner's machine did not start shares nothing with it
@@ -120,8 +126,8 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
         )
 
 
-async def config_on_bus(run: str, bus_url: str, name: str, draining: asyncio.Event) -> RunConfig | None:
-    """The configuration that the learner wrote, waited for; None when ``draining`` is set first."""
+async def config_on_bus(run: str, bus_url: str, draining: asyncio.Event, allowed: Sequence[str]) -> RunConfig | None:
+    """The configuration that the learner wrote, for an engine, waited for; None when ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
     from actors.membership import CONFIG_KEY, config_of_run, connected
@@ -129,8 +135,8 @@ async def config_on_bus(run: str, bus_url: str, name: str, draining: asyncio.Eve
     from launch.settings import from_map
 
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, bus_url, run, BusConfig(), name=name, draining=draining)
-        told = None if bus is None else await config_of_run(bus, draining)
+        bus = await connected(stack, bus_url, run, BusConfig(), name="engine", draining=draining)
+        told = None if bus is None else await config_of_run(bus, draining, role="engine", allowed=allowed)
     return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}")
 
 
@@ -153,15 +159,16 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     return None if draining.is_set() else into
 
 
-async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event) -> None:
+async def run_actor(
+    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, *, allowed: Sequence[str] = ()
+) -> None:
     from actors import actor_process
 
     run = run or await found_run(bus_url, "actor", draining)
     if not run:
         return
-    await actor_process.run_actor(
-        bus_url, run, config.actor if config is not None else None, config.bus if config is not None else None, draining, id or None
-    )
+    actor, bus = (None, None) if config is None else (config.actor, config.bus)
+    await actor_process.run_actor(bus_url, run, actor, bus, draining, id or None, allowed=allowed)
 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
@@ -203,6 +210,7 @@ async def run_host(
     drain_s: float,
     restarts: int,
     users: dict[str, list[Path]] | None,
+    allowed: Sequence[str] = (),
 ) -> None:
     """Engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
     from contextlib import AsyncExitStack
@@ -232,7 +240,7 @@ async def run_host(
         supervisor = Supervisor(directory / "logs", restarts=restarts, window_s=HOST_RESTART_WINDOW_S)
 
         def arguments(role: str, id: str) -> list[str]:
-            return [role, "--bus", bus_url, "--run", run, "--id", id]
+            return [role, "--bus", bus_url, "--run", run, "--id", id, *(word for pattern in allowed for word in ("--allow", pattern))]
 
         host = Host(bus, supervisor, name=name, pool=pool, prefix=f"{name}-", arguments=arguments, drain_s=drain_s, users=users)
         log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, pool or "-", directory / "logs")

@@ -23,8 +23,8 @@ from launch.config import RunConfig
 from learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
-NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS")
-"""Secrets: read by ``launch/access.py``, never part of a configuration."""
+NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
+"""Secrets, and what this machine allows: read by ``launch/access.py``, never part of a configuration."""
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """What cannot be part of a run's name."""
 _NONE = type(None)

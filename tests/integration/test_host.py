@@ -160,7 +160,7 @@ async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Ho
 async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus, reward="nobody.knows:it")
-        host = hosts("h", "--run", bus.run, "actors=1")
+        host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
         row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
         assert row.waits_for == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
         assert "ERROR   host h: launch.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log
@@ -170,6 +170,17 @@ async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the
         await wanted.change(bus, wanted.host_key("h"), {"actor": 2})
         await until_actors(bus, "actor-h-0", "actor-h-1")
         await host_row(bus, "h", lambda row: row.waits_for == "")
+
+
+async def test_code_that_the_bus_names_is_not_run_unless_the_host_allows_it(open_bus: BusOpener, hosts: Hosts) -> None:
+    async with open_bus() as bus:
+        await configured(bus, reward="tests.poison:ones")
+        hosts("h", "--run", bus.run, "actors=1")
+        row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
+        assert "actor.reward=tests.poison:ones names code" in row.waits_for
+        assert "--allow actor.reward=tests.poison:ones" in row.waits_for
+        hosts("allowing", "--run", bus.run, "actors=1", "--allow", "actor.reward=tests.*")
+        await until_actors(bus, "actor-allowing-0")
 
 
 async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: BusOpener, hosts: Hosts) -> None:

@@ -13,7 +13,9 @@ import pytest
 
 from bus.server import EmbeddedServer
 from launch.process import Child
+from launch.settings import load, to_map
 from launch.supervisor import GaveUp, Supervisor
+from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -145,6 +147,20 @@ async def test_a_process_whose_settings_are_wrong_is_not_started_again(tmp_path:
         assert error.value.exit_code == 78
     assert events == []
     assert supervisor.restarted == {}
+
+
+async def test_a_program_that_the_bus_names_is_not_run(tmp_path: Path, open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+    supervisor = Supervisor(tmp_path, restarts=5, window_s=60)
+    async with open_bus() as bus:
+        config = load(Path("launch/configs/smoke.yaml"), [f"run={bus.run}", "engine.kind=sglang", "engine.sglang.python=/tmp/x"]).config
+        await bus.rows("run").put("config", to_map(config))
+        with pytest.raises(GaveUp) as error:
+            await supervisor.keep("engine", ["engine", "--bus", nats_server.url, "--run", bus.run], always=True)
+    assert str(error.value) == (
+        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; from the bus it is taken only where this "
+        "machine allows it: --allow engine.sglang.python=/tmp/x (or TIDEMILL_ALLOW)"
+    )
+    assert error.value.exit_code == 78
 
 
 async def test_the_reason_is_of_the_last_start(tmp_path: Path) -> None:

@@ -1,0 +1,70 @@
+"""Settings that name code, programs, environment or files: from the run's row on the bus they are taken only where this machine allows it.
+
+Otherwise the right to write one row would be the right to run programs on the machine of every engine and actor. Processes that are
+started with a configuration file of their own (``tidemill up``) read no row, and nothing is asked of them.
+"""
+
+import json
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from actors.config import ActorConfig, EngineConfig
+from actors.errors import NotAllowed
+from rewards.registry import TABLE
+
+GUARDED = {
+    "actor.reward": "code",
+    "engine.sglang.python": "a program",
+    "engine.sglang.arguments": "an argument of a program",
+    "engine.sglang.environment": "the environment of a program",
+    "engine.sglang.log": "a file to write",
+}
+"""Settings, and what they name. Of a map every entry counts by itself. Defaults, numbers and rewards of the house are always allowed."""
+
+_OWN = {"actor": ActorConfig(), "engine": EngineConfig()}
+
+
+def checked(patterns: Sequence[str]) -> tuple[str, ...]:
+    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for one that no guarded setting can fit."""
+    for pattern in patterns:
+        name, equals, _ = pattern.partition("=")
+        if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
+            raise ValueError(f"--allow: want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}, got {pattern!r}")
+    return tuple(patterns)
+
+
+def refuse_foreign(row: Mapping[str, Any], role: str, allowed: Sequence[str], *, where: str) -> None:
+    """Raise NotAllowed for settings of ``role`` (actor | engine) in ``row`` that fit none of the patterns in ``allowed``."""
+    refused = {
+        f"{path}={text}": what
+        for path, what, text in _guarded(row, role)
+        if not any(pattern == f"{path}={text}" or fnmatchcase(f"{path}={text}", pattern) for pattern in allowed)
+    }
+    if refused:
+        named = "; ".join(f"{setting} names {what}" for setting, what in refused.items())
+        raise NotAllowed(where, named, " ".join(f"--allow {shlex.quote(setting)}" for setting in refused))
+
+
+def _guarded(row: Mapping[str, Any], role: str) -> Iterator[tuple[str, str, str]]:
+    """(path, what it names, value as text) of every guarded setting of the row that is not this machine's own."""
+    for path, what in GUARDED.items():
+        if not path.startswith(f"{role}."):
+            continue
+        own: Any = _OWN[role]
+        value: Any = row.get(role)
+        for name in path.split(".")[1:]:
+            own = getattr(own, name)
+            value = value.get(name) if isinstance(value, Mapping) else value
+        entries = value.items() if isinstance(own, dict) and isinstance(value, Mapping) else None
+        named = {path: value} if entries is None else {f"{path}.{name}": entry for name, entry in entries}
+        for place, entry in named.items():
+            if not _harmless(place, entry, own):
+                yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
+
+
+def _harmless(path: str, value: Any, own: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    of_the_house = path == "actor.reward" and isinstance(value, str) and value in TABLE
+    return value is None or value == own or is_number or of_the_house

@@ -1,0 +1,96 @@
+"""What the run's row may name of a machine, and which settings that concerns."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from actors.allowed import GUARDED, checked, refuse_foreign
+from actors.config import ActorConfig, EngineConfig, SglangConfig
+from actors.errors import NotAllowed
+from launch.access import allowed
+from launch.config import RunConfig
+from launch.settings import load, to_map
+
+OPEN = {
+    "actor.engines": "addresses it asks",
+    "actor.reward_options": "values for a reward that is allowed",
+    "engine.kind": "a name of a table",
+    "engine.host": "an address it listens at",
+    "engine.device": "one of three",
+    "engine.dtype": "one of two",
+    "engine.sglang": "its parts, each by itself",
+    "engine.sglang.url": "an address it asks",
+    "engine.sglang.pause": "one of two",
+}
+"""Settings that are no number, and name neither code nor programs nor files."""
+
+
+def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> None:
+    kinds = {"actor": ActorConfig, "engine": EngineConfig, "engine.sglang": SglangConfig}
+    numbers = (int, float, bool)
+    found = {f"{path}.{field.name}" for path, kind in kinds.items() for field in dataclasses.fields(kind) if field.type not in numbers}
+    assert found == GUARDED.keys() | OPEN.keys()
+
+
+def row(**sglang: Any) -> dict[str, Any]:
+    return {"actor": {"reward": "digits"}, "engine": {"kind": "sglang", "sglang": sglang}}
+
+
+HARMLESS: list[dict[str, Any]] = [
+    {},
+    {"actor": {"reward": "math_answer", "reward_options": {"x": "y"}}},
+    {"engine": {"sglang": {"python": "python3", "arguments": {"tp_size": 2, "mem_fraction_static": 0.8}, "environment": {}, "log": ""}}},
+    to_map(RunConfig()),
+]
+
+
+@pytest.mark.parametrize("values", HARMLESS)
+def test_defaults_numbers_and_rewards_of_the_house_are_taken(values: dict[str, Any]) -> None:
+    for role in ("actor", "engine"):
+        refuse_foreign(values, role, (), where="the row")
+
+
+@pytest.mark.parametrize(
+    ("sglang", "setting", "pattern"),
+    [
+        ({"python": "/tmp/x"}, "engine.sglang.python=/tmp/x", "engine.sglang.python=/tmp/*"),
+        ({"arguments": {"tp_size": 2, "plugin": "a.b"}}, "engine.sglang.arguments.plugin=a.b", "engine.sglang.arguments.plugin=a.*"),
+        ({"arguments": {"trust_remote_code": True}}, "engine.sglang.arguments.trust_remote_code=true", "engine.sglang.arguments.*=*"),
+        ({"arguments": ["--x"]}, 'engine.sglang.arguments=["--x"]', "engine.sglang.*=*"),
+        ({"environment": {"LD_PRELOAD": "x.so"}}, "engine.sglang.environment.LD_PRELOAD=x.so", "engine.sglang.environment.LD_PRELOAD=x.so"),
+        ({"log": "/etc/cron.d/x"}, "engine.sglang.log=/etc/cron.d/x", "*=*"),
+    ],
+)
+def test_what_names_a_program_or_a_file_is_refused_with_the_way_to_allow_it(sglang: dict[str, Any], setting: str, pattern: str) -> None:
+    with pytest.raises(NotAllowed) as error:
+        refuse_foreign(row(**sglang), "engine", ("actor.reward=*", "engine.sglang.python=/opt/*"), where="run r")
+    assert setting in str(error.value)
+    assert "--allow" in str(error.value)
+    assert error.value.exit_code == 78
+    for good in (pattern, setting):
+        refuse_foreign(row(**sglang), "engine", checked([good]), where="run r")
+    refuse_foreign(row(**sglang), "actor", (), where="run r")
+
+
+def test_an_import_path_is_code() -> None:
+    values = {"actor": {"reward": "os:system"}, "engine": {"sglang": {"python": "/tmp/x"}}}
+    with pytest.raises(NotAllowed, match=r"^run r: actor\.reward=os:system names code; .* --allow actor\.reward=os:system \(or"):
+        refuse_foreign(values, "actor", ("actor.reward=myreward:*",), where="run r")
+    refuse_foreign(values, "actor", ("actor.reward=os:*",), where="run r")
+
+
+@pytest.mark.parametrize("pattern", ["actor.reward", "actor.retries=3", "engine.sglang.pythonx=*", ""])
+def test_a_pattern_that_fits_nothing_is_refused(pattern: str) -> None:
+    with pytest.raises(ValueError, match="--allow: want SETTING=VALUE"):
+        checked([pattern])
+
+
+def test_the_environment_allows_as_well_and_is_no_setting() -> None:
+    environment = {"TIDEMILL_ALLOW": "actor.reward=mine:* 'engine.sglang.log=/var/log/a b'"}
+    assert allowed(["engine.sglang.python=x"], environment) == (
+        "engine.sglang.python=x",
+        "actor.reward=mine:*",
+        "engine.sglang.log=/var/log/a b",
+    )
+    load([], [], environment)
