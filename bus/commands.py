@@ -5,20 +5,22 @@ A command is a JSON object ``{"command": ..., "args": {...}}`` on the core subje
 
 import asyncio
 import json
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 from nats.aio.msg import Msg
 
 from bus import subjects
 from bus.errors import WireError
 from bus.link import FOREIGN, Link
-
-_log = logging.getLogger(__name__)
+from bus.refusals import Refusals
+from bus.row_shapes import json_map
 
 ALL = "all"
+_MOST_WAITING = 1000
+"""Commands that wait for their process; more of them are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,8 @@ class Command:
 class Commands:
     """Sends and receives commands of one run."""
 
-    def __init__(self, link: Link, run: str) -> None:
-        self._link, self._run = link, run
+    def __init__(self, link: Link, run: str, refusals: Refusals) -> None:
+        self._link, self._run, self._refusals = link, run, refusals
 
     async def send(self, role: str, id: str, command: str, args: dict[str, Any] | None = None) -> None:
         """To one process, or to ``all`` of a role. Whether anybody heard is not known. Raises BusUnavailable."""
@@ -49,11 +51,12 @@ class Commands:
 
     async def receive(self, role: str, id: str) -> AsyncIterator[Command]:
         """Commands to this process, for ever. It hears from the first ``anext`` on."""
-        arrived: asyncio.Queue[Command] = asyncio.Queue()
+        arrived: asyncio.Queue[Command] = asyncio.Queue(_MOST_WAITING)
 
         async def hear(message: Msg) -> None:
-            command = _read(message, role)
-            if command is not None:
+            at = f"{message.subject} {crc32(message.data):08x}"
+            command = self._refusals.read("commands", at, lambda: _read(message, role))
+            if command is not None and not arrived.full():
                 arrived.put_nowait(command)
 
         subs = []
@@ -70,10 +73,9 @@ class Commands:
                     await sub.unsubscribe()
 
 
-def _read(message: Msg, role: str) -> Command | None:
-    try:
-        fields = json.loads(message.data)
-        return Command(role=role, id=message.subject.rsplit(".", 1)[1], command=str(fields["command"]), args=dict(fields.get("args", {})))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        _log.warning("command not understood subject=%s error=%r", message.subject, error)
-        return None
+def _read(message: Msg, role: str) -> Command:
+    fields = json_map(message.data)
+    command, args = fields.get("command"), fields.get("args", {})
+    if not isinstance(command, str) or not isinstance(args, dict):
+        raise WireError("command, args", "text and a map", f"{type(command).__name__} and {type(args).__name__}")
+    return Command(role=role, id=message.subject.rsplit(".", 1)[1], command=command, args=args)

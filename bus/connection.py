@@ -14,6 +14,7 @@ from bus.layout import create_layout
 from bus.link import Link, linked
 from bus.partials import Partials
 from bus.plans import PlanLog
+from bus.refusals import Refusals
 from bus.rows import Rows
 from bus.samples import SampleStream
 from bus.subjects import check_run
@@ -34,7 +35,7 @@ class Bus:
         self.samples = SampleStream(self.jet)
         self.partials = Partials(self.jet)
         self.plans = PlanLog(self.jet)
-        self.commands = Commands(link, run)
+        self.commands = Commands(link, run, self.jet.refusals)
         self._rows: dict[str, Rows] = {}
 
     @property
@@ -45,6 +46,11 @@ class Bus:
     @property
     def js(self) -> JetStreamContext:
         return self._link.nc.jetstream()
+
+    @property
+    def refusals(self) -> Refusals:
+        """What this process has passed over because it could not be read."""
+        return self.jet.refusals
 
     @property
     def connected(self) -> bool:

@@ -5,7 +5,6 @@ place is in its checkpoint, and in no row.
 """
 
 import dataclasses
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,6 @@ from bus.nonce import nonce
 from bus.rows import Rows
 from bus.samples import Received
 from bus.subjects import token
-
-log = logging.getLogger(__name__)
 
 WAIT, LEAVE = "wait", "leave"
 """Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""
@@ -57,7 +54,7 @@ class Cursors:
     async def all(self) -> dict[str, Place]:
         """By name. Raises BusUnavailable."""
         rows = await self._rows.all(_PREFIX)
-        return {key.removeprefix(f"{_PREFIX}."): place for key, (value, _) in rows.items() if (place := _place(key, value)) is not None}
+        return {key.removeprefix(f"{_PREFIX}."): _place(value) for key, (value, _) in rows.items()}
 
     async def first_needed(self, created: str) -> int | None:
         """The smallest sequence that a reader still waits for in the stream made at ``created``; None when trimming waits for nobody."""
@@ -73,7 +70,7 @@ class Cursors:
 
     async def drop(self, name: str) -> None:
         """Forget a reader that will not come back. Raises NotFound."""
-        if await self._rows.get(_key(name)) is None:
+        if not (await self._rows.standing(_key(name)))[1]:
             raise NotFound("cursor", name)
         await self._rows.delete(_key(name))
 
@@ -96,14 +93,14 @@ class Reader:
             raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
         rows, mine = bus.rows("run"), f"{owner or bus.name} {nonce()}"
         while True:
-            row, start = await rows.get(_key(name)), await bus.samples.cursor()
-            before = None if row is None else _place(_key(name), row[0])
+            (value, revision), start = await rows.standing(_key(name)), await bus.samples.cursor()
+            before = None if value is None else _place(value)
             if before is not None and before.created != start.created:
                 raise StreamReplaced(f"cursor {name}", before.created, start.created)
             floor = start.floor if before is None else before.floor
             place = Place(created=start.created, floor=floor, policy=policy, owner=mine)
             try:
-                await rows.update(_key(name), dataclasses.asdict(place), 0 if row is None else row[1])
+                await rows.update(_key(name), dataclasses.asdict(place), revision)
                 return cls(bus, name, place, is_new=before is None)
             except RowConflict:
                 continue
@@ -122,8 +119,8 @@ class Reader:
 
     async def leave(self) -> None:
         """Be registered no longer. Raises CursorTaken."""
-        row = await self._rows.get(_key(self.name))
-        if row is not None and row[0].get("owner") != self.place.owner:
+        value, _ = await self._rows.standing(_key(self.name))
+        if value is not None and value.get("owner") != self.place.owner:
             raise CursorTaken(self.name)
         await self._rows.delete(_key(self.name))
 
@@ -135,17 +132,17 @@ def _waits(place: Place, created: str) -> bool:
 async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> Place:
     """Change a row by compare-and-set; with ``owner``, only while it is still its."""
     while True:
-        row = await rows.get(_key(name))
-        place = None if row is None else _place(_key(name), row[0])
-        if row is None or place is None:
+        value, revision = await rows.standing(_key(name))
+        if value is None:
             raise NotFound("cursor", name)
+        place = _place(value)
         if owner is not None and place.owner != owner:
             raise CursorTaken(name)
         if "floor" in changes:
             changes["floor"] = max(place.floor, changes["floor"])
         new = dataclasses.replace(place, **changes)
         try:
-            await rows.update(_key(name), dataclasses.asdict(new), row[1])
+            await rows.update(_key(name), dataclasses.asdict(new), revision)
             return new
         except RowConflict:
             continue
@@ -155,13 +152,5 @@ def _key(name: str) -> str:
     return f"{_PREFIX}.{token(name)}"
 
 
-def _place(key: str, value: dict[str, Any]) -> Place | None:
-    """None for a row that is not understood: it must not hold up trimming for ever."""
-    try:
-        place = Place(**{name: value[name] for name in _FIELDS if name in value})
-    except TypeError:
-        place = None
-    if place is None or not isinstance(place.floor, int):
-        log.warning("cursor not understood key=%s value=%s", key, value)
-        return None
-    return place
+def _place(value: dict[str, Any]) -> Place:
+    return Place(**{name: value[name] for name in _FIELDS if name in value})

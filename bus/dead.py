@@ -2,12 +2,13 @@
 
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 
 import msgpack
 
 from bus import subjects
 from bus.codec import decode_dead, decode_word, encode_dead, encode_word
-from bus.errors import Refused
+from bus.errors import Refused, WireError
 from bus.jetstream import JetStream
 from bus.messages import SCHEMA, Dead, Word
 from bus.nonce import nonce
@@ -17,6 +18,7 @@ from bus.repeated import Repeated
 
 REQUEUE, DROP = "requeue", "drop"
 """Words."""
+_IDS, _COUNTS = 2**63, 2**31
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class DeadLetters:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.DEAD)
         self._repeated = Repeated(_log)
+        self._tasks, self._words = subjects.dead_task(jet.run, "*"), subjects.dead_word(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
         """Store one failure; the number of attempts at this task reported so far. The same attempt counts once."""
@@ -60,26 +63,38 @@ class DeadLetters:
 
     async def words(self) -> dict[int, Word]:
         """What has been said so far, by task."""
-        found = [decode_word(delivered.data) async for delivered in present(self._jet, self._stream, 1) if self._is_word(delivered)]
-        return {word.task: word for word in found}
+        found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._words])]
+        return {word.task: word for word in found if isinstance(word, Word)}
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
         """Dead tasks from sequence ``start`` to the present end."""
-        async for delivered in present(self._jet, self._stream, start):
-            if self._is_task(delivered):
-                yield delivered.seq, decode_dead(delivered.data)
+        async for delivered in present(self._jet, self._stream, start, filters=[self._tasks]):
+            found = self._read(delivered)
+            if isinstance(found, Dead):
+                yield delivered.seq, found
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | Word]]:
         """Dead tasks and what was said of them, from sequence ``start`` on, for ever."""
-        filters = [subjects.dead_task(self._jet.run, "*"), subjects.dead_word(self._jet.run, "*")]
-        async with OrderedPull(self._jet, self._stream, max(1, start), filters=filters) as pull:
+        async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._words]) as pull:
             while True:
                 delivered = await pull.next()
                 assert delivered is not None
-                yield delivered.seq, decode_word(delivered.data) if self._is_word(delivered) else decode_dead(delivered.data)
+                found = self._read(delivered)
+                if found is not None:
+                    yield delivered.seq, found
 
-    def _is_word(self, delivered: Delivered) -> bool:
-        return delivered.subject.startswith(subjects.dead_word(self._jet.run, ""))
+    def _read(self, delivered: Delivered) -> Dead | Word | None:
+        return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
 
-    def _is_task(self, delivered: Delivered) -> bool:
-        return delivered.subject.startswith(subjects.dead_task(self._jet.run, ""))
+
+def _decode(delivered: Delivered) -> Dead | Word:
+    """Raises WireError, also for a message about another task than its subject names, and for a place that no prompt can have."""
+    *_, kind, named = delivered.subject.split(".")
+    found = decode_word(delivered.data) if kind == "word" else decode_dead(delivered.data)
+    if found.task != subjects.natural(named) or found.task < 1:
+        raise WireError("task", f"that of the subject, {named[:40]}", found.task)
+    if isinstance(found, Dead):
+        place = (found.reissues, found.prompt_epoch, found.offset)
+        if not (-1 <= found.root < _IDS and min(place) >= 0 and max(place) < _COUNTS):
+            raise WireError("root, reissues, prompt_epoch, offset", "those of a task", (found.root, *place))
+    return found

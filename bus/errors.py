@@ -79,6 +79,19 @@ class UnknownSchema(WireError):
     """The message was written by a program with another schema number."""
 
 
+class UnreadableRow(WireError):
+    """A row that a process cannot do without holds something else: names bucket, key and revision."""
+
+    def __init__(self, field: str, revision: int, want: str, got: object) -> None:
+        super().__init__(field, want, got)
+        self.args = (field, revision, want, got)
+        self.revision = revision
+
+    def __str__(self) -> str:
+        cure = "store a readable row in its place (docs/recovery.md)"
+        return f"row {self.field}, revision {self.revision}: want {self.want}, got {self.got!r}; cure: {cure}"
+
+
 class Fenced(BusError):
     """A newer learner has taken over (a higher epoch was seen): this one must end."""
 

@@ -1,22 +1,27 @@
 """One writer at a time on a stream: the newest learner's. Writing, and reading what it wrote.
 
 Every message carries the epoch of its writer and the sequence it expects to stand behind. A fence is the first message of an
-epoch; messages of an older epoch behind it are void.
+epoch; messages of an older epoch behind it are void. So are messages that no learner wrote: that cannot be decoded, or whose header
+names another epoch than they do. Writer and readers pass over them alike.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from bus import subjects
 from bus.codec import encode_record
-from bus.errors import BusUnavailable, Fenced, NotFound, Refused
+from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
 from bus.jetstream import JetStream, Message
 from bus.messages import Fence
 from bus.nonce import nonce
 from bus.outbox import WRONG_LAST_SEQUENCE
 from bus.pull import Delivered, OrderedPull, present
+from bus.subjects import natural
 
 _log = logging.getLogger(__name__)
 
@@ -26,11 +31,53 @@ _NO_EPOCH = -1
 """Epoch of a message that names none: older than all."""
 
 
-class FencedWriter:
+class Written(Protocol):
+    """What one learner writes."""
+
+    @property
+    def epoch(self) -> int: ...
+
+
+R = TypeVar("R", bound=Written)
+
+
+@dataclass(frozen=True, slots=True)
+class FencedStream(Generic[R]):
+    """A stream that one learner at a time writes, and how its messages are decoded."""
+
+    jet: JetStream
+    short: str
+    """PLAN or TASKS."""
+    fence_subject: str
+    decode: Callable[[Message | Delivered], R]
+    """Raises WireError."""
+
+    @property
+    def name(self) -> str:
+        return subjects.stream(self.jet.run, self.short)
+
+    def read(self, message: Message | Delivered) -> R | None:
+        """What a learner wrote; None, counted as a refusal, for what none wrote."""
+        return self.jet.refusals.read(self.short, message.seq, partial(self.checked, message))
+
+    def checked(self, message: Message | Delivered) -> R:
+        """What a learner wrote. Raises WireError for what none wrote."""
+        found, named = self.decode(message), message.headers.get(subjects.EPOCH_HEADER, "")
+        if natural(named) != found.epoch:
+            raise WireError(subjects.EPOCH_HEADER, f"{found.epoch}, the epoch in the message", named[:40])
+        return found
+
+    def epoch(self, message: Message | Delivered) -> int:
+        """Epoch of the learner that wrote the message; -1 when none did."""
+        found = self.read(message)
+        return _NO_EPOCH if found is None else found.epoch
+
+
+class FencedWriter(Generic[R]):
     """Appends to ``stream`` as one epoch. ``fence`` comes first."""
 
-    def __init__(self, jet: JetStream, stream: str, fence_subject: str) -> None:
-        self._jet, self._stream, self._fence_subject = jet, stream, fence_subject
+    def __init__(self, stream: FencedStream[R]) -> None:
+        self._log, self._jet, self._stream, self._fence_subject = stream, stream.jet, stream.name, stream.fence_subject
         self._nonce, self._count = nonce(), 0
         self._lock = asyncio.Lock()
         self.epoch = 0
@@ -101,7 +148,7 @@ class FencedWriter:
             if found.headers.get(subjects.MESSAGE_ID) == message_id:
                 self._last = found.seq
                 return found.seq
-            seen = epoch_of(found.headers)
+            seen = self._log.epoch(found)
             if seen > self.epoch or (seen == self.epoch and not self._is_mine(found, seen)):
                 raise Fenced(self._stream, self.epoch, seen)
             self._last = found.seq
@@ -112,13 +159,10 @@ class FencedWriter:
 
     async def _stands(self, epoch: int) -> bool:
         """Whether our fence is the newest already (a call before was cancelled). Raises Fenced when another's is as new or newer."""
-        try:
-            fence = await self._jet.last(self._stream, self._fence_subject)
-        except NotFound as error:
-            if error.what == "stream":
-                raise
+        fence = await self._newest_fence()
+        if fence is None:
             return False
-        newest = epoch_of(fence.headers)
+        newest = self._log.epoch(fence)
         if newest == epoch and self._is_mine(fence, epoch):
             self.epoch, self._last = epoch, fence.seq
             return True
@@ -126,26 +170,47 @@ class FencedWriter:
             raise Fenced(self._stream, epoch, newest)
         return False
 
+    async def _newest_fence(self) -> Message | None:
+        """The last message on its subject, unless no learner wrote that: then the last of those before it."""
+        try:
+            newest = await self._jet.last(self._stream, self._fence_subject)
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+            return None
+        if self._log.epoch(newest) != _NO_EPOCH:
+            return newest
+        fences = Fences(self._log)
+        await fences.refresh()
+        return await self._jet.message(self._stream, fences.last) if fences.last else None
 
-class Fences:
+
+class Fences(Generic[R]):
     """The fences of a stream, as far as they are known: (sequence, epoch) in order."""
 
-    def __init__(self, jet: JetStream, stream: str, fence_subject: str) -> None:
-        self._jet, self._stream, self._subject = jet, stream, fence_subject
+    def __init__(self, stream: FencedStream[R]) -> None:
+        self._log, self._jet, self._stream, self._subject = stream, stream.jet, stream.name, stream.fence_subject
         self._known: list[tuple[int, int]] = []
+        self._read_to = 0
+
+    @property
+    def last(self) -> int:
+        """Sequence of the newest; 0 for none."""
+        return self._known[-1][0] if self._known else 0
 
     async def refresh(self) -> None:
         """Learn of the fences raised since the last time."""
-        start = self._known[-1][0] + 1 if self._known else 1
         while True:
             try:
-                found = await self._jet.next(self._stream, start, self._subject)
+                found = await self._jet.next(self._stream, self._read_to + 1, self._subject)
             except NotFound as error:
                 if error.what == "stream":
                     raise
                 return
-            self._known.append((found.seq, epoch_of(found.headers)))
-            start = found.seq + 1
+            self._read_to = found.seq
+            epoch = self._log.epoch(found)
+            if epoch != _NO_EPOCH:
+                self._known.append((found.seq, epoch))
 
     def voids(self, seq: int, epoch: int) -> bool:
         """Whether a message stands behind a fence of a newer epoch."""
@@ -156,23 +221,25 @@ class Fences:
         return max((epoch for fence, epoch in self._known if fence < seq), default=_NO_EPOCH)
 
 
-async def valid(jet: JetStream, stream: str, fence_subject: str, start: int, *, follow: bool) -> AsyncIterator[Delivered]:
-    """Messages from ``start`` on that no fence voids, fences included; to the present end, or for ever."""
-    fences = Fences(jet, stream, fence_subject)
+async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
+    """Messages from ``start`` on that no fence voids, with what they hold, fences included; to the present end, or for ever."""
+    fences = Fences(stream)
     await fences.refresh()
     epoch = fences.newest_below(start)
-    async for delivered in _endless(jet, stream, start) if follow else present(jet, stream, start):
-        found = epoch_of(delivered.headers)
-        if delivered.subject == fence_subject:
-            epoch = max(epoch, found)
-        if found >= epoch:
-            yield delivered
+    async for delivered in _endless(stream, start) if follow else present(stream.jet, stream.name, start):
+        found = stream.read(delivered)
+        if found is None:
+            continue
+        if delivered.subject == stream.fence_subject:
+            epoch = max(epoch, found.epoch)
+        if found.epoch >= epoch:
+            yield delivered, found
         else:
-            _log.warning("bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream, delivered.seq, found, epoch)
+            _log.warning("bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, found.epoch, epoch)
 
 
-async def _endless(jet: JetStream, stream: str, start: int) -> AsyncIterator[Delivered]:
-    async with OrderedPull(jet, stream, max(1, start)) as pull:
+async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Delivered]:
+    async with OrderedPull(stream.jet, stream.name, max(1, start)) as pull:
         while True:
             delivered = await pull.next()
             assert delivered is not None
@@ -180,6 +247,6 @@ async def _endless(jet: JetStream, stream: str, start: int) -> AsyncIterator[Del
 
 
 def epoch_of(headers: dict[str, str]) -> int:
-    """Epoch of a message's writer; -1 when it names none."""
-    value = headers.get(subjects.EPOCH_HEADER, "")
-    return int(value) if value.isascii() and value.isdigit() else _NO_EPOCH
+    """Epoch in a message's header; -1 when it names none."""
+    named = natural(headers.get(subjects.EPOCH_HEADER, ""))
+    return _NO_EPOCH if named is None else named

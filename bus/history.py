@@ -9,7 +9,7 @@ from bus.errors import NotFound, WireError
 from bus.jetstream import JetStream, Message, StreamState, unix_time
 from bus.messages import Kind
 from bus.pull import Delivered, OrderedPull, present
-from bus.samples import PARTS_HEADER, Glimpse, glimpse_of, joined
+from bus.samples import Glimpse, glimpse_of, payload_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +97,8 @@ class History:
         return (await self.state()).last_seq + 1
 
     async def _versions(self, prefix: str) -> set[int]:
-        words = {subject.removeprefix(prefix).split(".")[1] for subject in await self._jet.subjects(self._stream, f"{prefix}>")}
-        return {int(word) for word in words if word.isdigit()}
+        found = [subject.removeprefix(prefix).split(".") for subject in await self._jet.subjects(self._stream, f"{prefix}>")]
+        return {version for words in found if len(words) > 1 and (version := subjects.natural(words[1])) is not None}
 
     async def _first(self, subject: str) -> int:
         """0 when there is none."""
@@ -121,10 +121,9 @@ class History:
                 yield found
 
     async def _stored(self, message: Delivered | Message) -> Stored:
-        data: bytes | WireError = message.data
-        if PARTS_HEADER in message.headers:
-            try:
-                data = await joined(self._jet, self._stream, message.data)
-            except WireError as error:
-                data = error
+        data: bytes | WireError
+        try:
+            data = await payload_of(self._jet, message)
+        except WireError as error:
+            data = error
         return Stored(seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s)

@@ -14,6 +14,7 @@ from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
 from bus.link import Link
 from bus.outbox import Outbox
+from bus.refusals import Refusals
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class JetStream:
     def __init__(self, link: Link, run: str, config: BusConfig) -> None:
         self.link, self.run, self.config = link, run, config
         self.outbox = Outbox(link)
+        self.refusals = Refusals()
 
     async def call(self, verb: str, request: dict[str, Any] | None = None, *, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Ask ``$JS.API.<verb>``, again while the server is away. Only for what may be asked twice.

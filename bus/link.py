@@ -38,11 +38,22 @@ FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 """What the client library raises when something is wrong outside of this process."""
 
 
+class _Client(Client):
+    """The client library, which for ever stops reading from a connection on which headers came that it cannot parse."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            return await super()._process_headers(headers)
+        except Exception as error:  # whatever the parser meets: the message is there, and has no headers
+            _log.warning("bus: headers not understood headers=%r error=%r", headers[:40], error)
+            return None
+
+
 class Link:
     """A connection that is kept for ever."""
 
     def __init__(self) -> None:
-        self.nc: Client = Client()
+        self.nc: Client = _Client()
         self._up = asyncio.Event()
         self._turn = asyncio.Event()
         """Set when it is up, or closed: what waiting for it can end with."""

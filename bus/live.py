@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Self
 
 from bus.connection import Bus
@@ -80,7 +81,7 @@ class Heartbeat:
             changes = self._changes
             try:
                 async with asyncio.timeout(_PATIENCE * self._every_s):
-                    await self._rows.put(_key(self.row), dataclasses.asdict(self.row))
+                    await self._rows.put(_key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)})
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
                 self._written.set()
                 self._written = asyncio.Event()
@@ -94,7 +95,7 @@ class LiveView:
     """Remembers each row's revision and when it last changed, on this process' monotonic clock: no clocks are compared."""
 
     def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
-        self._rows, self._dead_after_s = bus.rows(_BUCKET), dead_after_s
+        self._rows, self._refusals, self._dead_after_s = bus.rows(_BUCKET), bus.refusals, dead_after_s
         self._seen: dict[str, tuple[int, float]] = {}
 
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
@@ -106,8 +107,11 @@ class LiveView:
         rows, now = await self._rows.all(role), time.monotonic()
         kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
         self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
-        found = [(_row(key, value), now - self._seen[key][1]) for key, (value, _) in sorted(rows.items())]
+        found = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
         return [(row, age) for row, age in found if row is not None]
+
+    def _row(self, key: str, value: dict[str, Any], revision: int) -> LiveRow | None:
+        return self._refusals.read(_BUCKET, f"{key} (revision {revision})", partial(_parse, key, value))
 
     async def alive(self, role: str = "") -> list[LiveRow]:
         """Rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
@@ -137,10 +141,9 @@ def _key(row: LiveRow) -> str:
     return f"{token(row.role)}.{token(row.id)}"
 
 
-def _row(key: str, value: dict[str, Any]) -> LiveRow | None:
-    """None for a row that is not understood: one strange process must not hide the others."""
-    try:
-        return LiveRow(**{name: item for name, item in value.items() if name in _FIELDS})
-    except (TypeError, WireError) as error:
-        _log.warning("live row not understood key=%s error=%s", key, error)
-        return None
+def _parse(key: str, value: dict[str, Any]) -> LiveRow:
+    """Raises WireError for a row that speaks for another process than the one that may write this key."""
+    row = LiveRow(**{name: item for name, item in value.items() if name in _FIELDS})
+    if _key(row) != key:
+        raise WireError("role, id", f"those of the key {key}", _key(row))
+    return row

@@ -323,7 +323,7 @@ class LiveRow:
     """What a process says of itself, every heartbeat."""
 
     role: str
-    """bus | engine | actor | feeder | learner | host | router."""
+    """bus | engine | actor | feeder | learner | host | router | up."""
     id: str
     host: str
     pid: int
@@ -345,6 +345,8 @@ class LiveRow:
     """Of an engine: where it takes handles of weights (``ipc://...``), if it does."""
     place: str = ""
     """Of an engine that does: what it sees of which machine; who says the same can give it handles (``weightstore/handles.py``)."""
+    unreadable: str = ""
+    """Messages and rows that it passed over because it could not read them (``bus/refusals.py``); empty = none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

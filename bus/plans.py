@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from bus import subjects
 from bus.codec import decode_record, encode_record, record_name
 from bus.errors import WireError
-from bus.fenced import FencedWriter, valid
-from bus.jetstream import JetStream
+from bus.fenced import FencedStream, FencedWriter, valid
+from bus.jetstream import JetStream, Message
 from bus.messages import Fence, PlanRecord
+from bus.pull import Delivered
 
 _TRIMMED = ("plan", "done", "settle", "requeue")
 
@@ -17,9 +18,9 @@ class PlanLog:
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
-        self._stream = subjects.stream(jet.run, subjects.PLAN)
-        self._fence_subject = subjects.plan(jet.run, "fence")
-        self._writer = FencedWriter(jet, self._stream, self._fence_subject)
+        self._log = FencedStream(jet, subjects.PLAN, subjects.plan(jet.run, "fence"), _decode)
+        self._stream = self._log.name
+        self._writer = FencedWriter(self._log)
 
     async def fence(self, epoch: int) -> None:
         """Take over as the only writer. Raises Fenced."""
@@ -35,16 +36,24 @@ class PlanLog:
         return await self._writer.append(subjects.plan(self._jet.run, record_name(record)), encode_record(record))
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
-        """Every valid record from sequence ``start`` to the present end, fences included. Raises WireError for a broken one."""
-        async for delivered in valid(self._jet, self._stream, self._fence_subject, start, follow=False):
-            yield delivered.seq, decode_record(delivered.data)
+        """Every valid record from sequence ``start`` to the present end, fences included."""
+        async for delivered, record in valid(self._log, start, follow=False):
+            yield delivered.seq, record
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
         """``scan``, then what comes, for ever."""
-        async for delivered in valid(self._jet, self._stream, self._fence_subject, start, follow=True):
-            yield delivered.seq, decode_record(delivered.data)
+        async for delivered, record in valid(self._log, start, follow=True):
+            yield delivered.seq, record
 
     async def trim(self, below: int) -> None:
         """Forget records with sequences < ``below``; fences stay."""
         for kind in _TRIMMED:
             await self._jet.purge(self._stream, below, subject=subjects.plan(self._jet.run, kind))
+
+
+def _decode(message: Message | Delivered) -> PlanRecord:
+    """Raises WireError, also for a record on the subject of another kind."""
+    record = decode_record(message.data)
+    if not message.subject.endswith(f".{record_name(record)}"):
+        raise WireError("type", f"that of the subject {message.subject}", record_name(record))
+    return record

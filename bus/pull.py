@@ -18,6 +18,7 @@ from nats.aio.subscription import Subscription
 from bus.errors import BusUnavailable, NotFound
 from bus.jetstream import JetStream, StreamState
 from bus.link import FOREIGN, Waiter
+from bus.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)
 
@@ -104,27 +105,24 @@ class OrderedPull:
         await self._drop()
 
     def _take(self, message: Msg) -> Delivered | None:
-        headers = message.headers or {}
-        if not message.reply or not message.reply.startswith("$JS.ACK."):
+        headers, told = message.headers or {}, delivery(message.reply)
+        if told is None:
             self._status(headers)
             return None
-        fields = message.reply.split(".")
-        first = 5 if len(fields) == 9 else 7  # with a domain there are two more
-        seq, consumer_seq, stamp, pending = map(int, fields[first : first + 4])
-        if consumer_seq != self._consumer_seq + 1 or seq < self.position:
-            self._doubt(f"consumer sequence {consumer_seq} behind {self._consumer_seq}")
+        if told.consumer_seq != self._consumer_seq + 1 or told.seq < self.position:
+            self._doubt(f"consumer sequence {told.consumer_seq} behind {self._consumer_seq}")
             return None
-        self._consumer_seq = consumer_seq
+        self._consumer_seq = told.consumer_seq
         self._asked -= 1
-        self.position = seq + 1
-        return Delivered(seq, message.subject, headers, message.data, pending, stamp / _NS)
+        self.position = told.seq + 1
+        return Delivered(told.seq, message.subject, headers, message.data, told.pending, told.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
         """100 = heartbeat. Anything else ends a request: 408 expired, 409 limit reached or consumer gone, 503 nobody there."""
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
             return
-        self._asked = max(0, self._asked - int(headers.get("Nats-Pending-Messages", self._asked)))
+        self._asked = max(0, self._asked - _unsent(headers, self._asked))
         if status == "503" or (status == "409" and ("Deleted" in what or "Shutdown" in what or "Leadership" in what)):
             self._doubt(f"status {status} {what}")
 
@@ -210,6 +208,12 @@ class OrderedPull:
                 await self._jet.link.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
         except (*FOREIGN, BusUnavailable, NotFound) as error:
             _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)
+
+
+def _unsent(headers: dict[str, str], otherwise: int) -> int:
+    """Messages of a request that the server will not send any more."""
+    unsent = natural(headers.get("Nats-Pending-Messages", ""))
+    return otherwise if unsent is None else unsent
 
 
 async def present(

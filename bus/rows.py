@@ -1,6 +1,7 @@
 """Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
 
-A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind.
+A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. One that is not what its key promises
+(``bus/row_shapes.py``) is passed over, and counted; only ``get`` raises for it.
 """
 
 import asyncio
@@ -12,11 +13,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from bus import subjects
-from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, WireError
+from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.jetstream import PATIENCE_S, JetStream, Message
 from bus.link import FOREIGN, Waiter
 from bus.nonce import new_id
 from bus.outbox import WRONG_LAST_SEQUENCE, Stored
+from bus.pull import Delivered, present
+from bus.row_shapes import read_row
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
@@ -38,25 +41,35 @@ class Rows:
         self._stream = subjects.bucket_stream(jet.run, bucket)
 
     async def get(self, key: str) -> Row | None:
-        """(value, revision), None when there is no such row."""
-        message = await self._message(key)
-        return None if message is None else (self._value(key, message.data), message.seq)
+        """(value, revision), None when there is no such row. Raises UnreadableRow: for a row that the caller cannot do without."""
+        value, revision, error = await self._read(key)
+        if error is not None:
+            raise UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
+        return None if value is None else (value, revision)
+
+    async def standing(self, key: str) -> tuple[dict[str, Any] | None, int]:
+        """(value, revision); (None, 0) when there is no row.
+
+        (None, revision) for one that cannot be read: ``update`` at this revision replaces it.
+        """
+        value, revision, _ = await self._read(key)
+        return value, revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
-        """Every row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
+        """Every readable row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(key: str) -> tuple[str, Row | None]:
+        async def one(key: str) -> tuple[str, dict[str, Any] | None, int]:
             async with limit:
-                return key, await self.get(key)
+                return key, *await self.standing(key)
 
         found = await asyncio.gather(*[one(key) for key in await self.keys(under)])
-        return {key: row for key, row in found if row is not None}
+        return {key: (value, revision) for key, value, revision in found if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
         prefix = subjects.row(self._jet.run, self.bucket, "")
         found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
-        return sorted(subject.removeprefix(prefix) for subject in found)
+        return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
 
     async def put(self, key: str, value: dict[str, Any]) -> int:
         """Write; the new revision."""
@@ -82,25 +95,32 @@ class Rows:
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
-        """The row now and after each change (None = there is none), for ever; changes in quick succession may show as one.
+        """The row now and after each readable change (None = there is none), for ever; changes in quick succession may show as one.
 
         Writes wake it (they pass as core messages), and it looks every ``every_s`` besides: a wake-up may be lost, a change may not.
         """
         waiter = Waiter()
-        seen: int | None = -1
+        seen = -1
         async with self.noticing(key, waiter.wake):
             while True:
                 try:
-                    row = await self.get(key)
+                    value, revision = await self.standing(key)
                 except BusUnavailable:
                     if self._jet.link.closed:
                         raise
                 else:
-                    revision = None if row is None else row[1]
-                    if revision != seen:
-                        seen = revision
-                        yield row
+                    if revision != seen and (value is not None or not revision):
+                        yield None if value is None else (value, revision)
+                    seen = revision
                 await waiter.wait(every_s)
+
+    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[dict[str, Any], float]]:
+        """(value, Unix time at which it was stored) of the rows of these keys (``v.*``) with revisions >= ``start``, as they are now."""
+        prefix = subjects.row(self._jet.run, self.bucket, "")
+        async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
+            value, _, _ = self._decoded(delivered.subject.removeprefix(prefix), delivered)
+            if value is not None:
+                yield value, delivered.stored_s
 
     @asynccontextmanager
     async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
@@ -171,11 +191,16 @@ class Rows:
         except (TypeError, ValueError) as error:
             raise WireError(f"{self.bucket}.{key}", "what JSON can hold", str(error)) from None
 
-    def _value(self, key: str, data: bytes) -> dict[str, Any]:
+    async def _read(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
+        """(value, revision, None), (None, revision, why it cannot be read), or (None, 0, None) when there is none."""
+        message = await self._message(key)
+        return (None, 0, None) if message is None else self._decoded(key, message)
+
+    def _decoded(self, key: str, message: Message | Delivered) -> tuple[dict[str, Any] | None, int, WireError | None]:
+        if _OPERATION in message.headers:
+            return None, 0, None
         try:
-            value = json.loads(data)
-        except ValueError as error:
-            raise WireError(f"{self.bucket}.{key}", "a JSON object", str(error)) from None
-        if not isinstance(value, dict):
-            raise WireError(f"{self.bucket}.{key}", "a JSON object", value)
-        return value
+            return read_row(self.bucket, key, message.data), message.seq, None
+        except WireError as error:
+            self._jet.refusals.refuse(self.bucket, f"{key} (revision {message.seq})", error)
+            return None, message.seq, error

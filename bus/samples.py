@@ -9,7 +9,7 @@ from typing import Literal, overload
 from bus import parts, subjects
 from bus.codec import check_sample, decode_sample, encode_sample
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
-from bus.jetstream import JetStream, StreamState
+from bus.jetstream import JetStream, Message, StreamState
 from bus.messages import Cursor, Kind, Sample
 from bus.pull import Delivered, OrderedPull, present
 
@@ -85,6 +85,8 @@ class SampleStream:
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
         """``publish`` for a sample that is encoded already; ``headers`` as ``headers_of`` makes them."""
         if not parts.fits(data, self._jet.link.max_payload):
+            if len(data) > parts.MAX_SAMPLE_BYTES:
+                raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
             seqs = await self._store_parts(subject.split(".")[3], headers[subjects.MESSAGE_ID], data)
             data, subject = parts.describe(data, seqs), f"{subject}.{_MANIFEST_TOKEN}"
             headers = {**headers, PARTS_HEADER: str(len(seqs))}
@@ -118,8 +120,7 @@ class SampleStream:
     async def fetch(self, seq: int) -> Sample:
         """One sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
         message = await self._jet.message(self._stream, seq)
-        data = await joined(self._jet, self._stream, message.data) if PARTS_HEADER in message.headers else message.data
-        return decode_sample(data)
+        return decode_sample(await payload_of(self._jet, message))
 
     async def info(self) -> StreamState:
         return await self._jet.state(self._stream)
@@ -178,7 +179,7 @@ class SampleStream:
         subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
         seqs = []
         for number, piece in enumerate(parts.cut(data, self._jet.link.max_payload)):
-            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: f"{message_id}.chunk/{number}"}))
+            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: _part_id(message_id, number)}))
         return seqs
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
@@ -199,8 +200,18 @@ class SampleStream:
                 message = await self._jet.next(self._stream, max(1, seq), manifests)
             except NotFound:
                 return oldest
-            oldest = min(oldest, *_manifest_seqs(message.data, default=below))
             seq = message.seq + 1
+            oldest = await self._first_part(message, oldest)
+
+    async def _first_part(self, manifest: Message, oldest: int) -> int:
+        """Sequence of the first part if that is before ``oldest``, and the manifest is not one that readers refuse; else ``oldest``."""
+        try:
+            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.link.max_payload).seqs
+            if min(seqs) < oldest:
+                await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
+        except WireError:
+            return oldest
+        return min(oldest, *seqs)
 
 
 class _Waits:
@@ -254,8 +265,7 @@ class _Reading:
         sample: Sample | WireError
         data = delivered.data
         try:
-            if PARTS_HEADER in delivered.headers:
-                data = await joined(self._jet, self._stream, data)
+            data = await payload_of(self._jet, delivered)
             sample = decode_sample(data)
             if self._vocab_size != _NO_CHECK and delivered.seq not in self._checked_before:
                 check_sample(sample, vocab_size=self._vocab_size)
@@ -292,23 +302,34 @@ class _Reading:
                 raise StreamTrimmed(self._stream, missing, state.first_seq)
 
 
-async def joined(jet: JetStream, stream: str, data: bytes) -> bytes:
-    """The bytes a manifest stands for. Raises WireError when a part is gone or another one stands there."""
-    manifest = parts.read_manifest(data)
-    pieces = []
-    for seq in manifest.seqs:
-        try:
-            pieces.append((await jet.insist(partial(jet.message, stream, seq))).data)
-        except NotFound:
-            raise WireError("parts.seqs", "parts that are in the stream", seq) from None
-    return parts.join(manifest, pieces)
+async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
+    """The bytes of a sample, joined from its parts where the message is a manifest.
+
+    Raises WireError when the manifest names what no sample has, and at the first part that is gone, too large or another sample's.
+    """
+    if PARTS_HEADER not in message.headers:
+        return message.data
+    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.link.max_payload)
+    joining = parts.Joining(manifest)
+    for number, seq in enumerate(manifest.seqs):
+        joining.add(await _part(jet, message, number, seq))
+    return joining.whole()
 
 
-def _manifest_seqs(data: bytes, default: int) -> tuple[int, ...]:
+async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq: int) -> bytes:
     try:
-        return parts.read_manifest(data).seqs or (default,)
-    except WireError:
-        return (default,)
+        part = await jet.insist(partial(jet.message, subjects.stream(jet.run, subjects.SAMPLES), seq))
+    except NotFound:
+        raise WireError("parts.seqs", "parts that are in the stream", seq) from None
+    message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
+    subject = subjects.part(jet.run, manifest.subject.split(".")[3], subjects.natural(message_id.partition(".")[0]) or 0)
+    if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
+        raise WireError("parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}")
+    return part.data
+
+
+def _part_id(message_id: str, number: int) -> str:
+    return f"{message_id}.chunk/{number}"
 
 
 def glimpse_of(delivered: Delivered) -> Glimpse:
@@ -319,7 +340,7 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
         headers=delivered.headers,
         pending=delivered.pending,
         stored_s=delivered.stored_s,
-        size_bytes=int(delivered.headers.get("Nats-Msg-Size", 0)),
+        size_bytes=subjects.natural(delivered.headers.get("Nats-Msg-Size", "")) or 0,
     )
 
 

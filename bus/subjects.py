@@ -1,6 +1,7 @@
 """Names on the bus: streams, buckets, consumers, subjects, headers. The only place that spells them."""
 
 import re
+from typing import NamedTuple
 
 from bus.config import RUN_NAME
 from bus.messages import Kind
@@ -20,6 +21,9 @@ EXPECTED_LAST = "Nats-Expected-Last-Sequence"
 EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
+_LIMIT = 2**63
+_MOST_DIGITS = 19
+_ACK_TOKENS = 9
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -74,8 +78,35 @@ def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
 
 def task_of_partial(subject: str) -> int | None:
     """Id of the task that a subject of PARTIALS names; None when it names none."""
-    named = subject.split(".")[3]
-    return int(named) if named.isascii() and named.isdigit() else None
+    return natural(subject.split(".")[3])
+
+
+def natural(text: str) -> int | None:
+    """The number that a token or header spells, 0 to 2**63 - 1; None for any other text."""
+    if len(text) > _MOST_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    number = int(text)
+    return number if number < _LIMIT else None
+
+
+class Delivery(NamedTuple):
+    """What the server's acknowledgement subject says about a message."""
+
+    deliveries: int
+    seq: int
+    consumer_seq: int
+    stored_ns: int
+    pending: int
+
+
+def delivery(reply: str) -> Delivery | None:
+    """Parse the reply subject of a message that a consumer delivered; None for any other subject."""
+    fields = reply.split(".")
+    if fields[:2] != ["$JS", "ACK"] or len(fields) < _ACK_TOKENS:
+        return None
+    first = 4 if len(fields) == _ACK_TOKENS else 6  # with a domain there are two more
+    numbers = [number for field in fields[first : first + 5] if (number := natural(field)) is not None]
+    return Delivery(*numbers) if len(numbers) == 5 else None
 
 
 def dead_task(run: str, task: int | str) -> str:

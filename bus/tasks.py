@@ -10,13 +10,14 @@ from contextlib import asynccontextmanager
 from nats.aio.msg import Msg
 
 from bus import subjects
-from bus.codec import decode_task, encode_task
+from bus.codec import decode_record, decode_task, encode_task
 from bus.dead import DeadLetters
 from bus.errors import BusUnavailable, RowConflict, WireError
-from bus.fenced import FencedWriter, Fences, epoch_of, valid
-from bus.jetstream import JetStream
-from bus.messages import Dead, Kind, Task
+from bus.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
+from bus.jetstream import JetStream, Message
+from bus.messages import Dead, Fence, Kind, Task
 from bus.nonce import nonce
+from bus.pull import Delivered
 from bus.rows import Rows
 from bus.waiting import ACK, NAK, PROGRESS, Slots
 
@@ -105,12 +106,12 @@ class TaskQueue:
 
     def __init__(self, jet: JetStream, dead: DeadLetters) -> None:
         self.jet, self.dead = jet, dead
-        self._stream = subjects.stream(jet.run, subjects.TASKS)
-        self._fence_subject = subjects.task(jet.run, "fence")
-        self._writer = FencedWriter(jet, self._stream, self._fence_subject)
+        self._log = FencedStream(jet, subjects.TASKS, subjects.task(jet.run, "fence"), _decode)
+        self._stream = self._log.name
+        self._writer = FencedWriter(self._log)
         self._slots = {kind: Slots(jet, self._stream, consumer) for kind, consumer in subjects.CONSUMERS.items()}
         self._rows = Rows(jet, "run")
-        self._fences = Fences(jet, self._stream, self._fence_subject)
+        self._fences = Fences(self._log)
         self._floor = 0
         self._looked_s = float("-inf")
         self._looking = asyncio.Lock()
@@ -132,10 +133,10 @@ class TaskQueue:
         return await self._writer.append(subjects.task(self.jet.run, task.kind), encode_task(task))
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
-        """Every valid task from id ``start`` to the present end, in order. Raises WireError for a broken one."""
-        async for delivered in valid(self.jet, self._stream, self._fence_subject, start, follow=False):
-            if delivered.subject != self._fence_subject:
-                yield decode_task(delivered.data, delivered.seq)
+        """Every valid task from id ``start`` to the present end, in order."""
+        async for _, found in valid(self._log, start, follow=False):
+            if isinstance(found, Task):
+                yield found
 
     async def fetch(self, id: int) -> Task:
         """One task. Raises NotFound."""
@@ -153,11 +154,11 @@ class TaskQueue:
     async def raise_floor(self, floor: int) -> None:
         """All tasks with ids up to ``floor`` are settled: their deliveries are acked unworked. Never falls."""
         while True:
-            row = await self._rows.get(subjects.FLOOR_KEY)
-            if row is not None and int(row[0]["floor"]) >= floor:
+            row, revision = await self._rows.standing(subjects.FLOOR_KEY)
+            if row is not None and row["floor"] >= floor:
                 return
             try:
-                await self._rows.update(subjects.FLOOR_KEY, {"floor": floor}, 0 if row is None else row[1])
+                await self._rows.update(subjects.FLOOR_KEY, {"floor": floor}, revision)
                 return
             except RowConflict:
                 continue
@@ -189,8 +190,10 @@ class TaskQueue:
         return None
 
     async def _admit(self, message: Msg) -> Lease | None:
-        fields = message.reply.split(".")
-        deliveries, seq = map(int, fields[4:6] if len(fields) == 9 else fields[6:8])
+        told = subjects.delivery(message.reply)
+        if told is None:
+            return None
+        deliveries, seq = told.deliveries, told.seq
         try:
             async with asyncio.timeout(_CONFIRM_S):
                 await self._look()
@@ -200,8 +203,12 @@ class TaskQueue:
             await self.jet.link.tell(message.reply, ACK)
             return None
         try:
-            task = decode_task(message.data, seq)
+            task = self._log.checked(
+                Message(seq=seq, subject=message.subject, headers=message.headers or {}, data=message.data, stored_s=0.0)
+            )
+            assert isinstance(task, Task), "the consumer's subject is that of tasks"
         except WireError as error:
+            self.jet.refusals.refuse(subjects.TASKS, seq, error)
             await self._bury(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
             return None
         if deliveries > MAX_DELIVERIES:
@@ -218,11 +225,24 @@ class TaskQueue:
         async with self._looking:  # or who comes second would go on with what was known before
             if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
                 return
-            row = await self._rows.get(subjects.FLOOR_KEY)
+            row, _ = await self._rows.standing(subjects.FLOOR_KEY)
             if row is not None:
-                self._floor = int(row[0]["floor"])
+                self._floor = row["floor"]
             await self._fences.refresh()
             self._looked_s = time.monotonic()
+
+
+def _decode(message: Message | Delivered) -> Task | Fence:
+    """Raises WireError, also for a task on the subject of another kind."""
+    if not message.subject.endswith(".fence"):
+        task = decode_task(message.data, message.seq)
+        if not message.subject.endswith(f".{task.kind}"):
+            raise WireError("kind", f"that of the subject {message.subject}", task.kind.value)
+        return task
+    record = decode_record(message.data)
+    if not isinstance(record, Fence):
+        raise WireError("type", "fence", type(record).__name__)
+    return record
 
 
 def _dead(task: Task, reason: str, attempts: int, actor: str) -> Dead:

@@ -9,7 +9,7 @@ the cursor alone.
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,8 +93,17 @@ class Claims:
         return seq <= self.floor or seq in self.settled
 
 
+Progress = Callable[[int, int], None]
+"""(messages of SAMPLES read, how many there are)."""
+
+
 async def audit(
-    bus: Bus, claims: Claims | None = None, *, versions: Mapping[int, int] | None = None, vocab_size: int | None = None
+    bus: Bus,
+    claims: Claims | None = None,
+    *,
+    versions: Mapping[int, int] | None = None,
+    vocab_size: int | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> tuple[Books, list[Done]]:
     """Read everything there is; the books, and the outcomes of the steps in the order they were recorded.
 
@@ -106,7 +115,7 @@ async def audit(
     async for task in bus.tasks.scan():
         if task.kind is Kind.TRAIN:
             reading.task(task)
-    await reading.samples(bus)
+    await reading.samples(bus, progress)
     reading.close()
     return reading.books, reading.outcomes
 
@@ -173,12 +182,13 @@ class _Audit:
 
     # ---- SAMPLES
 
-    async def samples(self, bus: Bus) -> None:
+    async def samples(self, bus: Bus, progress: Progress) -> None:
         state = await bus.samples.info()
         self._trimmed(max(0, state.first_seq - 1))
         if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
             self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
         async for received in bus.samples.tail(last=EVERYTHING, follow=False):
+            progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
             if isinstance(received.sample, WireError):
                 self.books.published += 1
                 self.books.invalid += 1

@@ -190,7 +190,7 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
 
 async def refuse_another(bus: Bus, name: str) -> None:
     """Raise HostThere when a host of this name lives elsewhere. Takes two seconds when one has been there lately."""
-    if await bus.rows("live").get(f"{ROLE}.{wanted.token(name)}") is None:
+    if (await bus.rows("live").standing(f"{ROLE}.{wanted.token(name)}"))[0] is None:
         return
     for row, age in await processes(bus):
         if row.role == ROLE and row.id == name and age == 0:

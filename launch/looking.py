@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from bus import discovery, subjects
 from bus.connection import Bus, connect
@@ -116,7 +117,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
     """Everything ``status`` says, as plain values."""
     rows = await processes(bus, look_s=1.5)
     state, backlog = await bus.samples.info(), await bus.tasks.backlog()
-    head = await bus.rows("weights").get("head")
+    head, _ = await bus.rows("weights").standing("head")
     plans = await _read_plans(bus)
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
@@ -129,7 +130,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
         "reward": metrics.get("data/reward_mean"),
         "lag_mean": metrics.get("offpolicy/lag_mean"),
         "lag_max": metrics.get("offpolicy/lag_max"),
-        "head": head[0] if head else None,
+        "head": head if head and "version" in head else None,
         "tasks": {
             "issued": issued,
             "settled": len(plans.tasks),
@@ -167,9 +168,11 @@ async def read_status(bus: Bus) -> dict[str, Any]:
                 "silent_s": round(age, 1),
                 "address": row.address,
                 "load": row.load,
+                "unreadable": row.unreadable,
             }
             for row, age in rows
         ],
+        "unreadable": str(bus.refusals),
     }
 
 
@@ -240,19 +243,24 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
     failed = {"failed": samples["failed"]} if samples["failed"] else {}
     dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
-    console.print(f"samples {samples['trained']} trained, dropped: {dropped}{buffered}")
+    console.print(f"samples {samples['trained']} trained, dropped: {dropped}{buffered}", markup=False)
     for row in status["processes"]:
         if row["trouble"]:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)
     console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
     for name, cursor in status["cursors"].items():
         kept = "given up" if cursor["given_up"] else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
-        console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}")
+        console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "host", "pid", "phase", "version", "waits for"):
         table.add_column(name)
     for row in status["processes"]:
-        phase = f"[red]silent for {row['silent_s']} s or more[/]" if row["silent_s"] else row["phase"]
+        phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else Text(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""
-        table.add_row(f"{row['role']} {row['id']}", row["host"], str(row["pid"]), phase, version, row["waits_for"])
+        name = f"{row['role']} {row['id']}"
+        table.add_row(*map(Text, (name, row["host"], str(row["pid"]))), phase, version, Text(row["waits_for"]))
     console.print(table)
+    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
+    for where, text in passed_over.items():
+        if text:
+            console.print(f"passed over {where}: {text}", style="yellow", markup=False)

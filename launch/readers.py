@@ -27,7 +27,9 @@ async def show_cursors(url: str, run: str, *, forget: str) -> int:
             kept = "given up: the stream was too full to wait for it"
         else:
             kept = "trimming waits for it" if place.policy == WAIT else "trimming does not wait for it"
-        console.print(f"{name}: at {place.floor}, {max(0, state.last_seq - place.floor)} messages behind; {kept}; read by {place.owner}")
+        console.print(
+            f"{name}: at {place.floor}, {max(0, state.last_seq - place.floor)} messages behind; {kept}; read by {place.owner}", markup=False
+        )
     if not places:
         console.print("no reader is registered; the learner's own place is in its checkpoint")
     return 0

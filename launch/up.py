@@ -26,7 +26,7 @@ from bus import exit_codes
 from bus.connection import Bus, connect
 from bus.errors import BusError
 from bus.messages import VersionRow
-from launch import process, roles, summary, view, wanted
+from launch import audit_progress, process, roles, summary, view, wanted
 from launch.audit import audit, read_claims
 from launch.config import RunConfig
 from launch.host import Host
@@ -289,11 +289,11 @@ class Up:
     async def _want(self, bus: Bus) -> None:
         """As many engines and actors as the configuration says; in a run that goes on, what `tidemill scale` said last stays."""
         counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
-        there = await bus.rows("wanted").get(wanted.ALL) if self._resume else None
+        there, _ = await bus.rows("wanted").standing(wanted.ALL) if self._resume else (None, 0)
         if there is None:
             await wanted.change(bus, wanted.ALL, counts)
-        elif there[0] != counts:
-            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there[0].items())))
+        elif there != counts:
+            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there.items())))
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
         """True when one of ``works`` (the learner) has ended well, False when told to drain. Raises what they raise, and GaveUp."""
@@ -330,7 +330,9 @@ class Up:
             VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
         ]
         vocab_size, _ = roles.model_shape(Path(self._config.model.path))
-        books, outcomes = await audit(bus, claims, versions={row.version: row.step for row in versions}, vocab_size=vocab_size)
+        steps = {row.version: row.step for row in versions}
+        async with audit_progress.shown(bus, self._say) as progress:
+            books, outcomes = await audit(bus, claims, versions=steps, vocab_size=vocab_size, progress=progress)
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)

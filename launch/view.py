@@ -210,8 +210,9 @@ def _processes(watch: Watch, lines: int) -> Table:
     for row, age in shown:
         phase = f"silent for {age:.0f} s" if age > SILENT_S else row.phase
         style = "red" if age > SILENT_S else "green" if _well(row, age) else "yellow"
-        waits_for = Text(row.trouble, style="red") if row.trouble else row.waits_for
-        table.add_row(f"{row.role} {row.id}", Text(phase, style=style), str(row.version) if row.version >= 0 else "", waits_for)
+        version = str(row.version) if row.version >= 0 else ""
+        waits_for = Text(row.trouble, style="red") if row.trouble else Text(row.waits_for)
+        table.add_row(Text(f"{row.role} {row.id}"), Text(phase, style=style), version, waits_for)
     if len(shown) < len(watch.rows):
         names = {id(row) for row, _ in shown}
         more = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)

@@ -78,11 +78,11 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
     """Set the numbers of some roles in one row, the others stay: (before, after). Raises BusUnavailable, RowConflict."""
     rows = bus.rows("wanted")
     for attempt in range(_TRIES):
-        row = await rows.get(key)
-        before, revision = row if row is not None else ({}, 0)
+        standing, revision = await rows.standing(key)
+        before = standing or {}
         after = {**before, **counts}
         try:
-            await (rows.update(key, after, revision) if revision else rows.create(key, after))
+            await rows.update(key, after, revision)
             return before, after
         except RowConflict:  # somebody else was faster; theirs is changed, not lost
             if attempt == _TRIES - 1:

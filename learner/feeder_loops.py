@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bus import subjects
 from bus.connection import Bus
 from bus.dead import REQUEUE
 from bus.epoch import current_epoch, raise_epoch
@@ -32,7 +33,7 @@ from bus.subjects import EPOCH_KEY
 from learner.admission import Wanted
 from learner.batch import build_batches, encode
 from learner.datasource import FateName, Waits
-from learner.errors import NoProgress
+from learner.errors import NoProgress, PromptError
 from learner.feed_messages import Start
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes, facts_of
@@ -245,13 +246,22 @@ class Feeder:
 
     async def _follow_dead(self) -> None:
         letters: dict[int, Dead] = {}
-        async for _, told in self._bus.dead.follow():
+        async for seq, told in self._bus.dead.follow():
             if isinstance(told, Dead):
-                letters[told.task] = told
+                letters[told.task] = replace(told, prompt="", reason="")
                 self._source.dead(told.task)
-            elif told.word == REQUEUE and told.task in letters:
-                self._source.requeue(letters[told.task])
+            elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and self._has_prompt(letter, seq):
+                self._source.requeue(letter)
             self._decide.wake()
+
+    def _has_prompt(self, dead: Dead, seq: int) -> bool:
+        """Whether the place in a dead letter has a prompt: a recorded requeue must be possible at every later start."""
+        try:
+            self._prompts.at(dead.prompt_epoch, dead.offset)
+        except (PromptError, IndexError) as error:
+            self._bus.refusals.refuse(subjects.DEAD, f"{seq} (requeue of task {dead.task})", error)
+            return False
+        return True
 
     async def _follow_epoch(self) -> None:
         """Raises Fenced when another learner has taken over: also while this one has nothing to write, and would meet no fence."""

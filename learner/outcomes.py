@@ -122,9 +122,9 @@ class Outcomes:
         rows = self._bus.rows("run")
         while True:
             await self._refuse_if_replaced()
-            standing = await rows.get(CHECKPOINT_KEY)
+            _, revision = await rows.standing(CHECKPOINT_KEY)
             try:
-                await rows.update(CHECKPOINT_KEY, row, 0 if standing is None else standing[1])
+                await rows.update(CHECKPOINT_KEY, row, revision)
                 return
             except RowConflict:
                 continue

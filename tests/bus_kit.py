@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from bus.messages import Partial, Sample, Sampling, Span, Status, Task
+from bus.parts import Joining, Manifest
 
 T = TypeVar("T")
 
@@ -63,6 +64,14 @@ def make_partial(run: str = "r", task: int = 1, index: int = 0, **changes: Any) 
         "position": 6,
     }
     return Partial(**{**fields, **changes})
+
+
+def join(manifest: Manifest, pieces: Iterable[bytes]) -> bytes:
+    """What the parts of a sample make."""
+    joining = Joining(manifest)
+    for piece in pieces:
+        joining.add(piece)
+    return joining.whole()
 
 
 async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 20.0) -> list[T]:

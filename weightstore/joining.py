@@ -109,8 +109,8 @@ async def keep_up(
     while True:
         await asyncio.sleep(min(1.0, grace_s / 4))
         try:
-            found = await rows.get(HEAD)
-            head = -1 if found is None else int(found[0].get("version", -1))
+            found, _ = await rows.standing(HEAD)
+            head = -1 if found is None else int(found.get("version", -1))
             if version() >= head or (may is not None and not await may()):
                 behind_since = 0.0
                 if was_stale and version() >= head:  # a push was faster

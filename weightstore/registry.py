@@ -15,6 +15,7 @@ from typing import Any
 from bus.connection import Bus
 from bus.errors import Fenced, NotFound, RowConflict, WireError
 from bus.messages import VersionRow
+from bus.subjects import natural
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +37,9 @@ class VersionRegistry:
         return None if found is None else _parse(HEAD, found[0])
 
     async def row(self, version: int) -> VersionRow | None:
-        found = await self._rows.get(_key(version))
-        return None if found is None else _parse(_key(version), found[0])
+        """None for a version that is not registered, or whose row cannot be read."""
+        found, _ = await self._rows.standing(_key(version))
+        return None if found is None else _parse(_key(version), found)
 
     async def steps(self) -> dict[int, int]:
         """Step of every version that an engine may have seen; each row is read once in the life of this object."""
@@ -133,8 +135,8 @@ class VersionRegistry:
 
     async def snapshot(self) -> VersionRow | None:
         """The newest version that has a snapshot, with its place."""
-        found = await self._rows.get(SNAPSHOT)
-        row = None if found is None else _parse(SNAPSHOT, found[0])
+        found, _ = await self._rows.standing(SNAPSHOT)
+        row = None if found is None else _parse(SNAPSHOT, found)
         return row if row is not None and row.snapshot else None
 
     async def want(self, version: int, by: str, nonce: str) -> None:
@@ -144,27 +146,28 @@ class VersionRegistry:
     async def _note_snapshot(self, row: VersionRow) -> None:
         """Keep the row ``snapshot`` at the newest version that has one; the newest may lose it."""
         while True:
-            found = await self._rows.get(SNAPSHOT)
-            noted = -1 if found is None else int(found[0]["version"])
+            found, revision = await self._rows.standing(SNAPSHOT)
+            noted = -1 if found is None else int(found["version"])
             if row.version < noted or (row.version > noted and not row.snapshot):
                 return
             try:
-                await self._rows.update(SNAPSHOT, dataclasses.asdict(row), 0 if found is None else found[1])
+                await self._rows.update(SNAPSHOT, dataclasses.asdict(row), revision)
                 return
             except RowConflict:
                 continue
 
     async def _versions(self) -> list[int]:
-        return [int(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
+        named = [natural(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
+        return [version for version in named if version is not None]
 
     async def _change(self, key: str, version: int, **changes: str | int) -> bool:
         """Change fields of a row as long as it speaks of this version; whether it does."""
         while True:
-            found = await self._rows.get(key)
-            if found is None or found[0].get("version") != version:
+            found, revision = await self._rows.standing(key)
+            if found is None or found.get("version") != version:
                 return False
             try:
-                await self._rows.update(key, {**found[0], **changes}, found[1])
+                await self._rows.update(key, {**found, **changes}, revision)
                 return True
             except RowConflict:
                 continue

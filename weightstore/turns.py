@@ -43,10 +43,10 @@ class Turns:
 
         A learner counts as dead when its live row has been silent since an earlier call, for as long as ``LiveView`` says.
         """
-        found = await self._rows.get(_KEY)
+        found, _ = await self._rows.standing(_KEY)
         if found is None:
             return False
-        return bool(found[0].get("whose") == _ENGINES) or not await self._view.alive("learner")
+        return bool(found["whose"] == _ENGINES) or not await self._view.alive("learner")
 
     async def until_nobody_takes(self) -> None:
         """Wait for the engines that take memory by themselves: they can be asked to give it up then. After ``TAKING_S`` they are named."""
@@ -69,11 +69,11 @@ class Turns:
 
     async def _say(self, whose: str, epoch: int) -> None:
         while True:
-            found = await self._rows.get(_KEY)
-            if found is not None and int(found[0].get("epoch", 0)) > epoch:
+            found, revision = await self._rows.standing(_KEY)
+            if found is not None and int(found.get("epoch", 0)) > epoch:
                 return  # a learner that was replaced has no say
             try:
-                await self._rows.update(_KEY, {"whose": whose, "epoch": epoch}, 0 if found is None else found[1])
+                await self._rows.update(_KEY, {"whose": whose, "epoch": epoch}, revision)
                 return
             except RowConflict:  # another learner: maybe a newer one
                 continue

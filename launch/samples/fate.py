@@ -1,14 +1,15 @@
 """What became of a sample, as the log of plans tells it: trained, dropped, a duplicate, or nothing yet."""
 
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from bus import subjects
-from bus.codec import check_sample, decode_record
+from bus.codec import check_sample
 from bus.connection import Bus
-from bus.errors import NotFound, WireError
+from bus.errors import WireError
 from bus.history import History
-from bus.messages import Done, Fence, Kind, Plan, Sample, Settle
+from bus.messages import Done, Kind, Plan, Sample, Settle
 
 DIFFERENCE = "offpolicy/logprob_diff_abs"
 """Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""
@@ -100,10 +101,8 @@ async def _unplanned(bus: Bus, sample: Sample, start: int) -> Fate:
         check_sample(sample)
     except WireError as error:
         return Fate(state="invalid", reason=str(error))
-    try:
-        first = await bus.jet.next(subjects.stream(bus.run, subjects.PLAN), 1, subjects.plan(bus.run, "plan"))
-    except NotFound:
-        first = None
-    if first is not None and start <= first.seq and not isinstance(record := decode_record(first.data), Fence) and record.step > 1:
-        return Fate(state="unknown", reason=f"no plan before step {record.step} is kept")
+    async with aclosing(bus.plans.scan()) as records:  # type: ignore[type-var]
+        first = await anext(((seq, record.step) async for seq, record in records if isinstance(record, Plan)), None)
+    if first is not None and start <= first[0] and first[1] > 1:
+        return Fate(state="unknown", reason=f"no plan before step {first[1]} is kept")
     return Fate(state="unplanned", reason="in no plan yet: it waits in the stream or in the learner's buffer")

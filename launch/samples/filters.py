@@ -93,7 +93,7 @@ def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) 
 
 
 def _int(word: str | None) -> int | None:
-    return int(word) if word is not None and word.isascii() and word.isdigit() else None
+    return None if word is None else subjects.natural(word)
 
 
 def _float(word: str | None) -> float | None:
@@ -107,7 +107,8 @@ def _versions(word: str) -> tuple[int, int] | None:
     if word == "none":
         return -1, -1
     oldest, _, newest = word.partition("-")
-    return (int(oldest), int(newest)) if oldest.isdigit() and newest.isdigit() else None
+    versions = subjects.natural(oldest), subjects.natural(newest)
+    return None if versions[0] is None or versions[1] is None else (versions[0], versions[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

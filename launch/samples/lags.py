@@ -4,7 +4,6 @@ The lag that counts is that of the step that trains a sample (``launch.samples.f
 """
 
 import asyncio
-import json
 import time
 from bisect import bisect_right
 from dataclasses import replace
@@ -12,7 +11,6 @@ from dataclasses import replace
 from bus import subjects
 from bus.connection import Bus
 from bus.jetstream import unix_time
-from bus.pull import present
 from launch.samples.filters import Headline
 
 _PAUSE_S = 0.05
@@ -53,12 +51,10 @@ class Lags:
         info = await self._bus.jet.call(f"STREAM.INFO.{self._stream}")
         last = int(info["state"]["last_seq"])
         if last > self._read:
-            rows = [subjects.row(self._bus.run, "weights", "v.*")]
-            async for delivered in present(self._bus.jet, self._stream, self._read + 1, filters=rows):
-                row = json.loads(delivered.data)
-                self._steps[int(row["version"])] = int(row["step"])
-                if row["state"] == "published":
-                    self._published[int(row["version"])] = delivered.stored_s
+            async for row, stored_s in self._bus.rows("weights").written("v.*", self._read + 1):
+                self._steps[row["version"]] = row["step"]
+                if row.get("state") == "published":
+                    self._published[row["version"]] = stored_s
             self._read = last
             self._order()
         self._known_until_s = unix_time(info["ts"])

@@ -100,8 +100,8 @@ async def _by_sequence(bus: Bus, name: str) -> Found:
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
     """From the first of the places where the model can be that holds a tokenizer; else ids stand for themselves."""
-    row = await bus.rows("run").get("config")
-    path = row[0].get("model", {}).get("path", "") if row is not None else ""
+    row, _ = await bus.rows("run").standing("config")
+    path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
     return Vocabulary.read([Path(place) for place in places if place])
 

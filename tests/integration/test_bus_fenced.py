@@ -171,3 +171,31 @@ async def test_trimmed_records_are_gone_and_fences_stay(open_bus: BusOpener) -> 
         await bus.plans.trim(4)
         assert [seq async for seq, _ in bus.plans.scan()] == [1, 4]
         assert await bus.plans.append(done(4)) == 5
+
+
+async def test_what_no_learner_wrote_fences_nobody(open_bus: BusOpener) -> None:
+    """Bytes behind a fence, whatever epoch their header names: the writer goes on behind them, and readers pass over them."""
+    async with open_bus() as bus, open_bus() as actor:
+        await bus.plans.fence(3)
+        await bus.tasks.fence(3)
+        for subject in (f"tm.{bus.run}.plan.done", f"tm.{bus.run}.plan.fence", f"tm.{bus.run}.task.train", f"tm.{bus.run}.task.fence"):
+            for data in (b"junk", encode_record(done(99, epoch=5)), encode_record(Fence(epoch=5))[:-1]):
+                for epoch in ("3", "999", "9" * 5000, "\u00b2"):
+                    await bus.js.publish(subject, data, headers={"Tm-Epoch": epoch})
+        seq = await bus.plans.append(done(1, epoch=3))
+        id = await bus.tasks.issue(make_task(bus.run, epoch=3))
+        assert [found async for found, _ in bus.plans.scan()] == [1, seq] == [1, 26]
+        assert [task.id async for task in bus.tasks.scan()] == [id]
+        lease = await actor.tasks.lease(20)
+        assert lease is not None and lease.task.id == id
+        assert bus.refusals.counts == {"PLAN": 24, "TASKS": 24}
+
+
+async def test_a_fence_that_no_learner_wrote_hides_no_older_one(open_bus: BusOpener) -> None:
+    async with open_bus() as new, open_bus() as old:
+        await new.plans.fence(7)
+        await new.js.publish(f"tm.{new.run}.plan.fence", b"junk", headers={"Tm-Epoch": "1"})
+        with pytest.raises(Fenced, match="epoch 5 is fenced off by epoch 7"):
+            await old.plans.fence(5)
+        await old.plans.fence(8)
+        assert await old.plans.append(done(1, epoch=8)) == 4

@@ -1,12 +1,14 @@
 """Rows, heartbeats and commands on a real server."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from bus.commands import Command
 from bus.connection import Bus, connect
-from bus.errors import RowConflict, WireError
+from bus.epoch import raise_epoch
+from bus.errors import RowConflict, UnreadableRow, WireError
 from bus.live import Heartbeat, LiveView, processes
 from bus.messages import LiveRow
 from bus.server import EmbeddedServer
@@ -17,20 +19,20 @@ from tests.bus_kit import Proxy, take, until
 async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         rows = bus.rows("weights")
-        assert await rows.get("head") is None
-        first = await rows.create("head", {"version": 0})
+        assert await rows.get("mine") is None
+        first = await rows.create("mine", {"version": 0})
         with pytest.raises(RowConflict):
-            await rows.create("head", {"version": 9})
-        second = await rows.update("head", {"version": 1}, first)
-        with pytest.raises(RowConflict, match=f"weights.head: changed by someone else since revision {first}"):
-            await rows.update("head", {"version": 2}, first)
-        assert await rows.get("head") == ({"version": 1}, second)
-        third = await rows.put("head", {"version": 5})
+            await rows.create("mine", {"version": 9})
+        second = await rows.update("mine", {"version": 1}, first)
+        with pytest.raises(RowConflict, match=f"weights.mine: changed by someone else since revision {first}"):
+            await rows.update("mine", {"version": 2}, first)
+        assert await rows.get("mine") == ({"version": 1}, second)
+        third = await rows.put("mine", {"version": 5})
         assert third > second
-        await rows.delete("head")
-        await rows.delete("head")
-        assert await rows.get("head") is None
-        await rows.create("head", {"version": 6})
+        await rows.delete("mine")
+        await rows.delete("mine")
+        assert await rows.get("mine") is None
+        await rows.create("mine", {"version": 6})
 
 
 async def test_rows_are_listed(open_bus: BusOpener) -> None:
@@ -38,10 +40,10 @@ async def test_rows_are_listed(open_bus: BusOpener) -> None:
         rows = bus.rows("weights")
         assert await rows.keys() == []
         for version in range(40):
-            await rows.put(f"v.{version}", {"version": version})
-        await rows.delete("v.7")
+            await rows.put(f"m.{version}", {"version": version})
+        await rows.delete("m.7")
         assert len(await rows.keys()) == 39
-        assert {key: value["version"] for key, (value, _) in (await rows.all()).items()} == {f"v.{n}": n for n in range(40) if n != 7}
+        assert {key: value["version"] for key, (value, _) in (await rows.all()).items()} == {f"m.{n}": n for n in range(40) if n != 7}
         assert await bus.rows("run").keys() == [], "buckets are apart"
 
 
@@ -72,18 +74,18 @@ async def test_a_write_whose_answer_was_lost_is_recognised(nats_server: Embedded
 async def test_a_watcher_sees_every_state_it_wakes_to(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         rows = bus.rows("weights")
-        watching = rows.watch("head", every_s=30)
+        watching = rows.watch("mine", every_s=30)
         assert (await take(watching, 1)) == [None]
         coming = asyncio.create_task(take(watching, 1))
         await asyncio.sleep(0)
-        revision = await rows.put("head", {"version": 1})
+        revision = await rows.put("mine", {"version": 1})
         assert await coming == [({"version": 1}, revision)], "a write wakes it"
         nats_server.kill()
         nats_server.start()
         await watching.aclose()  # type: ignore[attr-defined]
-        looking = rows.watch("head", every_s=0.1)
+        looking = rows.watch("mine", every_s=0.1)
         assert await take(looking, 1) == [({"version": 1}, revision)]
-        await rows.delete("head")  # makes no message that could wake
+        await rows.delete("mine")  # makes no message that could wake
         assert await take(looking, 1) == [None]
         await looking.aclose()  # type: ignore[attr-defined]
 
@@ -102,7 +104,7 @@ async def test_what_is_no_row_is_refused(open_bus: BusOpener) -> None:
         with pytest.raises(WireError, match=r"run\.a: want what JSON can hold"):
             await bus.rows("run").put("a", {"x": object()})
         await bus.js.publish(f"$KV.TM_{bus.run}_run.a", b"[1]")
-        with pytest.raises(WireError, match=r"run\.a: want a JSON object"):
+        with pytest.raises(WireError, match=r"row run\.a, revision 1: want a JSON object, got 'list'; cure: "):
             await bus.rows("run").get("a")
 
 
@@ -173,3 +175,56 @@ async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:
         await one.rows("run").put("epoch", {"epoch": 1})
         assert await two.rows("run").get("epoch") is None
         assert isinstance(one, Bus)
+
+
+async def test_a_row_that_cannot_be_read_hides_no_other(open_bus: BusOpener) -> None:
+    """Any process may write its own live row: what it writes there must not keep anybody from reading those of others."""
+    async with open_bus() as bus:
+        view = LiveView(bus)
+        for id, data in (("a", b"junk"), ("b", b"[" * 9999), ("c", b'{"role": "actor", "id": "c", "host": "h", "pid": 1, "phase": [1]}')):
+            await bus.js.publish(f"$KV.TM_{bus.run}_live.actor.{id}", data)
+        await bus.rows("live").put("actor.d", dataclasses.asdict(row("e")))  # speaks for another
+        async with Heartbeat(bus, row("e"), every_s=0.1):
+            found: list[LiveRow] = []
+            while not found or not found[0].unreadable:
+                found = await view.alive()
+            assert [one.id for one in found] == ["e"]
+        assert bus.refusals.counts == {"live": 4}, "once each, however often they are looked at"
+        assert found[0].unreadable.startswith("4 unreadable messages (live 4), newest: live actor.")
+
+
+async def test_an_unreadable_row_is_replaced_passed_over_or_refused(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("run")
+        revision = (await bus.js.publish(f"$KV.TM_{bus.run}_run.task_floor", b"{}")).seq
+        assert await rows.standing("task_floor") == (None, revision)
+        with pytest.raises(
+            UnreadableRow, match=rf"row run.task_floor, revision {revision}: want floor: an integer >= 0, got 'nothing'; cure: "
+        ):
+            await rows.get("task_floor")
+        await bus.tasks.raise_floor(5)
+        assert await rows.get("task_floor") == ({"floor": 5}, revision + 1)
+        assert await rows.standing("another") == (None, 0)
+        await rows.put("epoch", {"epoch": 1})
+        watching = rows.watch("epoch", every_s=0.1)
+        await take(watching, 1)
+        await bus.js.publish(f"$KV.TM_{bus.run}_run.epoch", b"junk")
+        last = await rows.put("epoch", {"epoch": 2})
+        assert (await take(watching, 1)) == [({"epoch": 2}, last)]
+        await watching.aclose()  # type: ignore[attr-defined]
+        await bus.js.publish(f"$KV.TM_{bus.run}_run.epoch", b"junk")
+        with pytest.raises(UnreadableRow, match=r"row run\.epoch, revision"):
+            await raise_epoch(bus)
+
+
+async def test_commands_that_cannot_be_read_are_passed_over(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        commands = bus.commands.receive("actor", "a")
+        coming = asyncio.create_task(take(commands, 1))
+        await until(lambda: len(bus.nc._subs) > 2)
+        for data in (b"", b"junk", b"[" * 9999, b"[]", b'{"command": 1}', b'{"command": "drain", "args": 3}'):
+            await bus.nc.publish(f"tm.{bus.run}.do.actor.a", data)
+        await bus.commands.send("actor", "a", "drain")
+        assert [command.command for command in await coming] == ["drain"]
+        assert bus.refusals.counts == {"commands": 6}
+        await commands.aclose()  # type: ignore[attr-defined]

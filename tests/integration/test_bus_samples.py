@@ -1,10 +1,14 @@
 """The stream of samples on a real server: stored once, read without a gap, whatever is killed in between."""
 
 import asyncio
-from collections.abc import Iterator
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
+from nats.aio.msg import Msg
 
 from bus import parts, subjects
 from bus.codec import encode_sample
@@ -306,8 +310,14 @@ async def test_parts_without_a_manifest_block_nothing(open_bus: BusOpener) -> No
         assert (received.seq, place(received)) == (2, (2, 0))
 
 
-async def manifest_of(bus: Bus, data: bytes, *seqs: int) -> None:
-    headers = headers_of(make_sample(bus.run)) | {"Tm-Parts": str(len(seqs))}
+async def part_of(bus: Bus, data: bytes, *, number: int, attempt: str = "a0") -> int:
+    """A part of the sample of ``manifest_of``; its sequence."""
+    message_id = f"{make_sample(bus.run, attempt=attempt).message_id}.chunk/{number}"
+    return (await bus.js.publish(subjects.part(bus.run, "train", 1), data, headers={"Nats-Msg-Id": message_id})).seq
+
+
+async def manifest_of(bus: Bus, data: bytes, *seqs: int, attempt: str = "a0") -> None:
+    headers = headers_of(make_sample(bus.run, attempt=attempt)) | {"Tm-Parts": str(len(seqs))}
     await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(data, seqs), headers=headers)
 
 
@@ -322,7 +332,7 @@ async def test_parts_without_a_manifest_do_not_keep_a_tail_from_its_end(open_bus
 
 async def test_parts_that_are_gone_or_wrong_are_named(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        await bus.js.publish(subjects.part(bus.run, "train", 1), b"abc")
+        await part_of(bus, b"abc", number=0)
         await manifest_of(bus, b"abX", 1)
         await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", b"\x81", headers={"Tm-Parts": "1"})
         await bus.js.publish(subjects.part(bus.run, "train", 2), b"abc")
@@ -343,3 +353,88 @@ async def test_parts_that_a_kept_manifest_needs_survive_a_trim(open_bus: BusOpen
         assert (await bus.samples.fetch(manifest)).task == 2
         await bus.samples.trim(manifest + 1)
         assert (await bus.samples.info()).messages == 0
+
+
+@asynccontextmanager
+async def fetches(bus: Bus) -> AsyncIterator[list[int]]:
+    """Sequences that are asked for meanwhile, one at a time, by whomever."""
+    asked: list[int] = []
+
+    async def note(message: Msg) -> None:
+        request = json.loads(message.data)
+        if request.keys() == {"seq"}:
+            asked.append(request["seq"])
+
+    sub = await bus.nc.subscribe(f"$JS.API.STREAM.MSG.GET.TM_{bus.run}_SAMPLES", cb=note)
+    await bus.nc.flush()
+    yield asked
+    await bus.nc.flush()
+    await sub.unsubscribe()
+
+
+async def test_parts_that_no_sample_has_are_not_fetched(open_bus: BusOpener) -> None:
+    """A manifest is a few bytes, and names what it likes: nothing is fetched for it before it is checked."""
+    async with open_bus() as bus:
+        seqs = [await part_of(bus, b"x" * 3000, number=number) for number in range(4)]
+        await manifest_of(bus, b"x" * 3000 * 150, *seqs[:1] * 150, attempt="b")  # one part, over and over
+        await manifest_of(bus, b"x" * 3000, *range(1, 1000), attempt="c")
+        await manifest_of(bus, b"x" * 3000, 9_000_000, attempt="d")  # not stored yet
+        await manifest_of(bus, b"", *seqs, attempt="e")
+        huge = msgpack.packb({"schema": 1, "type": "parts", "seqs": seqs, "length": 1 << 62, "sha256": "0" * 64})
+        await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", huge, headers={"Nats-Msg-Id": "1.0.z", "Tm-Parts": "4"})
+        await publish(bus, 7)
+        async with fetches(bus) as asked:
+            found = [received.sample for received in await read_some(bus, 6)]
+        assert [error.field for error in found[:5] if isinstance(error, WireError)] == [
+            f"parts.{field}" for field in ("seqs",) * 3 + ("length",) * 2
+        ]
+        assert isinstance(found[5], Sample)
+        assert asked == []
+
+
+async def test_parts_are_fetched_no_further_than_the_first_that_is_not_the_samples(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        first = [await part_of(bus, b"x" * 3000, number=number) for number in range(2)]
+        second = [await part_of(bus, b"x" * 3000, number=number, attempt="b") for number in range(2)]
+        third = [await part_of(bus, b"x" * 3000, number=number, attempt="c") for number in range(4)]
+        await manifest_of(bus, b"x" * 9000, *first, third[2])  # the last one is another sample's
+        await manifest_of(bus, b"x" * 6000, *reversed(second), attempt="b")
+        await manifest_of(bus, b"x" * 5000, *third, attempt="c")  # more than is stated
+        async with fetches(bus) as asked:
+            found = [received async for received in bus.samples.tail(last=3, follow=False)]
+        assert len(found) == 3
+        assert all(isinstance(received.sample, WireError) for received in found)
+        assert asked == [*first, third[2], second[1], *third[:2]]
+
+
+async def test_parts_named_by_a_manifest_that_is_refused_hold_up_no_trimming(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        for task in range(1, 6):
+            await publish(bus, task)
+        await manifest_of(bus, b"x" * 3000, 1)
+        await manifest_of(bus, b"x" * 3000, *range(1, 6), 1, attempt="b")
+        await bus.samples.trim(5)
+        assert (await bus.samples.info()).first_seq == 5
+
+
+async def test_parts_of_more_than_a_sample_has_are_not_published(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        with pytest.raises(WireError, match="sample: want <= 67108864 bytes"):
+            await bus.samples.publish_bytes(bytes(parts.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"})
+        assert (await bus.samples.info()).last_seq == 0
+
+
+@pytest.mark.parametrize("headers", [b"NATS/1.0", b"\xff\xff", b"NATS/1.0 \xff\xff\xff\r\n\r\n", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n"])
+async def test_headers_that_cannot_be_parsed_block_nothing(nats_server: EmbeddedServer, open_bus: BusOpener, headers: bytes) -> None:
+    """The client library would stop reading from the connection, for ever: the next sample would never come."""
+    async with open_bus() as bus:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(nats_server.url.rsplit(":", 1)[1]))
+        size = len(headers)
+        writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n')
+        writer.write(b"HPUB tm.%s.sample.train.0.x %d %d\r\n%bx\r\nPING\r\n" % (bus.run.encode(), size, size + 1, headers))
+        assert await reader.readline() and await reader.readline() == b"PONG\r\n"
+        writer.close()
+        await publish(bus, 7)
+        found = await read_some(bus, 2)
+        assert isinstance(found[0].sample, WireError)
+        assert isinstance(found[1].sample, Sample)

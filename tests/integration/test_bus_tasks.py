@@ -6,14 +6,14 @@ from dataclasses import replace
 import pytest
 
 from bus import tasks as bus_tasks
-from bus.codec import encode_task
+from bus.codec import encode_dead, encode_task
 from bus.connection import Bus, connect
 from bus.errors import NotFound, WireError
-from bus.messages import Kind
+from bus.messages import Dead, Kind, Word
 from bus.server import EmbeddedServer
 from bus.tasks import Lease
 from tests.bus_fixtures import BusOpener
-from tests.bus_kit import Proxy, make_task
+from tests.bus_kit import Proxy, make_task, take
 
 
 async def issue(bus: Bus, count: int = 1, epoch: int = 1, **changes: object) -> list[int]:
@@ -249,3 +249,21 @@ async def test_a_lease_says_when_the_bus_is_away(nats_server: EmbeddedServer, op
         assert await bus.tasks.lease(0.1) is None
         nats_server.start()
         assert (await lease(bus)).task.id == held.task.id
+
+
+async def test_dead_letters_that_cannot_be_read_are_passed_over(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        await bus.js.publish(f"tm.{bus.run}.dead.task.1", b"junk")
+        await bus.js.publish(f"tm.{bus.run}.dead.word.1", b"\xff")
+        dead = Dead(task=2, reason="r", attempts=3, actor="a", prompt="p", root=2)
+        await bus.js.publish(f"tm.{bus.run}.dead.task.3", encode_dead(dead))  # about another task than its subject
+        await bus.js.publish(f"tm.{bus.run}.dead.task.4", encode_dead(replace(dead, task=4, offset=2**62)))
+        await bus.dead.store(dead)
+        assert await bus.dead.say(Word(task=2, word="drop"))
+        assert [letter async for _, letter in bus.dead.scan()] == [dead]
+        assert list(await bus.dead.words()) == [2]
+        following = bus.dead.follow()
+        assert [seq for seq, _ in await take(following, 2)] == [5, 6]
+        await following.aclose()  # type: ignore[attr-defined]
+        assert bus.refusals.counts == {"DEAD": 4}, "once each, however often they are read"
+        assert "newest: DEAD 2: message: want one msgpack map" in str(bus.refusals)

@@ -24,7 +24,7 @@ class HeldRows(Rows):
 
 class HeldBus:
     def __init__(self, bus: Bus) -> None:
-        self.held = HeldRows(bus.rows("weights"))
+        self.held, self.refusals = HeldRows(bus.rows("weights")), bus.refusals
 
     def rows(self, bucket: str) -> Rows:
         return self.held

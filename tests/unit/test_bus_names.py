@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from bus.errors import WireError
 from bus.jetstream import parse_headers, unix_time
 from bus.messages import Span
 from bus.samples import headers_of, told_by
-from tests.bus_kit import make_sample
+from tests.bus_kit import join, make_sample
 
 
 @pytest.mark.parametrize("run", ["a", "Run_7-b", "x" * 64])
@@ -33,20 +34,68 @@ def test_any_text_becomes_one_token(text: str) -> None:
     assert not set(token) & set(" .*>\r\n\t")
 
 
-@given(st.binary(max_size=9000), st.integers(1100, 3000))
+@given(st.binary(min_size=1, max_size=9000), st.integers(1100, 3000))
 def test_parts_join_to_what_was_cut(data: bytes, max_payload: int) -> None:
     pieces = list(parts.cut(data, max_payload))
     assert all(parts.fits(piece, max_payload) for piece in pieces)
-    manifest = parts.read_manifest(parts.describe(data, range(1, len(pieces) + 1)))
-    assert parts.join(manifest, pieces) == data
+    manifest = parts.read_manifest(parts.describe(data, range(1, len(pieces) + 1)), seq=len(pieces) + 1, max_payload=max_payload)
+    assert join(manifest, pieces) == data
 
 
 def test_parts_of_another_message_are_refused() -> None:
-    manifest = parts.read_manifest(parts.describe(b"abcdef", [1, 2]))
+    manifest = parts.read_manifest(parts.describe(b"abcdef", [1, 2]), seq=3, max_payload=1028)
     with pytest.raises(WireError, match=r"parts.length"):
-        parts.join(manifest, [b"abc", b"de"])
+        join(manifest, [b"abc", b"de"])
     with pytest.raises(WireError, match=r"parts.sha256"):
-        parts.join(manifest, [b"abc", b"deX"])
+        join(manifest, [b"abc", b"deX"])
+    with pytest.raises(WireError, match=r"parts.length: want 6 bytes, got '7 or more'"):
+        join(manifest, [b"abc", b"defg"])
+
+
+@pytest.mark.parametrize(
+    ("length", "seqs", "field"),
+    [
+        (0, [1], "length"),
+        (-1, [1], "length"),
+        (parts.MAX_SAMPLE_BYTES + 1, [1, 2, 3, 4, 5, 6, 7, 8, 9], "length"),
+        (2**63, [1], "length"),
+        (10_000_000, [], "seqs"),
+        (10_000_000, [5] * 2, "seqs"),
+        (10_000_000, [5, 100], "seqs"),  # does not stand before the manifest
+        (10_000_000, [0, 5], "seqs"),
+        (10_000_000, [-5, 2**62], "seqs"),
+        (1000, list(range(1, 18)), "seqs"),
+        (10_000_000, list(range(1, 80)), "seqs"),
+    ],
+)
+def test_a_manifest_that_no_sample_has_is_refused(length: int, seqs: list[int], field: str) -> None:
+    data = msgpack.packb({"schema": 1, "type": "parts", "seqs": seqs, "length": length, "sha256": "0" * 64})
+    with pytest.raises(WireError, match=rf"parts\.{field}: want"):
+        parts.read_manifest(data, seq=100, max_payload=1 << 20)
+
+
+def test_the_largest_sample_has_room_in_its_manifest() -> None:
+    for max_payload in (1 << 20, 8 << 20):
+        pieces = list(parts.cut(bytes(parts.MAX_SAMPLE_BYTES), max_payload))
+        data = parts.describe(bytes(parts.MAX_SAMPLE_BYTES), range(1, len(pieces) + 1))
+        assert len(parts.read_manifest(data, seq=100, max_payload=max_payload).seqs) == len(pieces)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "x", "²", "٣", "9" * 19, "9" * 5000, " 1", "1_000"])
+def test_text_that_is_no_number_names_none(text: str) -> None:
+    assert subjects.natural(text) is None
+
+
+def test_numbers_of_tokens_and_headers_are_read() -> None:
+    assert [subjects.natural(text) for text in ("0", "007", str(2**63 - 1))] == [0, 7, 2**63 - 1]
+
+
+def test_the_place_of_a_message_is_read_from_its_acknowledgement_subject() -> None:
+    told = subjects.Delivery(deliveries=2, seq=30, consumer_seq=4, stored_ns=50, pending=6)
+    assert subjects.delivery("$JS.ACK.TM_r_TASKS.rollout.2.30.4.50.6") == told
+    assert subjects.delivery("$JS.ACK.hub.acc.TM_r_TASKS.rollout.2.30.4.50.6.tok") == told
+    for other in ("", "_INBOX.x", "$JS.ACK", "$JS.ACK.s.c.1.2.3.4", "$JS.ACK.s.c.1.x.3.4.5", "$JS.ACK.s.c.1." + "9" * 5000 + ".3.4.5"):
+        assert subjects.delivery(other) is None
 
 
 def test_headers_tell_an_onlooker_what_it_wants() -> None:
