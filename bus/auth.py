@@ -87,7 +87,7 @@ class _Rights:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
-        return [*own, *api], [f"tm.{self._run}.>", *self._rows_of.values()], []
+        return [*own, *api], [f"tm.{self._run}.>", *self._rows_of.values(), *subjects.acks(self._run)], []
 
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of failures."""

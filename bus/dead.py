@@ -8,7 +8,7 @@ import msgpack
 
 from bus import subjects
 from bus.codec import decode_dead, decode_word, encode_dead, encode_word
-from bus.errors import Refused, WireError
+from bus.errors import NotFound, Refused, WireError
 from bus.jetstream import JetStream
 from bus.messages import SCHEMA, Dead, Word
 from bus.nonce import nonce
@@ -65,6 +65,13 @@ class DeadLetters:
         """What has been said so far, by task."""
         found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._words])]
         return {word.task: word for word in found if isinstance(word, Word)}
+
+    async def of(self, task: int) -> Dead | None:
+        """The declaration of one task; None when there is none, or none that can be read."""
+        try:
+            return decode_dead((await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))).data)
+        except (NotFound, WireError):
+            return None
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
         """Dead tasks from sequence ``start`` to the present end."""

@@ -5,7 +5,7 @@ import logging
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -169,6 +169,19 @@ class Link:
             _log.info("bus: unsent subject=%s reason=%s", subject, error)
             return False
         return True
+
+    @asynccontextmanager
+    async def subscribed(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
+        """While entered, ``hear`` gets what is published on a subject; what passes while the connection is broken is missed."""
+        try:
+            sub = await self.nc.subscribe(subject, cb=hear)
+        except FOREIGN as error:
+            raise self.unavailable(subject, error) from None
+        try:
+            yield
+        finally:
+            if not self.closed:
+                await sub.unsubscribe()
 
     def unavailable(self, where: str, error: BaseException) -> BusUnavailable:
         return BusUnavailable(where, str(error) or type(error).__name__)

@@ -15,7 +15,7 @@ from typing import Any
 from bus import subjects
 from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.jetstream import PATIENCE_S, JetStream, Message
-from bus.link import FOREIGN, Waiter
+from bus.link import Waiter
 from bus.nonce import new_id
 from bus.outbox import WRONG_LAST_SEQUENCE, Stored
 from bus.pull import Delivered, present
@@ -133,15 +133,8 @@ class Rows:
         async def notice(message: object) -> None:
             wake()
 
-        try:
-            sub = await self._jet.link.nc.subscribe(subject, cb=notice)
-        except FOREIGN as error:
-            raise self._jet.link.unavailable(subject, error) from None
-        try:
+        async with self._jet.link.subscribed(subject, notice):
             yield
-        finally:
-            if not self._jet.link.closed:
-                await sub.unsubscribe()
 
     async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
         """Same message id at every try: a write whose answer was lost is recognised."""

@@ -1,7 +1,7 @@
 """The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
 
 import re
-from collections.abc import AsyncIterator, Collection, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
@@ -34,6 +34,8 @@ class Received:
     stored_s: float
     """Unix time at which the server stored it."""
     size_bytes: int
+    actor: str = ""
+    """As its subject names it: also of a message that cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +104,17 @@ class SampleStream:
         vocab_size: int | None = None,
         check: bool = True,
         checked_before: Container[int] = (),
+        on_passed: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Received]:
         """Every message behind the cursor in stream order, for ever; over server restarts. End it with ``aclose`` or cancellation.
 
         None begins at the first message there is. Sequences the cursor calls settled are skipped. Samples are decoded and, with
         ``check``, held against the invariants, but for sequences in ``checked_before``: those passed the invariants of their time.
+        ``on_passed`` gets the sequence of every message once the caller asks for the next one, parts and settled ones included.
         Raises StreamReplaced, StreamTrimmed when messages behind the cursor are gone.
         """
         reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before)
-        return reading.messages(self._filters(kinds))
+        return reading.messages(self._filters(kinds), on_passed)
 
     async def cursor(self) -> Cursor:
         """A cursor before the first message there is now."""
@@ -250,7 +254,7 @@ class _Reading:
         self._start = 1 if cursor is None else cursor.floor + 1
         self._parts_prefix = f"tm.{jet.run}.part."
 
-    async def messages(self, filters: Sequence[str]) -> AsyncIterator[Received]:
+    async def messages(self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None) -> AsyncIterator[Received]:
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
             while True:
                 expected = pull.position
@@ -260,6 +264,8 @@ class _Reading:
                     await self._check_gap(expected)
                 if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
                     yield await self.received(delivered)
+                if on_passed is not None:
+                    on_passed(delivered.seq)
 
     async def received(self, delivered: Delivered) -> Received:
         sample: Sample | WireError
@@ -280,6 +286,7 @@ class _Reading:
             pending=delivered.pending,
             stored_s=delivered.stored_s,
             size_bytes=len(data),
+            actor=subjects.actor_of_sample(delivered.subject),
         )
 
     def _opened(self, state: StreamState, position: int) -> None:

@@ -15,6 +15,8 @@ EPOCH_KEY = "epoch"
 """Row of the bucket ``run``: ``{"epoch": n}``."""
 FLOOR_KEY = "task_floor"
 """Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
+REFUSED_KEY = "refused"
+"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``learner.senders.Refusal``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"
@@ -65,6 +67,18 @@ def plan(run: str, kind: str) -> str:
 def sample(run: str, kind: str, version: int, actor: str) -> str:
     """``version``: the oldest that made one of its tokens; ``none`` for an empty response."""
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
+
+
+def actor_of_sample(subject: str) -> str:
+    """The actor that a subject of SAMPLES names: on a bus with users it is the user who stored the message."""
+    tokens = subject.split(".", 6)
+    return tokens[5] if len(tokens) > 5 else ""
+
+
+def acks(run: str) -> tuple[str, str]:
+    """Subjects on which actors acknowledge training tasks, without a JetStream domain and with one."""
+    consumer = f"{stream(run, TASKS)}.{CONSUMERS[Kind.TRAIN]}"
+    return f"$JS.ACK.{consumer}.>", f"$JS.ACK.*.*.{consumer}.>"
 
 
 def part(run: str, kind: str, task: int) -> str:

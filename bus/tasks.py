@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 
 from nats.aio.msg import Msg
 
@@ -28,6 +28,8 @@ MAX_DELIVERIES = 50
 _LOOK_EVERY_S = 2.0
 """How old an actor's knowledge of the task floor and of fences may be."""
 _CONFIRM_S = 2.0
+_OVER = (ACK, b"+NXT", b"+TERM")
+"""Answers after which a task is not delivered again."""
 _NS = 1_000_000_000
 
 
@@ -146,6 +148,25 @@ class TaskQueue:
         """(waiting, leased). A task handed back and not yet delivered again counts as leased."""
         info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[kind]}")
         return int(info["num_pending"]), int(info["num_ack_pending"])
+
+    async def acked_to(self) -> int:
+        """Every training task with an id up to this one is acknowledged (one that is leased for long holds it back)."""
+        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[Kind.TRAIN]}")
+        return int(info["ack_floor"]["stream_seq"])
+
+    @asynccontextmanager
+    async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
+        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed, so look besides."""
+
+        async def hear(message: Msg) -> None:
+            told = subjects.delivery(message.subject)
+            if told is not None and (message.data.startswith(_OVER) or not message.data):
+                on_ack(told.seq)
+
+        async with AsyncExitStack() as stack:
+            for subject in subjects.acks(self.jet.run):
+                await stack.enter_async_context(self.jet.link.subscribed(subject, hear))
+            yield
 
     async def last_id(self) -> int:
         """Id of the newest message of TASKS (a task's or a fence's); 0 when there has been none."""

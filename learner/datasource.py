@@ -80,10 +80,13 @@ class DataSource:
         self._admission, self._tally = Admission(rules), Tally()
         self._samples, self._tasks = Frontier(floor), Frontier()
         self._groups: dict[int, Group] = {}
-        self._early: dict[int, list[tuple[int, Sample]]] = {}
+        self._early: dict[int, list[tuple[int, Sample, str]]] = {}
         self._evals: dict[int, set[int]] = {}
         self._eval_sizes: dict[int, int] = {}
         self._steps: dict[int, int] = {}
+        """Step of every version there is, as far as it is known."""
+        self._after: dict[int, int] = {}
+        """By version, once its row was read: the sequence that samples of it come after."""
         self._asked: dict[int, Dead] = {}
         """Dead tasks whose prompts somebody wants to see again; not recorded yet."""
         self._buried: set[int] = set()
@@ -110,8 +113,8 @@ class DataSource:
         self._tally.issued += 1
         self._groups[task.id] = Group(task=task, touched_s=now)
         self._admission.issued(task)
-        for seq, sample in self._early.pop(task.id, []):
-            self._place(seq, sample, now)
+        for seq, sample, actor in self._early.pop(task.id, []):
+            self._place(seq, sample, now, actor)
 
     def _refuse_other_sampling(self, task: Task) -> None:
         want = (self.rules.temperature, self.rules.top_p, self.rules.top_k)
@@ -121,35 +124,38 @@ class DataSource:
 
     # ---- take in
 
-    def add(self, seq: int, sample: Sample | WireError, now: float) -> Fate:
-        """A message of SAMPLES, in stream order."""
+    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Fate:
+        """A message of SAMPLES, in stream order. ``actor``: that of its subject. Versions that it names and ``unread_versions`` gives must
+        have been looked up since it was stored: of one that is still unknown there is no row, and the sample is invalid."""
         if not self._samples.see(seq):
             return Fate(FateName.SEEN)
         if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
             return self._add_eval(seq, sample)
         self._tally.published += 1
         if isinstance(sample, WireError):
-            return self._invalid(seq, sample.field.split(".")[0].split("[")[0])
+            return self._invalid(seq, sample.field.split(".")[0].split("[")[0], actor)
         if sample.run != self.rules.run:
-            return self._invalid(seq, "run")
+            return self._invalid(seq, "run", actor)
         if sample.status is Status.PENDING:
-            return self._invalid(seq, "status")
+            return self._invalid(seq, "status", actor)
         if sample.status in (Status.FAILED, Status.ABORTED):
             self._tally.dropped[sample.status.value] += 1
             return self._settled(seq, Fate(FateName.DROPPED, sample.status.value))
+        if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
+            return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
-            return self._place(seq, sample, now)
+            return self._place(seq, sample, now, actor)
         if sample.task > self._tasks.seen_to + EARLY_IDS:
-            return self._invalid(seq, "task")
-        self._early.setdefault(sample.task, []).append((seq, sample))
+            return self._invalid(seq, "task", actor)
+        self._early.setdefault(sample.task, []).append((seq, sample, actor))
         return Fate(FateName.BUFFERED)
 
-    def _place(self, seq: int, sample: Sample, now: float) -> Fate:
+    def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Fate:
         group = self._groups.get(sample.task)
         if group is None:
             return self._duplicate(seq)
         if wrong := mismatch(group.task, sample, self.rules.max_context):
-            return self._invalid(seq, wrong)
+            return self._invalid(seq, wrong, actor)
         if sample.index in group.held:
             return self._duplicate(seq)
         group.hold(Held.of(seq, sample))
@@ -172,8 +178,8 @@ class DataSource:
             del self._eval_sizes[id]
             self._tasks.settle(id)
 
-    def _invalid(self, seq: int, reason: str) -> Fate:
-        self._tally.invalid[reason] += 1
+    def _invalid(self, seq: int, reason: str, actor: str) -> Fate:
+        self._tally.refuse(reason, actor)
         return self._settled(seq, Fate(FateName.INVALID, reason))
 
     def _duplicate(self, seq: int) -> Fate:
@@ -189,7 +195,7 @@ class DataSource:
         self._condemn(id, "dead")
 
     def lost(self, id: int) -> None:
-        """Nobody holds this task any more: settled with the next records, and its prompt issued again."""
+        """A task that is over without its samples: settled with the next records, and its prompt issued again."""
         self._condemn(id, "lost")
 
     def requeue(self, dead: Dead) -> None:
@@ -207,35 +213,29 @@ class DataSource:
 
     # ---- versions
 
-    def version(self, version: int, step: int) -> None:
-        """The weights called ``version`` are those of ``step``."""
+    def version(self, version: int, step: int, after: int = 0) -> None:
+        """As its row says: the weights called ``version`` are those of ``step``, and no sample up to sequence ``after`` is of them."""
+        self._note_step(version, step)
+        self._after[version] = after
+
+    def _note_step(self, version: int, step: int) -> None:
         if self._steps.setdefault(version, step) != step:
             raise ReplayMismatch(f"version {version}", f"weights of step {self._steps[version]}", f"step {step}")
-        self.changes += 1
 
     def published(self, version: int, step: int) -> None:
         """``version`` is the head: tasks trained up to its step give their places back, and new ones ask for it."""
-        self.version(version, step)
+        self._note_step(version, step)
         self._admission.published(version, step)
+        self.changes += 1
 
     @property
     def head(self) -> tuple[int, int] | None:
         """(version, step) of the newest published weights."""
         return self._admission.head
 
-    def unknown_versions(self) -> set[int]:
-        """Versions that occur in buffered samples and have no step yet: those samples wait."""
-        return {version for group in self._groups.values() for version in group.versions if version not in self._steps}
-
-    def has_unknown_version(self, sample: Sample) -> bool:
-        return any(span.version not in self._steps for span in sample.spans)
-
-    def no_version(self, version: int) -> None:
-        """There is no such version: the samples that name it are invalid."""
-        for group in self._groups.values():
-            for held in [held for held in group.held.values() if any(named == version for named, _ in held.by_version)]:
-                group.let_go(held.index)
-                self._invalid(held.seq, "version")
+    def unread_versions(self, sample: Sample) -> set[int]:
+        """Versions that a sample names and ``version`` has not been called for."""
+        return {span.version for span in sample.spans if span.version not in self._after}
 
     # ---- decide
 
@@ -289,7 +289,7 @@ class DataSource:
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
-        return group.full and not group.condemned and self._steps.keys() >= group.versions
+        return group.full and not group.condemned
 
     def _waits(self, now: float, missing: int) -> Waits:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -301,8 +301,6 @@ class DataSource:
         )
         if self.head is None:
             parts.append("no version is published yet")
-        if unknown := self.unknown_versions():
-            parts.append(f"steps of versions {sorted(unknown)} unknown")
         return Waits(text="; ".join(parts), missing=missing)
 
     def _waits_for_old(self, now: float, old: list[Group], left: float) -> Waits:
@@ -397,12 +395,24 @@ class DataSource:
 
     def held(self) -> set[int]:
         """Sequences of all buffered samples."""
-        early = {seq for waiting in self._early.values() for seq, _ in waiting}
+        early = {seq for waiting in self._early.values() for seq, *_ in waiting}
         return early | {held.seq for group in self._groups.values() for held in group.held.values()}
 
-    def overdue(self, now: float, after_s: float) -> list[int]:
-        """Incomplete training tasks for which nothing has come for longer than ``after_s``."""
-        return [id for id, group in self._groups.items() if not group.full and not group.condemned and now - group.touched_s > after_s]
+    def incomplete(self) -> list[int]:
+        """Open training tasks that lack samples."""
+        return [id for id, group in self._groups.items() if not group.full and not group.condemned]
+
+    def may_lack(self, id: int) -> bool:
+        """The training task lacks samples, as far as is known: it may have been leased before ``issued`` was called."""
+        group = self._groups.get(id)
+        if group is None:
+            return self._tasks.seen_to < id <= self._tasks.seen_to + EARLY_IDS
+        return not group.full and not group.condemned
+
+    def lack(self, id: int) -> str:
+        """What an open task lacks, in words."""
+        group = self._groups[id]
+        return f"{group.task.group_size - len(group.held)} of its {group.task.group_size} samples are missing or invalid"
 
     def cursor(self) -> Cursor:
         """Where a restart has to read on, if the state is this one."""

@@ -3,6 +3,7 @@
     TASKS  <-- issue ---- wanted() --+                     +--- plan() --> PLAN --> apply() --> batches --> ranks (ZMQ)
     SAMPLES --- read ---> add() -----+---- DataSource -----+
     DEAD, KV weights ---> dead(), version(), published()   +--- done, published, checkpointed <-- rank 0
+    acks of TASKS ------> lost()
 
 Each loop says what it consumes, produces, waits for and what unblocks it. All run in one thread; only packing and file work go to
 others. A record is in the log PLAN before it is applied, and applied before its batch is offered.
@@ -13,7 +14,6 @@ import logging
 import os
 import socket
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,10 +36,12 @@ from learner.datasource import FateName, Waits
 from learner.errors import NoProgress, PromptError
 from learner.feed_messages import Start
 from learner.feed_server import FeedServer
+from learner.lost import LostTasks
 from learner.outcomes import Outcomes, facts_of
 from learner.prompts import PromptFile, sampler_seed
 from learner.restart import Resumed, resume
 from learner.rules import DataRules
+from learner.senders import Senders, invalid_words, refused_before
 from weightstore.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -48,12 +50,8 @@ BEAT_S = 1.0
 """Ranks and onlookers hear of this process so often."""
 LOOK_AGAIN_S = 5.0
 """Longest sleep of a loop that is normally woken."""
-UNKNOWN_VERSION_LOOKS = 20
-"""A version whose row cannot be found so often, a second apart, does not exist: rows are written before engines get weights."""
 END_S = 60.0
 """How long the ranks may take to ask for the step after the last."""
-LEASES_LOST = 3.0
-"""A task that nobody has, and nothing came for during so many lease times, is lost."""
 EARLY_CHECKPOINT_FULL = 0.7
 """Share of the stream SAMPLES in use at which a step is checkpointed early, so that it can be trimmed."""
 
@@ -86,7 +84,7 @@ class Feeder:
         self._bus, self._rules, self._data_rules, self._prompts, self._server = bus, rules, data_rules, prompts, server
         self._samples: dict[int, Sample] = {}
         self._behind = 0
-        self._admit, self._unknown = Waiter(), Waiter()
+        self._admit = Waiter()
         self._decide = server.waiter
         self._replayed = asyncio.Event()
         self._text = "the bus"
@@ -116,7 +114,7 @@ class Feeder:
             async with Heartbeat(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._beat(heartbeat), name="beat"))
                 await self._begin()
-                works = (self._issue, self._read, self._follow_dead, self._follow_head, self._look_up, self._feed, self._find_lost)
+                works = (self._issue, self._read, self._follow_dead, self._follow_head, self._feed, self._find_lost, self._refuse)
                 for loop in (self._follow_epoch, *works):
                     loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
                 loops.append(group.create_task(cancellable(self._outcomes.run()), name="outcomes"))
@@ -135,6 +133,10 @@ class Feeder:
         head = await self._bus.rows("weights").get("head")
         if head is not None and "version" in head[0]:  # a publisher that only has fenced it has written none
             self._source.published(int(head[0]["version"]), int(head[0]["step"]))
+        plans = [record for _, record in resumed.recorded if isinstance(record, Plan)]
+        self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
+        self._lost = LostTasks(self._bus, self._source, self._decide.wake)
+        self._senders = Senders(await refused_before(self._bus))
         self._outcomes = self._make_outcomes(resumed)
         version, step = self._source.head or (-1, -1)
         await self._server.start(
@@ -200,9 +202,12 @@ class Feeder:
             if wanted is None:
                 await self._admit.wait(LOOK_AGAIN_S)
                 continue
+            if pause_s := self._senders.pause_s:
+                await asyncio.sleep(pause_s)
             task = self._task(wanted)
             task = replace(task, id=await self._bus.tasks.issue(task))
             self._source.issued(task, time.monotonic())
+            self._lost.issued(task.id)
             self._decide.wake()
 
     def _task(self, wanted: Wanted) -> Task:
@@ -229,20 +234,33 @@ class Feeder:
     # ---- take in: consume SAMPLES, DEAD and the registry; wait for the bus
 
     async def _read(self) -> None:
+        cursor, registry = self._source.cursor(), VersionRegistry(self._bus)
         recorded = {seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()}
-        reading = self._bus.samples.read(self._source.cursor(), vocab_size=self._rules.vocab_size, checked_before=recorded)
+        reading = self._bus.samples.read(cursor, vocab_size=self._rules.vocab_size, checked_before=recorded, on_passed=self._lost.passed)
         async for received in reading:
+            if isinstance(received.sample, Sample):
+                await self._look_up(registry, received.seq, received.sample)
             before = self._source.changes
-            fate = self._source.add(received.seq, received.sample, time.monotonic())
+            fate = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
             self._behind = received.pending
             if fate.name is FateName.BUFFERED and isinstance(received.sample, Sample):
                 self._samples[received.seq] = received.sample
-                if self._source.has_unknown_version(received.sample):
-                    self._unknown.wake()
+                self._senders.usable(received.actor)
             elif fate.name is FateName.INVALID:
-                log.warning("sample invalid seq=%d field=%s error=%s", received.seq, fate.reason, received.sample)
+                self._senders.invalid(received.actor, invalid_words(received, fate.reason))
             if self._source.changes != before or self._recorded:
                 self._decide.wake()
+
+    async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
+        """Read the rows of versions that are new here. A row is written before any engine gets the weights: without one there is none."""
+        for version in sorted(self._source.unread_versions(sample), reverse=True):
+            row = await patiently(self._bus, partial(registry.row_for, version, seq))
+            if row is not None:
+                self._source.version(version, row.step, max(0, row.after))
+            elif version in self._recorded_steps:  # the registry has lost it, and a plan that uses it must be repeated
+                self._source.version(version, self._recorded_steps[version])
+            else:
+                return
 
     async def _follow_dead(self) -> None:
         letters: dict[int, Dead] = {}
@@ -278,32 +296,12 @@ class Feeder:
         self._admit.wake()
         self._decide.wake()
 
-    async def _look_up(self) -> None:
-        """Consumes versions nobody has told of; produces their steps from the registry's rows."""
-        registry, looks = VersionRegistry(self._bus), Counter[int]()
-        while True:
-            await self._unknown.wait(BEAT_S)
-            for version in sorted(self._source.unknown_versions()):
-                row = await patiently(self._bus, partial(registry.row, version))
-                looks[version] += 1
-                if row is not None:
-                    self._source.version(version, row.step)
-                elif looks[version] >= UNKNOWN_VERSION_LOOKS:
-                    log.warning("samples of version %d are invalid: no such version is registered", version)
-                    self._source.no_version(version)
-                self._decide.wake()
-
     async def _find_lost(self) -> None:
-        """A net under the queue: a task that is neither leased, waiting nor settled is issued again."""
-        lease_s = self._bus.config.lease_s
-        while True:
-            await asyncio.sleep(lease_s)
-            overdue = self._source.overdue(time.monotonic(), LEASES_LOST * lease_s)
-            if overdue and not self._behind and await patiently(self._bus, self._bus.tasks.backlog) == (0, 0):
-                for id in overdue:
-                    log.warning("task lost, its prompt is issued again task=%d: neither leased nor waiting for %.0f s", id, 3 * lease_s)
-                    self._source.lost(id)
-                self._decide.wake()
+        await self._replayed.wait()
+        await self._lost.run()
+
+    async def _refuse(self) -> None:
+        await self._senders.publish(self._bus)
 
     # ---- decide: consumes complete groups and recorded plans; produces PLAN and batches; waits for groups and for ranks that ask
 
@@ -353,6 +351,7 @@ class Feeder:
             log.info("requeued task=%d before_step=%d", record.task, record.step)
             return
         samples = [self._samples[int(one)] for one in record.seqs]
+        given_up = self._source.books().given_up
         self._source.apply(record, seq)
         held = self._source.held()
         self._samples = {one: sample for one, sample in self._samples.items() if one in held}
@@ -360,6 +359,8 @@ class Feeder:
         self._note_replayed()
         if isinstance(record, Settle):
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
+            if left_out := self._source.books().given_up - given_up:
+                log.warning("prompts=%d left out, issued again %d times", left_out, self._data_rules.max_reissues)
             return
         state = self._source.snapshot() if self._wants_checkpoint(record.step, recorded) else b""
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
@@ -411,6 +412,7 @@ class Feeder:
             "prompts_too_long": self._prompts.num_too_long,
             "behind": self._behind,
         }
+        load |= {"invalid": sum(books.invalid.values()), **self._senders.load(books.invalid, books.invalid_of)}
         version = self._source.head[0] if self._source.head else -1
         return {
             "phase": self._phase,

@@ -47,11 +47,6 @@ class Group:
         """A sample of it has come."""
         self.held[held.index], self._versions = held, None
 
-    def let_go(self, index: int) -> None:
-        """That sample cannot be used."""
-        del self.held[index]
-        self._versions = None
-
     @property
     def full(self) -> bool:
         return len(self.held) == self.task.group_size

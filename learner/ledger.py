@@ -4,6 +4,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+MAX_NAMES = 64
+"""Names from outside that are counted one by one; the others together, so that nobody fills the memory with names."""
+OTHERS = "(others)"
+
+
+def count_of(counts: Counter[str], name: str) -> None:
+    """Count one under a name that came from outside."""
+    counts[name if name in counts or len(counts) < MAX_NAMES else OTHERS] += 1
+
 
 class Frontier:
     """Which ids of a stream are settled: every id seen is either open or settled, ids nobody told of count as settled."""
@@ -59,6 +68,8 @@ class Books:
     """Another sample was there first, or its task is settled."""
     invalid: dict[str, int]
     """By the field that is wrong."""
+    invalid_of: dict[str, int]
+    """The same samples by actor, as their subjects name it."""
     buffered: int
     issued: int
     """Training tasks."""
@@ -90,6 +101,7 @@ class Tally:
     given_up: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
+    invalid_of: Counter[str] = field(default_factory=Counter)
     settled: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
 
@@ -100,10 +112,15 @@ class Tally:
         else:
             self.dropped[fate] += 1
 
+    def refuse(self, reason: str, actor: str) -> None:
+        """One sample is invalid."""
+        count_of(self.invalid, reason)
+        count_of(self.invalid_of, actor)
+
     def dump(self, *, buffered: int, open_tasks: int) -> dict[str, object]:
         """For a snapshot: what is open will be counted again when it is read again."""
         numbers = {name: getattr(self, name) for name in ("eval", "trained", "duplicate", "given_up")}
-        maps = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "invalid", "settled", "tokens")}
+        maps = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "invalid", "invalid_of", "settled", "tokens")}
         return {"published": self.published - buffered, "issued": self.issued - open_tasks, **numbers, **maps}
 
     @classmethod
@@ -118,6 +135,7 @@ class Tally:
             dropped=dict(self.dropped),
             duplicate=self.duplicate,
             invalid=dict(self.invalid),
+            invalid_of=dict(self.invalid_of),
             buffered=buffered,
             issued=self.issued,
             open=open_tasks,

@@ -5,7 +5,8 @@
     snapshot  the newest version of which there is a snapshot, as its row
     want    the version of which, or of a later one, an engine wants a snapshot (see ``weightstore.joining``)
 
-A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner.
+A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner. ``after`` of the row is
+the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class VersionRegistry:
     """The versions of one run. Every method raises BusUnavailable when the bus stays away."""
 
     def __init__(self, bus: Bus) -> None:
-        self._rows = bus.rows("weights")
+        self._rows, self._samples = bus.rows("weights"), bus.samples
         self._steps: dict[int, int] = {}
         self._next = 0
 
@@ -40,6 +41,16 @@ class VersionRegistry:
         """None for a version that is not registered, or whose row cannot be read."""
         found, _ = await self._rows.standing(_key(version))
         return None if found is None else _parse(_key(version), found)
+
+    async def row_for(self, version: int, seq: int) -> VersionRow | None:
+        """The row of a version that the sample at ``seq`` names; None = there is none.
+
+        Where ``after`` is not set yet, nothing is pushed, and this sets it to ``seq``: every later look gives the same answer.
+        """
+        row = await self.row(version)
+        if row is not None and row.after < 0 and row.state == "pushing":
+            return await self._begin_after(row, seq)
+        return row
 
     async def steps(self) -> dict[int, int]:
         """Step of every version that an engine may have seen; each row is read once in the life of this object."""
@@ -74,14 +85,14 @@ class VersionRegistry:
         head = await self.head()
         if head is not None:
             return head
-        row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where)
+        row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where, after=0)
         await self._rows.put(_key(0), dataclasses.asdict(row))
         row = await self.publish(row)
         await self._note_snapshot(row)
         return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
-        """A new version, ``pushing``: its number has never been used. Raises Fenced."""
+        """A new version, ``pushing``: its number has never been used, and ``after`` is set. Raises Fenced."""
         found = await self._rows.get(HEAD)
         _check_fence({} if found is None else found[0], epoch)
         if not self._next:
@@ -91,7 +102,7 @@ class VersionRegistry:
             self._next += 1
             try:
                 await self._rows.create(_key(row.version), dataclasses.asdict(row))
-                return row
+                return await self._begin_after(row, (await self._samples.info()).last_seq)
             except RowConflict:  # a learner that has been replaced, or is about to replace us, took it
                 continue
 
@@ -142,6 +153,19 @@ class VersionRegistry:
     async def want(self, version: int, by: str, nonce: str) -> None:
         """Ask the learner for a snapshot of a version, or of a later one. All want the head, so the last to ask asks for all."""
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
+
+    async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
+        """The row with ``after``, which is set once."""
+        while True:
+            found = await self._rows.get(_key(row.version))
+            if found is None:
+                return dataclasses.replace(row, after=seq)
+            if int(found[0].get("after", -1)) >= 0:
+                return dataclasses.replace(row, after=int(found[0]["after"]))
+            try:
+                await self._rows.update(_key(row.version), {**found[0], "after": seq}, found[1])
+            except RowConflict:
+                continue
 
     async def _note_snapshot(self, row: VersionRow) -> None:
         """Keep the row ``snapshot`` at the newest version that has one; the newest may lose it."""

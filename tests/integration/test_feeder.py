@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from bus.config import BusConfig
@@ -16,7 +17,7 @@ from bus.connection import connect
 from bus.cursors import Cursors, Reader
 from bus.epoch import raise_epoch
 from bus.errors import Fenced
-from bus.messages import Done, Plan, Requeue, Settle, Word
+from bus.messages import Done, Plan, Requeue, Sample, Settle, Task, Word
 from bus.server import EmbeddedServer
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
@@ -29,6 +30,7 @@ from learner.restart import CHECKPOINT_KEY
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
+from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
@@ -282,20 +284,124 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
         assert again.id in {int(id) for plan in await world.plans() for id in plan.tasks}, "and it is trained"
 
 
-async def test_a_task_nobody_has_is_issued_again(open_world: OpenWorld) -> None:
-    async with open_world(max_lag=0, steps=1, lease_s=0.3) as world:
+LONG_LEASE_S = 600.0
+"""Of tests in which nothing may wait for the end of a lease."""
+
+
+async def test_a_task_that_is_over_without_samples_is_issued_again_at_once(open_world: OpenWorld) -> None:
+    """Also while another actor keeps an earlier task for long, which holds back the queue's ack floor."""
+    async with open_world(max_lag=0, steps=1, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
             async with connect(world.url, world.run, world.config, name="liar") as bus:
-                lease = await bus.tasks.lease(10)
-                assert lease is not None
-                await lease.settle()  # without a sample
+                slow, over = await bus.tasks.lease(10), await bus.tasks.lease(10)
+                assert slow is not None and over is not None and slow.task.id < over.task.id
+                await over.settle()  # without a sample
+                again = await bus.tasks.lease(10)
+                assert again is not None
+                assert (again.task.reissue_of, again.task.offset) == (over.task.id, over.task.offset)
+                await slow.hand_back()
+                await again.hand_back()
             async with world.actors():
                 await training
                 await feeding
         await check_history(world)
-        again = [task async for task in world.bus.tasks.scan() if task.reissues]
-        assert [(task.reissue_of, task.offset) for task in again] == [(lease.task.id, lease.task.offset)]
+
+
+async def test_acks_sent_while_no_feeder_was_there_are_found(open_world: OpenWorld) -> None:
+    async with open_world(max_lag=0, steps=1, lease_s=LONG_LEASE_S) as world:
+        async with world.feeder() as (url, _):
+            training = asyncio.create_task(world.train(url))
+            leases = [await world.bus.tasks.lease(10) for _ in range(2)]
+        await asyncio.gather(training, return_exceptions=True)
+        for lease in leases:
+            assert lease is not None
+            await lease.settle()
+        async with world.actors():
+            await finish(world)
+        await check_history(world)
+        assert len([task async for task in world.bus.tasks.scan() if task.reissues]) == 2
+
+
+async def spoil(world: World, num_tasks: int) -> None:
+    """Be an actor whose samples break an invariant, and which acknowledges its tasks as docs/wire.md has it."""
+    for _ in range(num_tasks):
+        lease = await world.bus.tasks.lease(10)
+        assert lease is not None
+        for index in range(lease.task.group_size):
+            spans = ((lease.task.min_version, 3),)
+            await world.bus.samples.publish(sample(lease.task, index, spans, rollout_log_probs=np.ones(3, np.float32), actor="broken"))
+        await lease.settle()
+
+
+async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_world: OpenWorld) -> None:
+    async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
+        async with world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            await spoil(world, 6)  # three times as many as there are places
+            row = await seen_row(world, lambda load: load.get("invalid", 0) == 12)
+            assert row["invalid/rollout_log_probs"] == row["invalid_of/broken"] == row["invalid"]
+            async with world.actors():
+                await training
+                await feeding
+        await check_history(world)
+
+
+async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_sends_others(
+    open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("learner.senders.INVALID_IN_A_ROW", 8)
+    async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
+        async with world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            await spoil(world, 4)
+            async for row in world.bus.rows("run").watch("refused.broken"):
+                if row is not None:
+                    break
+            assert row is not None
+            assert (row[0]["actor"], row[0]["invalid"]) == ("broken", 8)
+            assert "rollout_log_probs[0]: want finite and <= 0, got 1.0" in row[0]["reason"]
+            assert "refused/broken" in await seen_row(world, lambda load: "refused/broken" in load)
+            assert "actor refused: it sends only invalid samples actor=broken in_a_row=8" in caplog.text
+            async with world.actors(lambda of, index: sample(of, index, ((of.min_version, 3),), actor="broken")):
+                await training
+                async for row in world.bus.rows("run").watch("refused.broken"):
+                    if row is None:
+                        break
+                await feeding
+        await check_history(world)
+
+
+async def test_samples_that_name_versions_to_come_are_never_trained(open_world: OpenWorld) -> None:
+    """Not when the version exists later on, nor when a restart reads them again then."""
+    async with open_world(max_lag=3, checkpoint_every=0) as world:
+        lies: set[int] = set()
+
+        def lie(of: Task, index: int) -> Sample:
+            return sample(of, index, ((of.min_version, 2), (of.min_version + 1 + of.id % 3, 2)), actor="liar")
+
+        async with world.feeder() as (url, _):
+            ranks = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("publish", 3)))
+            for index in (0, 1):
+                lease = await world.bus.tasks.lease(10)
+                assert lease is not None
+                lies.add(await world.bus.samples.publish(lie(lease.task, index)))
+                await lease.hand_back()
+            assert (await seen_row(world, lambda load: load.get("invalid", 0) >= 2))["invalid/version"] == 2
+            async with world.actors():
+                await ranks
+        async with world.actors():
+            await finish(world)
+        plans = await check_history(world)
+        assert not lies & {int(seq) for plan in plans for seq in plan.seqs}
+
+
+async def seen_row(world: World, wanted: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """Counters of the feeder's live row once they are as wanted."""
+    async for row in world.bus.rows("live").watch("feeder.feeder"):
+        if row is not None and wanted(row[0]["load"]):
+            return row[0]["load"]
+    raise AssertionError("a watch has ended")
 
 
 async def test_the_bus_may_be_killed(open_world: OpenWorld, nats_server: EmbeddedServer) -> None:

@@ -185,25 +185,44 @@ def test_a_sequence_counts_once() -> None:
     assert pond.source.books().published == 1
 
 
-def test_samples_of_an_unknown_version_wait_and_are_not_lost() -> None:
+def test_a_sample_of_a_version_that_is_pushed_but_not_the_head_is_trained() -> None:
     pond = Pond(groups_per_step=1, max_lag=3)
     (one,) = pond.issue(1)
-    pond.complete(one, (0, 1), (7, 2))
-    assert pond.source.unknown_versions() == {7}
-    assert "steps of versions [7] unknown" in pond.waits().text
+    assert pond.source.unread_versions(sample(one, 0, ((0, 1), (7, 2)))) == {0, 7}
     pond.source.version(7, 0)
+    pond.complete(one, (0, 1), (7, 2))
     assert pond.take_plan().version_steps == {0: 0, 7: 0}
 
 
-def test_samples_of_a_version_that_does_not_exist_are_invalid() -> None:
+def test_a_sample_of_a_version_that_did_not_exist_when_it_was_stored_is_invalid_for_ever() -> None:
     pond = Pond(groups_per_step=1)
     (one,) = pond.issue(1)
-    pond.complete(one, (0, 1), (7, 2))
-    pond.source.no_version(7)
-    assert pond.source.books().invalid == {"version": 2}
-    pond.complete(one)  # delivered again
-    pond.take_plan()
-    assert pond.source.books().balanced
+    for index in (0, 1):
+        assert pond.add(sample(one, index, ((0, 1), (7, 2)))) == Fate(FateName.INVALID, "version")
+    restarted = Pond(groups_per_step=1)  # reads them again when the version exists
+    restarted.issue(1)
+    for each in (pond, restarted):
+        each.seq = 2
+        each.source.version(7, 0, after=2)
+    for index in (0, 1):
+        assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Fate(FateName.INVALID, "version")
+    for each in (pond, restarted):
+        each.complete(one, (0, 1), (7, 2))
+        assert each.source.books().invalid == {"version": 2}
+        assert each.take_plan().seqs.tolist() == [3, 4]
+        assert each.source.books().balanced
+    assert pond.source.snapshot() == restarted.source.snapshot()
+
+
+def test_invalid_samples_are_counted_by_actor_and_a_flood_of_names_together() -> None:
+    pond = Pond()
+    (one,) = pond.issue(1)
+    for number in range(200):
+        pond.source.add(number + 1, replace(sample(one, 0), index=2), 0.0, f"nobody-{number}")
+    pond.source.add(201, WireError("tokens[3]", "0 <= id", -1), 0.0, "nobody-0")
+    books = pond.source.books()
+    assert books.invalid == {"index": 200, "tokens": 1}
+    assert (len(books.invalid_of), books.invalid_of["nobody-0"], books.invalid_of["(others)"]) == (65, 2, 136)
 
 
 def test_eval_samples_are_never_trained() -> None:
@@ -365,13 +384,16 @@ def test_lost_tasks_are_issued_again_and_dead_ones_are_not() -> None:
     assert (wanted.reissue_of, wanted.reissues) == (2, 1)
 
 
-def test_overdue_counts_from_the_last_sign_of_life() -> None:
+def test_a_task_may_be_lost_until_its_group_is_full() -> None:
     pond = Pond()
-    (one, _) = pond.issue(1, 2)
-    pond.now = 10.0
+    one, two = pond.issue(1, 2)
     pond.add(sample(one, 0))
-    assert pond.source.overdue(11.0, 5.0) == [2]
-    assert pond.source.overdue(16.0, 5.0) == [1, 2]
+    pond.complete(two)
+    assert pond.source.incomplete() == [1]
+    assert pond.source.lack(1) == "1 of its 2 samples are missing or invalid"
+    assert [id for id in (1, 2, 3, 66, 67) if pond.source.may_lack(id)] == [1, 3, 66], "of tasks that may not be known yet, the next 64"
+    pond.source.lost(1)
+    assert not pond.source.incomplete() and not pond.source.may_lack(1)
 
 
 def test_a_group_without_a_trainable_token_is_empty() -> None:
