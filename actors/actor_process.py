@@ -10,15 +10,19 @@ from actors.actor import Actor
 from actors.config import ActorConfig
 from actors.engine_client import HttpEngine
 from actors.engines import Engines, LiveLookout, UrlLookout
+from actors.errors import ActorRefused
 from actors.generation import SingleTurn
 from actors.membership import config_of_run, connected, default_id, first_row, section
 from actors.port import Engine
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.live import Heartbeat, LiveView
+from bus.subjects import refused
 from rewards.registry import load
 
 TELL_EVERY_S = 1.0
+REFUSAL_EVERY_S = 5.0
+"""A refusal that was not heard of when it was written is found so late at the latest."""
 
 
 async def run_actor(
@@ -36,7 +40,7 @@ async def run_actor(
 
     A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``), waited for if need be; ``allowed``: see
     ``config_of_run``. Cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, BadRow,
-    NotAllowed, UnknownReward, BadRewardOption.
+    NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
@@ -63,9 +67,21 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
         async with asyncio.TaskGroup() as beside:
             looking = beside.create_task(engines.run(), name="engines")
             telling = beside.create_task(_tell(heartbeat, actor, activity), name="live row")
+            heeding = beside.create_task(_heed_refusal(bus, id), name="refusal")
             await actor.run(draining)
-            looking.cancel()
-            telling.cancel()
+            for task in (looking, telling, heeding):
+                task.cancel()
+
+
+async def _heed_refusal(bus: Bus, id: str) -> None:
+    """Raise ActorRefused when the learner refuses this actor; a row that was there before speaks of an earlier process of this name."""
+    before: int | None = None
+    async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
+        revision = 0 if row is None else row[1]
+        if before is None:
+            before = revision
+        elif row is not None and revision > before:
+            raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
 
 
 async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:

@@ -3,6 +3,17 @@
 from bus import exit_codes
 
 
+class ActorRefused(Exception):
+    """The learner has found so many invalid samples of this actor one after the other that no other will come of it."""
+
+    def __init__(self, actor: str, invalid: int, reason: str) -> None:
+        super().__init__(actor, invalid, reason)
+        self.actor, self.invalid, self.reason = actor, invalid, reason
+
+    def __str__(self) -> str:
+        return f"actor {self.actor}: refused by the learner: {self.invalid} invalid samples in a row, the last one: {self.reason}"
+
+
 class EngineError(Exception):
     """Something went wrong between an actor and an engine, or inside an engine."""
 

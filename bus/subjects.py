@@ -26,6 +26,7 @@ EPOCH_HEADER = "Tm-Epoch"
 _LIMIT = 2**63
 _MOST_DIGITS = 19
 _ACK_TOKENS = 9
+_LONGEST_NAME = 64
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
@@ -69,10 +70,15 @@ def sample(run: str, kind: str, version: int, actor: str) -> str:
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
+def refused(actor: str) -> str:
+    """Key of the row of a refused actor."""
+    return f"{REFUSED_KEY}.{token(actor)[:_LONGEST_NAME]}"
+
+
 def actor_of_sample(subject: str) -> str:
-    """The actor that a subject of SAMPLES names: on a bus with users it is the user who stored the message."""
+    """The actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the message."""
     tokens = subject.split(".", 6)
-    return tokens[5] if len(tokens) > 5 else ""
+    return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
 
 
 def acks(run: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from bus.connection import Bus
 from bus.errors import WireError
 from bus.messages import Done, Kind, Plan, Sample, Settle, Status, Task
 from learner.groups import mismatch
+from learner.ledger import count_of, field_of
 
 EVERYTHING = 1 << 62
 _MAX_PROBLEMS = 20
@@ -44,6 +45,8 @@ class Books:
     """Another sample of the place was trained."""
     invalid: int = 0
     """Undecodable, against the invariants, or of no task or version of this run."""
+    invalid_by_field: Counter[str] = field(default_factory=Counter)
+    invalid_by_actor: Counter[str] = field(default_factory=Counter)
     buffered: int = 0
     """Neither trained nor given up yet, and not claimed by the cursor."""
     eval: int = 0
@@ -75,6 +78,12 @@ class Books:
         fates = self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
         return self.published == fates
 
+    def refuse(self, wrong: str, actor: str) -> None:
+        """One sample is invalid: its wrong field, and the actor of its subject."""
+        self.invalid += 1
+        count_of(self.invalid_by_field, wrong)
+        count_of(self.invalid_by_actor, actor)
+
     def complain(self, text: str) -> None:
         if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(text)
@@ -102,14 +111,16 @@ async def audit(
     claims: Claims | None = None,
     *,
     versions: Mapping[int, int] | None = None,
+    after: Mapping[int, int] | None = None,
     vocab_size: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Books, list[Done]]:
     """Read everything there is; the books, and the outcomes of the steps in the order they were recorded.
 
-    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not to be held against it.
+    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not to be held against it;
+    ``after``: sequences that samples of a version come after (0 where it is missing).
     """
-    reading = _Audit(claims, versions, vocab_size)
+    reading = _Audit(claims, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
         reading.record(record)
     async for task in bus.tasks.scan():
@@ -123,8 +134,8 @@ async def audit(
 class _Audit:
     """One reading of a run, in this order: records, tasks, samples, close."""
 
-    def __init__(self, claims: Claims | None, versions: Mapping[int, int] | None, vocab_size: int | None) -> None:
-        self._claims, self._versions, self._vocab_size = claims, versions, vocab_size
+    def __init__(self, claims: Claims | None, versions: Mapping[int, int] | None, after: Mapping[int, int], vocab_size: int | None) -> None:
+        self._claims, self._versions, self._after, self._vocab_size = claims, versions, after, vocab_size
         self.books = Books()
         self.outcomes: list[Done] = []
         self._plans: dict[int, Plan] = {}
@@ -191,11 +202,11 @@ class _Audit:
             progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
             if isinstance(received.sample, WireError):
                 self.books.published += 1
-                self.books.invalid += 1
+                self.books.refuse(field_of(received.sample), received.actor)
             elif received.sample.kind is Kind.EVAL:
                 self.books.eval += 1
             else:
-                self._sample(received.seq, received.sample)
+                self._sample(received.seq, received.sample, received.actor)
 
     def _trimmed(self, last: int) -> None:
         """Sequences 1 .. ``last`` are no longer there: PLAN names them, or the cursor has them behind it."""
@@ -216,7 +227,7 @@ class _Audit:
         if unclaimed:
             self._lost(f"{unclaimed} trimmed sequences are named by no record and not behind the checkpoint's cursor", unclaimed)
 
-    def _sample(self, seq: int, sample: Sample) -> None:
+    def _sample(self, seq: int, sample: Sample, actor: str) -> None:
         """Find what became of one sample."""
         books = self.books
         books.published += 1
@@ -231,8 +242,8 @@ class _Audit:
             books.dropped[self._dropped_seq[seq]] += 1
         elif sample.status in (Status.FAILED, Status.ABORTED):
             books.dropped[sample.status.value] += 1
-        elif self._is_invalid(sample):
-            books.invalid += 1
+        elif wrong := self._wrong(seq, sample):
+            books.refuse(wrong, actor)
         elif sample.task in self._dropped_task:
             books.dropped[self._dropped_task[sample.task]] += 1
         elif sample.task in self._step_of_task:
@@ -242,17 +253,23 @@ class _Audit:
         else:
             books.buffered += 1
 
-    def _is_invalid(self, sample: Sample) -> bool:
-        """Nobody could have trained it. A task that is gone from TASKS was settled long ago: what became of it decides."""
+    def _wrong(self, seq: int, sample: Sample) -> str:
+        """The field for which nobody could have trained it; empty = one could. A task that is gone from TASKS was settled long ago: what
+        became of it decides."""
         task = self._tasks.get(sample.task)
         if task is None:
-            return sample.task not in self._step_of_task and sample.task not in self._dropped_task
+            return "" if sample.task in self._step_of_task or sample.task in self._dropped_task else "task"
         try:
             check_sample(sample, vocab_size=self._vocab_size)
-        except WireError:
-            return True
-        unknown = self._versions is not None and any(span.version not in self._versions for span in sample.spans)
-        return unknown or sample.status is Status.PENDING or bool(mismatch(task, sample, 0))
+        except WireError as error:
+            return field_of(error)
+        if sample.status is Status.PENDING:
+            return "status"
+        return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
+
+    def _names_no_version(self, seq: int, sample: Sample) -> bool:
+        known = self._versions
+        return known is not None and any(one.version not in known or seq <= self._after.get(one.version, 0) for one in sample.spans)
 
     def _count_trained(self, sample: Sample, plan: Plan) -> None:
         books = self.books

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -30,6 +31,8 @@ from launch.summary import SKIPPED
 from launch.up import CONFIG_FILE
 
 CONNECT_S = 3.0
+_MOST_NAMES = 6
+"""Fields and actors of invalid samples that are named."""
 _RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
@@ -109,7 +112,7 @@ async def show_status(url: str, run: str, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(status))
     else:
-        _print_status(Console(highlight=False), status)
+        print_status(Console(highlight=False), status)
     return 0
 
 
@@ -149,6 +152,10 @@ async def read_status(bus: Bus) -> dict[str, Any]:
             "dropped": dict(sorted(plans.dropped.items())),
             "failed": int(feeder["failed"]) if "failed" in feeder else None,
             "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
+            "invalid": int(feeder["invalid"]) if "invalid" in feeder else None,
+            "invalid_by_field": counts_under(feeder, "invalid"),
+            "invalid_by_actor": counts_under(feeder, "invalid_of"),
+            "refused": sorted(counts_under(feeder, "refused")),
         },
         "cursors": {
             name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy, "given_up": place.given_up}
@@ -213,6 +220,23 @@ async def _read_plans(bus: Bus) -> _Plans:
     return plans
 
 
+def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
+    """Counters ``<name>/<of what>`` of a live row, by what they are of, the largest first."""
+    found = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _invalid_words(samples: Mapping[str, Any]) -> str:
+    """Of a status: how many samples are invalid, by field and by actor; nothing when none is."""
+    if not samples["invalid"]:
+        return ""
+    fields, actors = (
+        ", ".join(f"{escape(name)} {count}" for name, count in list(samples[by].items())[:_MOST_NAMES])
+        for by in ("invalid_by_field", "invalid_by_actor")
+    )
+    return f", {samples['invalid']} invalid ({fields}; by actor {actors})"
+
+
 async def _issued(bus: Bus, settled: set[int]) -> int:
     """Training tasks there have been: those in the stream, and the settled ones that were trimmed from it."""
     stream, subject = subjects.stream(bus.run, subjects.TASKS), subjects.task(bus.run, Kind.TRAIN)
@@ -224,7 +248,8 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
     return present + sum(id < first for id in settled)
 
 
-def _print_status(console: Console, status: dict[str, Any]) -> None:
+def print_status(console: Console, status: dict[str, Any]) -> None:
+    """What ``read_status`` gives, for a person."""
     head = status["head"]
     version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
     console.print(
@@ -243,7 +268,9 @@ def _print_status(console: Console, status: dict[str, Any]) -> None:
     failed = {"failed": samples["failed"]} if samples["failed"] else {}
     dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
-    console.print(f"samples {samples['trained']} trained, dropped: {dropped}{buffered}", markup=False)
+    console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
+    for actor in samples["refused"]:
+        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: end it, or mend it (docs/recovery.md)")
     for row in status["processes"]:
         if row["trouble"]:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)

@@ -58,6 +58,8 @@ def summarize(
         "samples_dropped": dict(sorted(books.dropped.items())),
         "samples_duplicate": books.duplicates,
         "samples_invalid": books.invalid,
+        "samples_invalid_by_field": dict(sorted(books.invalid_by_field.items())),
+        "samples_invalid_by_actor": dict(sorted(books.invalid_by_actor.items())),
         "samples_buffered": books.buffered,
         "samples_trimmed": books.trimmed,
         "samples_aborted": books.aborted,

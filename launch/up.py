@@ -330,9 +330,9 @@ class Up:
             VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
         ]
         vocab_size, _ = roles.model_shape(Path(self._config.model.path))
-        steps = {row.version: row.step for row in versions}
+        steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
         async with audit_progress.shown(bus, self._say) as progress:
-            books, outcomes = await audit(bus, claims, versions=steps, vocab_size=vocab_size, progress=progress)
+            books, outcomes = await audit(bus, claims, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)

@@ -54,6 +54,7 @@ class Watch:
         self.events: deque[str] = deque(maxlen=NUM_EVENTS)
         self.rate_generated = 0.0
         """Tokens per second, all actors."""
+        self._refused: set[str] = set()
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)
 
     @property
@@ -139,6 +140,7 @@ class Watch:
             self._take_trouble(row)
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
+        self._note_refused()
         generated = sum(load.get("tokens_generated", 0.0) for who, load in self.loads.items() if who.startswith("actor."))
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
@@ -151,6 +153,14 @@ class Watch:
         if row.id not in self.troubles:
             self.event(f"{row.id}: {row.trouble}")
         self.troubles[row.id] = row.trouble
+
+    def _note_refused(self) -> None:
+        """An event for every actor that the feeder has begun to refuse."""
+        for key in self.load("feeder"):
+            kind, _, actor = key.partition("/")
+            if kind == "refused" and actor not in self._refused:
+                self._refused.add(actor)
+                self.event(f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)")
 
     def share(self, role: str) -> float | None:
         """Mean waiting share that processes of a role tell of."""

@@ -18,7 +18,7 @@ from bus.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, 
 from learner.admission import Admission, Reissue, Wanted
 from learner.errors import ConfigRefused, ReplayMismatch
 from learner.groups import Group, Held, mismatch
-from learner.ledger import Books, Frontier, Tally
+from learner.ledger import Books, Frontier, Tally, field_of
 from learner.plans import GENESIS, chain_of
 from learner.rules import DataRules
 from learner.selection import age, make_plan, make_settle, urgent, verdict
@@ -133,7 +133,7 @@ class DataSource:
             return self._add_eval(seq, sample)
         self._tally.published += 1
         if isinstance(sample, WireError):
-            return self._invalid(seq, sample.field.split(".")[0].split("[")[0], actor)
+            return self._invalid(seq, field_of(sample), actor)
         if sample.run != self.rules.run:
             return self._invalid(seq, "run", actor)
         if sample.status is Status.PENDING:

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from bus.errors import WireError
+
 MAX_NAMES = 64
 """Names from outside that are counted one by one; the others together, so that nobody fills the memory with names."""
 OTHERS = "(others)"
@@ -12,6 +14,11 @@ OTHERS = "(others)"
 def count_of(counts: Counter[str], name: str) -> None:
     """Count one under a name that came from outside."""
     counts[name if name in counts or len(counts) < MAX_NAMES else OTHERS] += 1
+
+
+def field_of(error: WireError) -> str:
+    """The field of a sample that is wrong: what invalid samples are counted by."""
+    return error.field.split(".")[0].split("[")[0]
 
 
 class Frontier:

@@ -15,7 +15,7 @@ from bus.errors import WireError
 from bus.link import Waiter
 from bus.patience import patiently
 from bus.samples import Received
-from bus.subjects import REFUSED_KEY, token
+from bus.subjects import REFUSED_KEY, refused
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ class Refusal:
 class Senders:
     """Counts of samples by actor, as far as they decide who is refused. Not part of the data's state: a restart begins anew."""
 
-    def __init__(self, refused: tuple[str, ...] = ()) -> None:
-        """``refused``: actors that an earlier start has refused."""
-        self.refused = set(refused)
+    def __init__(self, earlier: tuple[str, ...] = ()) -> None:
+        """``earlier``: actors that an earlier start has refused."""
+        self.refused = set(earlier)
         self._in_a_row: dict[str, int] = {}
         self._fruitless = 0
         self._news: dict[str, Refusal | None] = {}
@@ -89,7 +89,7 @@ class Senders:
         while True:
             while self._news:
                 actor, refusal = self._news.popitem()
-                key = f"{REFUSED_KEY}.{token(actor)}"
+                key = refused(actor)
                 write = partial(rows.delete, key) if refusal is None else partial(rows.put, key, asdict(refusal))
                 await patiently(bus, write)
             await self._woken.wait(_IDLE_S)

@@ -63,6 +63,10 @@ async def fate_of(bus: Bus, seq: int, sample: Sample) -> Fate:
     """Read PLAN from the time on at which the task was issued."""
     if sample.kind is not Kind.TRAIN:
         return Fate(state="evaluation", reason="not for training")
+    try:
+        check_sample(sample)
+    except WireError as error:
+        return Fate(state="invalid", reason=str(error))
     fate: Fate | None = None
     start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
     async for _, record in bus.plans.scan(start):
@@ -97,10 +101,6 @@ def _settled(record: Settle, seq: int, task: int) -> Fate | None:
 
 
 async def _unplanned(bus: Bus, sample: Sample, start: int) -> Fate:
-    try:
-        check_sample(sample)
-    except WireError as error:
-        return Fate(state="invalid", reason=str(error))
     async with aclosing(bus.plans.scan()) as records:  # type: ignore[type-var]
         first = await anext(((seq, record.step) async for seq, record in records if isinstance(record, Plan)), None)
     if first is not None and start <= first[0] and first[1] > 1:

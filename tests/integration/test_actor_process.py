@@ -92,3 +92,20 @@ async def test_a_wrong_reward_ends_it_for_good(open_bus: BusOpener, nats_server:
     async with open_bus() as bus:
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digit"), id="a1") as actor:
             assert await actor.exit_code() == exit_codes.CONFIG
+
+
+async def test_refused_by_the_learner_it_ends_with_the_reason(
+    open_bus: BusOpener, nats_server: EmbeddedServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A refusal from before its start was of another process of its name."""
+    async with open_bus() as bus, engine(bus):
+        refused = bus.rows("run")
+        await refused.put("refused.a1", {"actor": "a1", "invalid": 64, "reason": "spans: of yesterday"})
+        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="a1") as actor:
+            await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "waiting" and "a task" in row["waits_for"])
+            (task,) = await issue(bus, await take_over(bus))
+            await samples_until(bus, complete([task]))
+            await settled(bus)
+            await refused.put("refused.a1", {"actor": "a1", "invalid": 128, "reason": "spans: of today"})
+            assert await actor.exit_code() == 1
+        assert "actor a1: refused by the learner: 128 invalid samples in a row, the last one: spans: of today" in capfd.readouterr().err

@@ -186,9 +186,12 @@ async def test_what_nobody_can_train_is_invalid_and_not_lost(open_bus: BusOpener
         await run.sample(0, 0, attempt="c", group_size=9)
         run.tasks.append(replace(run.tasks[0], id=4000))
         await run.sample(1, 0)
+        await run.sample(0, 0, attempt="d", spans=((5, 3),), actor="seer")
         last = await run.sample(0, 1, tokens=np.array([1, 2, 3, 900, 5, 6], np.int32))
-        books, _ = await audit(bus, Claims(last, frozenset()), versions={0: 0}, vocab_size=100)
-    assert (books.invalid, books.lost, books.balance()) == (5, 0, True)
+        books, _ = await audit(bus, Claims(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100)
+    assert (books.invalid, books.lost, books.balance()) == (6, 0, True)
+    assert books.invalid_by_field == {"rollout_log_probs": 1, "version": 2, "group_size": 1, "task": 1, "tokens": 1}
+    assert books.invalid_by_actor == {"_": 5, "seer": 1}
 
 
 async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> None:

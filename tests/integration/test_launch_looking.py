@@ -1,6 +1,7 @@
 """`tidemill status` and `tidemill tail` as a person calls them, against a run made by hand on a real nats-server."""
 
 import asyncio
+import io
 import json
 import subprocess
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from bus.connection import Bus
 from bus.live import Heartbeat
 from bus.messages import Done, LiveRow, Plan, Settle, Status
-from launch.looking import find_run, read_status
+from launch.looking import find_run, print_status, read_status
 from launch.roles import BUS_URL_FILE
 from launch.up import CONFIG_FILE
 from tests import data_kit
@@ -108,6 +110,21 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
         assert wanted in " ".join(text.split()), text
     assert reason in tail, "not only that it failed"
     assert status["tasks"]["given_up"] == {"dead": 1, "stale": 1}
+
+
+async def test_status_says_which_samples_are_invalid_and_which_actor_sends_nothing_else(open_bus: BusOpener) -> None:
+    load = {"buffered": 3, "invalid": 744.0, "invalid/rollout_log_probs": 740.0, "invalid/version": 4.0, "invalid_of/[b]wire-bad": 744.0}
+    row = LiveRow(role="feeder", id="feeder", host="h", pid=1, phase="waiting", load={**load, "refused/wire-bad": 1.0})
+    shown = Console(file=io.StringIO(), width=160, color_system=None)
+    async with open_bus() as bus, Heartbeat(bus, row, 0.1):
+        status = await read_status(bus)
+        print_status(shown, status)
+    samples = status["samples"]
+    assert (samples["invalid"], samples["invalid_by_field"]) == (744, {"rollout_log_probs": 740, "version": 4})
+    assert samples["refused"] == ["wire-bad"]
+    text = shown.file.getvalue()  # type: ignore[attr-defined]
+    assert "3 buffered, 744 invalid (rollout_log_probs 740, version 4; by actor [b]wire-bad 744)" in text, text
+    assert "actor wire-bad sends only invalid samples and is refused" in text, text
 
 
 async def test_tail_shows_the_newest_and_what_comes(open_bus: BusOpener) -> None:

@@ -149,6 +149,15 @@ def test_before_the_first_step_it_says_who_waits_for_what() -> None:
     assert "engine joining (a snapshot)" in waiting_words(watch)
 
 
+def test_an_actor_that_is_refused_is_an_event_once() -> None:
+    watch = watch_of([0.5], steps=5)
+    row = LiveRow(role="feeder", id="feeder", host="h", pid=1, phase="working", load={"invalid": 64.0, "refused/actor-7": 1.0})
+    for _ in range(2):
+        watch._take_rows([(row, 0.0)])
+    (event,) = watch.events
+    assert "actor actor-7 sends only invalid samples and is refused" in event
+
+
 def test_curves_are_drawn_even_from_little(tmp_path: object) -> None:
     from pathlib import Path
 
