@@ -16,6 +16,7 @@ from actors.membership import config_of_run, connected, default_id, first_row, s
 from actors.port import Engine
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.keys import api_keys
 from bus.live import Heartbeat, LiveView
 from bus.subjects import refused
 from rewards.registry import load
@@ -54,7 +55,7 @@ async def run_actor(
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
         if bus is not None:
-            await _work(bus, id, actor_config, draining, engine or partial(HttpEngine, join=actor_config.join_requests))
+            await _work(bus, id, actor_config, draining, engine or partial(HttpEngine, join=actor_config.join_requests, keys=api_keys(bus)))
 
 
 async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:

@@ -39,7 +39,13 @@ class EngineConfig:
 
     kind: str = "builtin"
     """Adapter by name (see launch/wiring.py): builtin | sglang."""
-    host: str = "127.0.0.1"
+    host: str = "auto"
+    """Address to listen on; auto = that of the way to the bus (a bus on this machine: 127.0.0.1). Of engines that are started with nothing
+    but the bus, ``--host`` instead: an address is a fact of a machine, not of a run."""
+    advertise: str = ""
+    """Host, or host:port, under which others find it, where that is not ``host`` (containers, NAT)."""
+    insecure: bool = False
+    """Answer requests of other machines without the run's api key; commands want the admin key even so."""
     port: int = 0
     """0 = any free one."""
     device: str = "auto"

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.joined import Joined
 from actors.port import EngineInfo, Generation
+from bus.keys import RunKeys
 from bus.messages import Sampling, Span
 
 CONNECT_S = 5.0
@@ -30,11 +31,12 @@ MAX_LINE_BYTES = 1 << 26
 class HttpEngine:
     """A client of one engine; connections are opened on first use, as many as there are requests.
 
-    ``join``: requests for one prompt that start together travel as one (see ``actors.joined``).
+    ``join``: requests for one prompt that start together travel as one (see ``actors.joined``). ``keys``: of the run, for engines that
+    ask for one.
     """
 
-    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False) -> None:
-        self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
+    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
+        self.url, self._command_timeout_s, self._keys = url.rstrip("/"), command_timeout_s, keys
         self._joined = Joined() if join else None
         self._opened: aiohttp.ClientSession | None = None
 
@@ -70,7 +72,8 @@ class HttpEngine:
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
         with _translated(self.url, timeout_s):
-            async with asyncio.timeout(timeout_s), self._session.post(self.url + "/generate", json=body) as response:
+            headers = await self._headers()
+            async with asyncio.timeout(timeout_s), self._session.post(self.url + "/generate", json=body, headers=headers) as response:
                 if response.status != 200:
                     raise _refusal(self.url, response.status, await response.read())
                 async for line in _lines(response.content):
@@ -126,10 +129,14 @@ class HttpEngine:
             )
         return self._opened
 
+    async def _headers(self) -> dict[str, str]:
+        return {} if self._keys is None else await self._keys.headers()
+
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
         limit_s = timeout_s or self._command_timeout_s
         with _translated(self.url, limit_s):
-            async with asyncio.timeout(limit_s), self._session.request(method, self.url + path, json=body) as response:
+            headers = await self._headers()
+            async with asyncio.timeout(limit_s), self._session.request(method, self.url + path, json=body, headers=headers) as response:
                 raw = await response.read()
         if response.status != 200:
             raise _refusal(self.url, response.status, raw)
@@ -161,9 +168,9 @@ def _refusal(url: str, status: int, raw: bytes) -> Exception:
         answer, reason = {}, raw[:500].decode(errors="replace") or f"HTTP {status}"
     if status == 409:
         return StaleEpoch(f"{url}: {reason}", -1, int(answer.get("epoch", -1)))
-    if 400 <= status < 500 and status not in (408, 429):
+    if 400 <= status < 500 and status not in (401, 408, 429):
         return BadRequest(f"{url}: {reason}")
-    if status in (408, 429, 502, 503, 504):
+    if status in (401, 408, 429, 502, 503, 504):  # 401: this engine wants another key; it says nothing of the request
         return (VersionUnavailable if answer.get("unavailable") == "VersionUnavailable" else EngineUnavailable)(url, reason)
     return EngineFailed(url, f"HTTP {status}: {reason}")
 

@@ -13,9 +13,11 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from actors.authority import Authority
 from actors.config import EngineConfig
 from actors.errors import EngineFailed
 from actors.membership import connected, default_id, first_row
@@ -23,10 +25,13 @@ from actors.scratch import Scratch
 from bus.config import BusConfig
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.keys import admin_keys
 from bus.live import Heartbeat
+from bus.reach import reach, route_to
 from weightstore.errors import CatchUpTimeout
 from weightstore.handles import place
 from weightstore.joining import GRACE_S, catch_up, keep_up
+from weightstore.registry import VersionRegistry
 from weightstore.turns import TAKING, Turns
 
 log = logging.getLogger(__name__)
@@ -85,7 +90,7 @@ class ServedEngine(Protocol):
 
 
 Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update)``; ``version`` -1 = not known to be any yet."""
+"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = not known to be any yet."""
 
 
 async def run_engine(
@@ -115,7 +120,14 @@ async def run_engine(
             return
         heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("engine", id)))
         served = _Served(bus, id, heartbeat, Turns(bus) if engine_config.colocated else None)
-        engine = factory(model_dir, engine_config, version=-1, on_update=lambda version, epoch: served.tell())
+        at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, bus_url), name="engine.host")
+        engine = factory(
+            model_dir,
+            replace(engine_config, host=at.bind, advertise=at.advertised),
+            version=-1,
+            on_update=lambda version, epoch: served.tell(),
+            authority=served.authority,
+        )
         async with served.taking_memory(draining):
             if draining.is_set():
                 return
@@ -135,6 +147,7 @@ class _Served:
     def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: Turns | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
         self._waits_for, self._place, self._taking = "", place(), False
+        self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)
         self.engine: ServedEngine | None = None
         """None until it has started."""
 
@@ -266,7 +279,7 @@ class _Served:
         if engine is not None:
             self._heartbeat.update(
                 phase=engine.phase,
-                waits_for=self._waits_for or ("" if engine.whole else WHOLE if self._turns is None else MEMORY),
+                waits_for=self._waiting(engine),
                 version=engine.version,
                 epoch=engine.epoch,
                 address=engine.url,
@@ -274,6 +287,12 @@ class _Served:
                 place=self._place,
                 load={**engine.stats(), **({} if self._turns is None else {TAKING: float(self._taking)})},
             )
+
+    def _waiting(self, engine: ServedEngine) -> str:
+        """What it waits for, and why commands do not bring it, as far as that is known."""
+        waits_for = self._waits_for or ("" if engine.whole else WHOLE if self._turns is None else MEMORY)
+        refused = self.authority.refused
+        return f"{waits_for} (refused: {refused})" if waits_for and refused else waits_for
 
     async def _tell_for_ever(self) -> None:
         while True:

@@ -22,6 +22,7 @@ import msgpack
 import zmq
 import zmq.asyncio
 
+from actors.authority import Authority
 from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from actors.http_api import need
 from weightstore.checksums import Told
@@ -69,8 +70,8 @@ class _Learner:
 class HandleListener:
     """One socket for one engine. ``start`` gives its URL."""
 
-    def __init__(self, updates: Updates) -> None:
-        self._updates = updates
+    def __init__(self, updates: Updates, authority: Authority | None = None) -> None:
+        self._updates, self._authority = updates, authority or Authority()
         self._learner: _Learner | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
@@ -127,10 +128,11 @@ class HandleListener:
         sender = envelope[0]
         try:
             body = _map_of(request)
-            epoch, verb = need(body, "epoch", int), need(body, "verb", str)
+            need(body, "epoch", int)
+            verb = need(body, "verb", str)
             if verb not in self._verbs:
                 raise BadRequest(f"verb: want one of {', '.join(self._verbs)}, got {verb!r}")
-            self._updates.admit(epoch, verb)
+            await self._authority.admit(self._updates, body, self._directory, verb)
             if verb != "join":
                 self._joined(sender)
             answer = {"status": 200, **await self._verbs[verb](sender, body)}

@@ -1,18 +1,21 @@
 """What our engines' HTTP servers share: bodies and errors in SGLang's JSON.
 
-400 = the request is wrong (it says why), 409 = its learner epoch is stale, 500 = the engine failed, 501 = it has no such thing,
-503 = it does not serve now.
+400 = the request is wrong (it says why), 401 = it wants a key of the run, 409 = its learner epoch is stale, 500 = the engine failed,
+501 = it has no such thing, 503 = it does not serve now.
 """
 
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aiohttp import web
 
+from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, NotLent, StaleEpoch, UpdateRefused
+from bus.reach import AUTO, LOOPBACK
+from weightstore.listener import Handler, Listener
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +26,14 @@ MAX_DEPTH = 100
 MAX_S = 1e6
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """In JSON: a half of a character of two, with its other half (an emoji) or without."""
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+COMMANDS = frozenset(
+    (
+        *("/pause_generation", "/continue_generation", "/flush_cache", "/init_weights_update_group", "/destroy_weights_update_group"),
+        *("/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update", "/receive_push", "/update_weights_from_disk"),
+        *("/release_memory_occupation", "/resume_memory_occupation"),
+    )
+)
+"""Paths of an engine that change its weights, memory or pauses: they want the run's admin key."""
 
 
 @web.middleware
@@ -154,6 +164,18 @@ def of_update_in(body: Mapping[str, Any]) -> bool:
     if of not in ("served", "update"):
         raise BadRequest(f"of: want served or update, got {of!r}")
     return bool(of == "update")
+
+
+async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
+    """Start an engine's listener as its settings say; its URL. An engine that nobody has told where the bus is is for this machine."""
+    bind = config.host if host is None else host
+    return await listener.start(
+        LOOPBACK if bind == AUTO else bind,
+        config.port if port is None else port,
+        advertise=config.advertise,
+        insecure=config.insecure,
+        name="engine.host",
+    )
 
 
 def done(message: str, **more: Any) -> web.Response:

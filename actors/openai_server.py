@@ -14,7 +14,8 @@ from actors.builtin.request import Limits
 from actors.builtin.text import Text
 from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from actors.http_api import Handler, body_of
+from actors.http_api import body_of
+from weightstore.listener import Handler
 
 State = Mapping[str, Any]
 

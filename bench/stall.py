@@ -33,6 +33,8 @@ from actors.engine_process import run_engine
 from actors.errors import EngineError
 from bench.push import RUN, engine_url, make_layout, publishing
 from bus.config import BusConfig
+from bus.connection import connect
+from bus.keys import make_keys
 from bus.messages import Sampling
 from bus.server import EmbeddedServer
 from launch.wiring import engine_factory
@@ -172,7 +174,7 @@ def measure(way: Way, *, phases: int, seconds: float, step_s: float) -> None:
                     step += 1
                     push_s = time.monotonic()
                     if way.abort:
-                        asyncio.run(abort_and_flush(url))
+                        asyncio.run(abort_and_flush(server.url, url))
                     publisher.publish(step, versions[step % 2].items(), wait=True).result(0)
                     seen.pushes.append((push_s, time.monotonic()))
                     time.sleep(step_s)
@@ -221,8 +223,10 @@ async def engine_load(url: str) -> dict[str, float]:
         return dict((await answer.json())["internal_states"][0])
 
 
-async def abort_and_flush(url: str) -> None:
-    async with aiohttp.ClientSession() as session:
+async def abort_and_flush(bus_url: str, url: str) -> None:
+    async with connect(bus_url, RUN, name="bench") as bus:
+        headers = (await make_keys(bus)).headers
+    async with aiohttp.ClientSession(headers=headers) as session:
         for path, body in (("/abort_request", {"abort_all": True}), ("/flush_cache", {})):
             async with session.post(url + path, json=body) as answer:
                 await answer.read()

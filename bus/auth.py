@@ -39,6 +39,7 @@ _ROUTES = "routes"
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
 """Requests that are answered by more than one message: a reader's. Whoever takes tasks asks for one at a time; the server forgets the way
 back of such an answer at once, that of the others only when nobody listens there any more."""
+_PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"
 """The lowest cost: 192 random bits cannot be guessed at any speed."""
@@ -109,7 +110,7 @@ class _Rights:
 
     def engine(self) -> _Lists:
         """Reads which weights there are, and asks for a snapshot of them."""
-        publish = [subjects.row(self._run, "weights", "want"), *self._member("engine")]
+        publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
         return publish, self._hears("engine", live=(), weights=("head", "snapshot")), []
 
     def host(self) -> _Lists:
@@ -117,19 +118,20 @@ class _Rights:
         return list(self._member("host")), self._hears("host", live=(), weights=()), []
 
     def router(self) -> _Lists:
-        """Sees where the engines are."""
-        return list(self._member("router")), self._hears("router", live=("engine",), weights=()), []
+        """Sees where the engines are; commands to it want the same key as those to engines."""
+        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._hears("router", live=("engine",), weights=()), []
 
     def viewer(self) -> _Lists:
-        """Reads everything. A consumer of its own to read with is all it makes; those that hand out tasks it may not touch."""
+        """Reads everything but secret rows. A consumer of its own to read with is all it makes; those of tasks it may not touch."""
         publish = [_api("INFO"), _api("STREAM.NAMES")]
-        for stream in self._streams:
+        secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
+        for stream in [stream for stream in self._streams if stream not in secret]:
             publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
             publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
         queues = list(subjects.CONSUMERS.values())
         publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
         never = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
-        return publish, [*self._rows_of.values(), f"tm.{self._run}.metric.>"], never
+        return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), f"tm.{self._run}.metric.>"], never
 
     def operator(self) -> _Lists:
         """Reads everything, says what is wanted and what shall become of dead tasks, registers readers, and commands."""
@@ -143,12 +145,16 @@ class _Rights:
         return [*says, *publish], [subject for subject in heard if subject not in (self._rows_of["wanted"], self._rows_of["run"])], never
 
     def _member(self, role: str) -> Iterator[str]:
-        """Its own live row, metrics, and reading the rows of every bucket."""
+        """Its own live row, metrics, and reading the rows of every bucket but the secret ones."""
         yield subjects.row(self._run, "live", f"{role}.{self._name}")
         yield f"tm.{self._run}.metric.>"
         yield _api("INFO")  # an account that has not this from another gets an API of its own, of no streams
         yield _api("STREAM.NAMES")
-        for bucket in subjects.BUCKETS:
+        yield from self._reading(_PUBLIC_BUCKETS)
+
+    def _reading(self, buckets: Sequence[str]) -> Iterator[str]:
+        """Rows, one by one."""
+        for bucket in buckets:
             stream = subjects.bucket_stream(self._run, bucket)
             yield _api(f"STREAM.INFO.{stream}")
             yield _api(f"STREAM.MSG.GET.{stream}")

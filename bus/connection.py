@@ -61,7 +61,7 @@ class Bus:
         await self._link.wait_up(timeout_s)
 
     def rows(self, bucket: str) -> Rows:
-        """One of the buckets ``weights``, ``run``, ``live``, ``wanted``. Raises ValueError."""
+        """One of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
         if bucket not in self._rows:
             self._rows[bucket] = Rows(self.jet, bucket)
         return self._rows[bucket]

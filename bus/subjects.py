@@ -7,7 +7,9 @@ from bus.config import RUN_NAME
 from bus.messages import Kind
 
 TASKS, SAMPLES, PLAN, PARTIALS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD"
-BUCKETS = ("weights", "run", "live", "wanted")
+BUCKETS = ("weights", "run", "live", "wanted", "keys")
+SECRET_BUCKETS = ("keys",)
+"""Those that not every process may read."""
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 """Durable consumer of TASKS for each kind."""
 

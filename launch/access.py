@@ -7,19 +7,33 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bus.address import Address, parse
 from launch.config import RunConfig
 
+if TYPE_CHECKING:
+    from bus.keys import Keys
+
 VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
 ALLOW_VARIABLE = "TIDEMILL_ALLOW"
+API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
+"""In the same directory: what engines and routers of the run ask for."""
 
 
 def auth_dir(config: RunConfig) -> Path:
     """Where the run keeps its users' passwords."""
     return Path(config.bus.auth_dir) if config.bus.auth_dir else config.root / AUTH_DIR
+
+
+def write_keys(directory: Path, keys: "Keys") -> None:
+    """The run's keys for who asks its engines by HTTP: files ``api-key`` and ``admin-key``, readable by their owner alone."""
+    from bus.server import write_private
+
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, key in ((API_KEY_FILE, keys.api), (ADMIN_KEY_FILE, keys.admin)):
+        write_private(directory / name, key + "\n")
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:

@@ -64,13 +64,17 @@ def _parser() -> argparse.ArgumentParser:
         worker.add_argument("--id", default="", help="its name on the bus")
         worker.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)")
         _allowing(worker)
+        if name == "engine":
+            _reached_at(worker)
         _configured(worker, required=False)
 
     router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
     router.add_argument("--bus", default="", metavar="URL", help="NATS URL: engines of a run are found there")
     router.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     router.add_argument("--id", default="", help="its name on the bus")
-    router.add_argument("--host", default="127.0.0.1", help="address it listens on")
+    router.add_argument("--host", default="127.0.0.1", help="address it listens on; auto = that of the way to the bus")
+    router.add_argument("--advertise", default="", metavar="HOST", help="under which others find it, where that is not --host")
+    router.add_argument("--insecure", action="store_true", help="answer requests of other machines without the run's key")
     router.add_argument("--port", type=int, default=8001, help="0 = any free one")
     router.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine, besides those on the bus; may be repeated")
     router.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep clients that work with text token-exact, by this tokenizer")
@@ -87,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
     host.add_argument("--pool", default="", help="group of hosts that it belongs to")
     host.add_argument("--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users")
+    _reached_at(host)
     host.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
     host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds that a process has to finish what it holds")
     host.add_argument("--restarts", type=int, default=5, metavar="N", help="bad ends of a process in five minutes before it is given up")
@@ -176,6 +181,11 @@ def _allowing(parser: argparse.ArgumentParser) -> None:
         metavar="SETTING=VALUE",
         help="take this setting from the run, though it names code, a program or a file of this machine; * for anything; may be repeated",
     )
+
+
+def _reached_at(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="", help="address to listen on; default: that of the way to the bus")
+    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="under which others find it, where that is not --host")
 
 
 def _on_bus(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,9 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from bus import exit_codes
 from launch.access import LEARNER, OPERATOR, allowed
@@ -111,7 +112,10 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     address = _address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    work, taken = roles.run_engine if role == "engine" else roles.run_actor, allowed(args.allow, os.environ)
+    work: Callable[..., Coroutine[Any, Any, None]] = roles.run_actor
+    if role == "engine":
+        work = partial(roles.run_engine, host=args.host, advertise=args.advertise)
+    taken = allowed(args.allow, os.environ)
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
@@ -135,6 +139,8 @@ def router(args: argparse.Namespace) -> int:
     exact = ["actors.router.exact:TokenExact"] if args.exact else []
     wanted = RouterConfig(
         host=args.host,
+        advertise=args.advertise,
+        insecure=args.insecure,
         port=args.port,
         workers=tuple(check_url(url) for url in args.worker),
         middleware=(*args.middleware, *exact),
@@ -191,6 +197,7 @@ def host(args: argparse.Namespace) -> int:
                 restarts=args.restarts,
                 users=None if args.users is None else users_in(args.users),
                 allowed=taken,
+                engine_words=_reached_at(args),
             )
         except HostThere as error:
             refused.append(error)
@@ -200,6 +207,12 @@ def host(args: argparse.Namespace) -> int:
     if refused:
         raise refused[0]
     return code
+
+
+def _reached_at(args: argparse.Namespace) -> list[str]:
+    """The options of an engine by which others find it, as they were given here."""
+    given = (("--host", args.host), ("--advertise", args.advertise))
+    return [word for option, value in given if value for word in (option, value)]
 
 
 def scale(args: argparse.Namespace) -> int:

@@ -92,14 +92,24 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
 
 
 async def run_engine(
-    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, *, allowed: Sequence[str] = ()
+    config: RunConfig | None,
+    run: str,
+    bus_url: str,
+    id: str,
+    draining: asyncio.Event,
+    *,
+    host: str = "",
+    advertise: str = "",
+    allowed: Sequence[str] = (),
 ) -> None:
     """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner.
 
+    ``host``, ``advertise``: of this machine, empty = those of ``config``; of a configuration from the bus they are never taken.
     ``allowed``: what the bus may name of this machine (``actors/allowed.py``). Raises NotAllowed.
     """
     from actors import engine_process
     from actors.scratch import Scratch
+    from bus.reach import AUTO
     from launch.wiring import engine_factory
 
     with Scratch("model") as fetched:
@@ -109,7 +119,9 @@ async def run_engine(
             if config is None:
                 return
             # an engine that the learner's machine did not start shares nothing with it
-            config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, colocated=False))
+            elsewhere = dataclasses.replace(config.engine, colocated=False, host=AUTO, advertise="")
+            config = dataclasses.replace(config, engine=elsewhere)
+        engine = dataclasses.replace(config.engine, host=host or config.engine.host, advertise=advertise or config.engine.advertise)
         model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
         if model is None:
             return
@@ -117,11 +129,11 @@ async def run_engine(
             bus_url,
             config.run,
             model,
-            config.engine,
+            engine,
             config.bus,
             draining,
             id or None,
-            factory=engine_factory(config.engine),
+            factory=engine_factory(engine),
             drain_s=config.up.drain_s,
         )
 
@@ -211,8 +223,12 @@ async def run_host(
     restarts: int,
     users: dict[str, list[Path]] | None,
     allowed: Sequence[str] = (),
+    engine_words: Sequence[str] = (),
 ) -> None:
-    """Engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
+    """Engines and actors of this machine, as many as are wanted of it. ``engine_words`` are passed on to its engines.
+
+    Raises HostThere, BusUnavailable.
+    """
     from contextlib import AsyncExitStack
 
     from actors.membership import connected
@@ -240,7 +256,8 @@ async def run_host(
         supervisor = Supervisor(directory / "logs", restarts=restarts, window_s=HOST_RESTART_WINDOW_S)
 
         def arguments(role: str, id: str) -> list[str]:
-            return [role, "--bus", bus_url, "--run", run, "--id", id, *(word for pattern in allowed for word in ("--allow", pattern))]
+            passed_on = [word for pattern in allowed for word in ("--allow", pattern)]
+            return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(engine_words if role == "engine" else ())]
 
         host = Host(bus, supervisor, name=name, pool=pool, prefix=f"{name}-", arguments=arguments, drain_s=drain_s, users=users)
         log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, pool or "-", directory / "logs")
@@ -250,8 +267,10 @@ async def run_host(
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
     """Feeder and ranks, the run's configuration for actors that know only the bus, and a live row: what it does is in the feeder's."""
     from bus.connection import connect
+    from bus.keys import make_keys
     from bus.live import Heartbeat
     from bus.messages import LiveRow
+    from launch.access import write_keys
     from launch.settings import to_map
     from learner.process import run_learner
 
@@ -259,6 +278,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
         await bus.rows("run").put("config", to_map(config))
+        write_keys(auth_dir(config), await make_keys(bus))
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
         async with Heartbeat(bus, row):
             await run_learner(arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s)

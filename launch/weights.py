@@ -12,6 +12,7 @@ import aiohttp
 from rich.console import Console
 
 from bus.connection import Bus
+from bus.keys import api_keys
 from bus.live import LiveView
 
 ANSWER_S = 120.0
@@ -42,7 +43,8 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
         Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not at work; {newest}", markup=False)
         return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S)) as session:
+    headers = await api_keys(bus).headers()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S), headers=headers) as session:
         found = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])
     compare(found)
     _tell(found, as_json=args.json)

@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
+from bus.reach import Reach, bare
 from weightstore.broadcast import BroadcastGroup
 from weightstore.errors import PeerLost
 from weightstore.member import Member
@@ -40,8 +41,11 @@ class Channel(Protocol):
 class GroupChannel:
     """A process group of the learner (rank 0) and the ranks of the engines, one engine after the other."""
 
-    def __init__(self, group: BroadcastGroup, members: Sequence[Member], thread: ThreadPoolExecutor, deadline_s: float) -> None:
-        self._group, self._thread, self._deadline_s = group, thread, deadline_s
+    def __init__(
+        self, group: BroadcastGroup, members: Sequence[Member], thread: ThreadPoolExecutor, deadline_s: float, address: str
+    ) -> None:
+        """``address``: under which the members find the group's port."""
+        self._group, self._thread, self._deadline_s, self._address = group, thread, deadline_s, address
         self._lost = False
         self._first: dict[Member, int] = {}
         """The first rank of each engine."""
@@ -51,16 +55,16 @@ class GroupChannel:
             rank += member.ranks
 
     @classmethod
-    async def open(cls, members: Sequence[Member], *, host: str, backend: str, deadline_s: float) -> "GroupChannel":
+    async def open(cls, members: Sequence[Member], *, at: Reach, backend: str, deadline_s: float) -> "GroupChannel":
         """Listen; the members have not come yet. Raises PeerLost."""
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {members[0].id}")
         size = 1 + sum(member.ranks for member in members)
         try:
-            group = await _run(thread, lambda: BroadcastGroup.host(host, GROUP, size, backend, deadline_s))
+            group = await _run(thread, lambda: BroadcastGroup.host(at.bind, GROUP, size, backend, deadline_s))
         except BaseException:
             thread.shutdown(wait=False)
             raise
-        return cls(group, members, thread, deadline_s)
+        return cls(group, members, thread, deadline_s, bare(at.advertised))
 
     async def meet(self) -> None:
         await _run(self._thread, self._group.meet)
@@ -68,7 +72,7 @@ class GroupChannel:
     async def join(self, member: Member) -> None:
         group = self._group
         where = Rendezvous(
-            host=group.host_address,
+            host=self._address,
             port=group.port,
             rank=self._first[member],
             world_size=group.world_size,

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from bus.reach import Reach
 from weightstore.channel import Channel, GroupChannel, HandleChannel
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.manifest import Bucket
@@ -43,15 +44,15 @@ class Cohorts:
 
     engines: int
     """At most so many in one cohort."""
-    host: str
-    """Address on which the learner serves the rendezvous."""
+    at: Reach
+    """Where the learner serves the rendezvous."""
     backend: str
     deadline_s: float
 
     async def open(self, members: Sequence[Member]) -> Channel:
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
-        return await GroupChannel.open(members, host=self.host, backend=self.backend, deadline_s=self.deadline_s)
+        return await GroupChannel.open(members, at=self.at, backend=self.backend, deadline_s=self.deadline_s)
 
 
 class Cohort:

@@ -27,8 +27,11 @@ class WeightsConfig:
     """Push from a staging copy while the next step runs (never at max_lag 0)."""
     snapshot_every: int = 0
     """Also write a snapshot with every so many versions (0 = on demand and with checkpoints only)."""
-    host: str = "127.0.0.1"
-    """Address on which the learner serves process-group rendezvous and snapshots."""
+    host: str = "auto"
+    """Address on which the learner serves process-group rendezvous and snapshots; auto = that of its way to the bus (a bus on this machine:
+    127.0.0.1)."""
+    advertise: str = ""
+    """Host under which engines find it, where that is not ``host`` (containers, NAT)."""
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
     deltas: int = 0

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ _SILENCE_S = 30.0
 _TRIES = 3
 
 
-async def fetch(url: str, directory: Path) -> SnapshotInfo:
+async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
     """Download the snapshot at ``url`` into ``directory`` (not synced to the disk); what an earlier try has brought is used again.
+    ``headers`` go with every request.
 
     Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (what has come is removed
     then), SnapshotBroken when bytes arrive wrong every time.
@@ -28,7 +30,7 @@ async def fetch(url: str, directory: Path) -> SnapshotInfo:
     timeout = aiohttp.ClientTimeout(total=None, connect=_SILENCE_S, sock_read=_SILENCE_S)
     try:
         aside.mkdir(parents=True, exist_ok=True)
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as session:
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers=headers) as session:
             text = await _read(session, f"{url}/{MANIFEST}")
             info = SnapshotInfo.parse(f"{url}/{MANIFEST}", text)
             for name, (size, digest) in info.files.items():

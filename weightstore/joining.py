@@ -17,6 +17,7 @@ from pathlib import Path
 
 from bus.connection import Bus
 from bus.errors import BusError
+from bus.keys import api_keys
 from bus.live import LiveView
 from bus.messages import VersionRow
 from bus.nonce import nonce
@@ -131,7 +132,7 @@ class _Catcher:
     def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, say: Say, deltas: bool) -> None:
         self._rows, self._registry = bus.rows("weights"), VersionRegistry(bus)
         self._engine, self._version, self._load, self._directory, self._say = engine, version, load, directory, say
-        self._view, self._deltas = LiveView(bus), deltas
+        self._view, self._deltas, self._keys = LiveView(bus), deltas, api_keys(bus)
         self._refused: set[str] = set()
         """Where snapshots should have been and were not."""
         self.waits_for, self.failure = "the bus", ""
@@ -213,7 +214,7 @@ class _Catcher:
         self._waiting(f"downloading version {row.version} from {url}")
         await asyncio.to_thread(_remove_begun, self._directory, directory)
         try:
-            await fetch(url, directory)
+            await fetch(url, directory, await self._keys.headers())
         except (SnapshotUnavailable, SnapshotBroken) as error:
             self._failed("snapshot not fetched", error)
             return False

@@ -29,6 +29,7 @@ from bus.connection import connect
 from bus.errors import Fenced
 from bus.loop import new_event_loop
 from bus.messages import VersionRow
+from bus.reach import reach, route_to
 from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed
 from weightstore.handles import HostMemory, Memory
@@ -233,7 +234,16 @@ class Publisher:
         async with AsyncExitStack() as stack:
             name = f"publisher-{self.epoch}"
             bus = await stack.enter_async_context(connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S))
-            pusher = Pusher(bus, self.config, epoch=self.epoch, directory=self._directory, model_dir=self._model_dir, memory=self._memory)
+            route = await asyncio.to_thread(route_to, self._bus_url)
+            pusher = Pusher(
+                bus,
+                self.config,
+                epoch=self.epoch,
+                directory=self._directory,
+                model_dir=self._model_dir,
+                memory=self._memory,
+                at=reach(self.config.host, self.config.advertise, route, name="weights.host"),
+            )
             await pusher.open(stack)
             async with asyncio.TaskGroup() as group:
                 background = [

@@ -18,8 +18,10 @@ import aiohttp
 
 from bus.connection import Bus
 from bus.errors import BusError, Fenced
+from bus.keys import admin_keys, make_keys
 from bus.live import LiveView
 from bus.messages import LiveRow, VersionRow
+from bus.reach import HERE, Reach
 from weightstore.cohort import Cohort, Cohorts
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, PushFailed, ReceiverFailed
@@ -44,15 +46,23 @@ class Pusher:
     """Everything it owns lives in one loop. ``open`` it, run ``look`` and ``answer_wants`` beside, ``push`` one at a time."""
 
     def __init__(
-        self, bus: Bus, config: WeightsConfig, *, epoch: int, directory: Path, model_dir: Path | None, memory: Memory | None = None
+        self,
+        bus: Bus,
+        config: WeightsConfig,
+        *,
+        epoch: int,
+        directory: Path,
+        model_dir: Path | None,
+        memory: Memory | None = None,
+        at: Reach = HERE,
     ) -> None:
-        """``memory``: what the stagings are made of, where handles of it can be given."""
-        self._bus, self._config, self._epoch, self._memory = bus, config, epoch, memory
+        """``memory``: what the stagings are made of, where handles of it can be given; ``at``: where engines reach this process."""
+        self._bus, self._config, self._epoch, self._memory, self._at = bus, config, epoch, memory, at
         self._view = LiveView(bus)
         self._registry, self._turns = VersionRegistry(bus), Turns(bus)
         self._has_turn = False
         """The learner's memory is in use: colocated engines are to have none."""
-        self._shelf = Shelf(directory, self._registry, host=config.host, keep=config.keep_snapshots, model_dir=model_dir)
+        self._shelf = Shelf(directory, self._registry, keep=config.keep_snapshots, model_dir=model_dir, at=at, keys=admin_keys(bus))
         self._head_staging: Staging | None = None
         self._deltas: asyncio.Queue[tuple[Staging, Staging]] = asyncio.Queue()
         """A version and its base, both held."""
@@ -61,7 +71,9 @@ class Pusher:
     async def open(self, stack: AsyncExitStack) -> None:
         """Shut out older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
         config = self._config
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+        keys = await make_keys(self._bus)
+        connector = aiohttp.TCPConnector(limit=0)
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
 
         def over_http(row: LiveRow) -> WeightReceiver:
             return HttpReceiver(session, row.address, epoch=self._epoch, deadline_s=config.phase_deadline_s)
@@ -69,7 +81,7 @@ class Pusher:
         self._members = Membership(
             self._view,
             over_http if self._memory is None else self._by_handles(stack, self._memory, over_http),
-            Cohorts(config.engines_together, config.host, resolve_backend(config.backend), config.phase_deadline_s),
+            Cohorts(config.engines_together, self._at, resolve_backend(config.backend), config.phase_deadline_s),
         )
         stack.push_async_callback(self._members.close)
         self.head = await self._registry.fence(self._epoch)

@@ -80,6 +80,11 @@ class VersionRegistry:
             except RowConflict:
                 continue
 
+    async def newest_epoch(self) -> int:
+        """Of the learner that was here last (``fence``); 0 = none."""
+        found = await self._rows.get(HEAD)
+        return 0 if found is None else int(found[0].get("fence", 0))
+
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
         """Version 0 of step 0, which every engine loads by itself from its model directory; the head, if there is one already."""
         head = await self.head()

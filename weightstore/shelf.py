@@ -9,11 +9,12 @@ import re
 import shutil
 from pathlib import Path
 
-from aiohttp import web
-
+from bus.keys import RunKeys
 from bus.messages import VersionRow
+from bus.reach import HERE, Reach
 from weightstore import delta, snapshot
 from weightstore.errors import SnapshotBroken
+from weightstore.listener import Access, Listener
 from weightstore.registry import VersionRegistry
 from weightstore.staging import Staging
 
@@ -29,10 +30,21 @@ _WORTH = 0.5
 class Shelf:
     """Directories ``v<version>`` and ``v<version>-delta``. ``open`` in the loop that serves them; ``url`` is known then."""
 
-    def __init__(self, directory: Path, registry: VersionRegistry, *, host: str, keep: int, model_dir: Path | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        registry: VersionRegistry,
+        *,
+        keep: int,
+        model_dir: Path | None,
+        at: Reach = HERE,
+        keys: RunKeys | None = None,
+    ) -> None:
+        """``keys``: of the run, for an address that other machines reach."""
         self.url = ""
-        self._directory, self._registry, self._host, self._keep, self._model_dir = directory, registry, host, keep, model_dir
-        self._runner: web.AppRunner | None = None
+        self._directory, self._registry, self._at, self._keep, self._model_dir = directory, registry, at, keep, model_dir
+        self._keys = keys
+        self._listener: Listener | None = None
         self._writing = asyncio.Lock()
         self._here: set[int] = set()
         """Versions of this registry whose directory is whole: a directory of another run has the same name."""
@@ -45,14 +57,8 @@ class Shelf:
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in [*self._directory.glob("*" + snapshot.ASIDE), *self._directory.glob("v*-delta")]:
             shutil.rmtree(path)
-        app = web.Application()
-        app.router.add_static("/", self._directory)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, 0)
-        await site.start()
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        self._listener = Listener({}, Access(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
+        self.url = await self._listener.start(self._at.bind, 0, advertise=self._at.advertised, name="weights.host")
         newest = await self._registry.snapshot()
         if newest is not None and newest.snapshot.startswith("http"):
             if await asyncio.to_thread(self._left_over, newest):
@@ -64,8 +70,8 @@ class Shelf:
                 await asyncio.to_thread(shutil.rmtree, path)
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._listener is not None:
+            await self._listener.close()
 
     def where(self, version: int) -> str:
         """URL of a version's snapshot; "" when there is none."""

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from actors.authority import Authority
 from actors.builtin.filling import fill_from_directory
 from actors.builtin.lending import Lending
 from actors.builtin.progress import Progress
@@ -34,6 +34,8 @@ from actors.builtin.weights import Weights
 from actors.config import EngineConfig
 from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
 from actors.handles import HandleListener
+from actors.http_api import listen
+from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +62,11 @@ class BuiltinEngine:
         *,
         version: int = 0,
         on_update: Callable[[int, int], None] | None = None,
+        authority: Authority | None = None,
     ) -> None:
         self.model_dir, self.config = Path(model_dir), config or EngineConfig()
         self._first_version, self._on_update = version, on_update
+        self.authority = authority or Authority()
         self._phase = "joining"
         self._unfinished = 0
         self._awaiting_version = 0
@@ -70,7 +74,7 @@ class BuiltinEngine:
         self._changed = asyncio.Event()
         self._history: deque[tuple[float, float]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: Any = None
+        self._server: Listener | None = None
         self.url = self.handles = ""
         self._listener: HandleListener | None = None
 
@@ -114,10 +118,10 @@ class BuiltinEngine:
 
         self._loop = asyncio.get_running_loop()
         self.scheduler.start()
-        self._server = Server(self)
-        self._listener = HandleListener(self.updates)
+        self._server = Server(self).listener
+        self._listener = HandleListener(self.updates, self.authority)
         self.handles = await self._listener.start()
-        self.url = await self._server.start(self.config.host if host is None else host, self.config.port if port is None else port)
+        self.url = await listen(self._server, self.config, host, port)
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:

@@ -21,7 +21,7 @@ from actors.builtin.request import Generate, parse_generate
 from actors.builtin.scheduler import ABORTED_BY_ID
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
 from actors.http_api import (
-    Handler,
+    COMMANDS,
     body_of,
     done,
     error_of,
@@ -36,6 +36,7 @@ from actors.http_api import (
 )
 from actors.openai_server import OpenAiRoutes
 from weightstore.errors import WeightstoreError
+from weightstore.listener import Access, Handler, Listener
 from weightstore.manifest import TensorSpec
 
 if TYPE_CHECKING:
@@ -43,11 +44,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 PAUSE_MODES = ("abort", "retract", "in_place")
-MAX_BODY_BYTES = 1 << 28
 UPDATE_S = 60.0
 """Bound on joining a group and on receiving a bucket, unless the request says another."""
 HEALTH_S = 20.0
-SHUTDOWN_S = 5.0
 LENT_S = 3600.0
 """Bound on sending a file of a snapshot: whoever reads it may be frozen."""
 
@@ -57,21 +56,8 @@ class Server:
 
     def __init__(self, engine: "BuiltinEngine") -> None:
         self._engine, self._updates = engine, engine.updates
-        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[translate])
-        for path, handler in {**self._routes(), **OpenAiRoutes(engine, self).routes()}.items():
-            method, _, where = path.partition(" ")
-            self._app.router.add_route(method, where, handler)
-        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
-
-    async def start(self, host: str, port: int) -> str:
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=4096)
-        await site.start()
-        bound = self._runner.addresses[0][1]
-        return f"http://{host}:{bound}"
-
-    async def close(self) -> None:
-        await self._runner.cleanup()
+        self._access = Access(engine.authority.keys, COMMANDS, engine.authority.note)
+        self.listener = Listener({**self._routes(), **OpenAiRoutes(engine, self).routes()}, self._access, middlewares=[translate])
 
     def _routes(self) -> dict[str, Handler]:
         return {
@@ -168,6 +154,7 @@ class Server:
             raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
         scheduler = self._engine.scheduler
         if everything:
+            await self._access.want(request, admin=True)
             await _to_its_end(scheduler.abort(lambda each: True))
         else:
             await _to_its_end(scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID))
@@ -355,10 +342,7 @@ class Server:
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first."""
         body = await body_of(request)
-        epoch = body.get("epoch")
-        if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
-            raise BadRequest(f"epoch: want an integer, got {epoch!r}")
-        self._updates.admit(epoch, request.path)
+        await self._engine.authority.admit(self._updates, body, self._engine.url, request.path)
         return body
 
 

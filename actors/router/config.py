@@ -9,6 +9,11 @@ class RouterConfig:
     """One router."""
 
     host: str = "127.0.0.1"
+    """Address to listen on; auto = that of the way to the bus. Others than loopback want a key of the run, which only a bus has."""
+    advertise: str = ""
+    """Host, or host:port, under which others find it, where that is not ``host``."""
+    insecure: bool = False
+    """Answer requests of other machines without a key."""
     port: int = 0
     """0 = any free one."""
     workers: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from actors.port import Engine
 from actors.router.config import RouterConfig
 from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
 from actors.router.lookout import NotServing
+from bus.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 NOT_FORWARDED = frozenset(
@@ -88,8 +89,8 @@ class Sessions:
 class Forwarder:
     """The innermost handler. ``async with`` it."""
 
-    def __init__(self, config: RouterConfig, engines: Engines) -> None:
-        self._config, self._engines = config, engines
+    def __init__(self, config: RouterConfig, engines: Engines, keys: RunKeys | None = None) -> None:
+        self._config, self._engines, self._keys = config, engines, keys
         self.sessions = Sessions(config.max_sessions)
         # A connection a request: one that was kept may be dead, and to find that out looks like an engine that broke off its work.
         self._session = aiohttp.ClientSession(
@@ -140,6 +141,8 @@ class Forwarder:
         # Encoded here, so that the engine sees this very path: nothing in it is taken for a query, or for a way up to another path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
+        if self._keys is not None:  # the client has shown its key here; without a run's, engines named by hand may ask for the client's own
+            headers = {name: value for name, value in headers.items() if name.lower() != "authorization"} | await self._keys.headers()
         headers["Accept-Encoding"] = "identity"  # an engine's words come as they are, each when it is said
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
@@ -174,8 +177,8 @@ class Forwarder:
 class Asker:
     """Asks an engine whether it serves, and which version."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, session: aiohttp.ClientSession, keys: RunKeys | None = None) -> None:
+        self._session, self._keys = session, keys
 
     async def __call__(self, url: str) -> int:
         """Raises NotServing, EngineUnavailable."""
@@ -183,7 +186,8 @@ class Asker:
             async with self._session.get(url + "/health") as response:
                 if response.status != HTTPStatus.OK:
                     raise NotServing(url, f"/health: HTTP {response.status}")
-            async with self._session.get(url + "/model_info") as response:
+            headers = {} if self._keys is None else await self._keys.headers()
+            async with self._session.get(url + "/model_info", headers=headers) as response:
                 version = (await response.json()).get("weight_version") if response.status == HTTPStatus.OK else None
         except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
             raise EngineUnavailable(url, f"{type(error).__name__}: {error}") from error

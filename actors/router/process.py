@@ -3,12 +3,15 @@
 import asyncio
 import logging
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from actors.membership import connected, default_id, first_row
 from actors.router.config import RouterConfig
 from actors.router.server import Router
 from bus.config import BusConfig
+from bus.keys import admin_keys
 from bus.live import Heartbeat, LiveView
+from bus.reach import reach, route_to
 
 log = logging.getLogger(__name__)
 
@@ -16,19 +19,22 @@ TELL_EVERY_S = 1.0
 
 
 async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
-    """Without ``bus_url`` it knows the engines it is told of, and no others.
+    """Without ``bus_url`` it knows the engines it is told of, no others, and no keys.
 
     Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that there is not.
     """
     async with AsyncExitStack() as stack:
-        view, heartbeat = None, None
+        view, heartbeat, keys = None, None, None
         if bus_url:
             bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
             if bus is None:
                 return
-            view = LiveView(bus)
+            view, keys = LiveView(bus), admin_keys(bus)
             heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("router", id or default_id())))
-        router = Router(config, view)
+            route = await asyncio.to_thread(route_to, bus_url)
+            at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may be for this machine alone
+            config = replace(config, host=at.bind, advertise=at.advertised)
+        router = Router(config, view, keys)
         url = await router.start()
         log.info("listening url=%s", url)
         works = [

@@ -8,7 +8,7 @@ client -> Router --- |
 import asyncio
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -19,33 +19,31 @@ from aiohttp import web
 from actors.engine_client import HttpEngine
 from actors.engines import Engines
 from actors.errors import BadRequest, EngineError
-from actors.http_api import body_of, translate
+from actors.http_api import COMMANDS, body_of, translate
 from actors.router.config import RouterConfig, check_url
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
 from actors.router.lookout import WorkerLookout
+from bus.keys import RunKeys
 from bus.live import LiveView
+from weightstore.listener import Access, Listener
 
 log = logging.getLogger(__name__)
 
-CONTROL = (
-    *("/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/init_weights_update_group"),
-    *("/destroy_weights_update_group", "/release_memory_occupation", "/resume_memory_occupation", "/weights_checker", "/receive_push"),
-)
-"""Besides ``/update_weight...``: commands to one engine, which its learner gives it itself."""
-SHUTDOWN_S = 5.0
+CONTROL = COMMANDS | {"/weights_checker"}
+"""Besides ``/update_weight...``: what is asked of one engine, by its learner itself."""
+OWN_COMMANDS = ("/add_worker", "/remove_worker")
 HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "keep-alive"))
 
 
 class Router:
     """``start``, and ``close`` at the end."""
 
-    def __init__(self, config: RouterConfig, view: LiveView | None = None) -> None:
-        """Raises ValueError for a middleware that there is not."""
-        self._config, self._view = config, view
+    def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
+        """``keys``: of the run, asked for here and presented to engines. Raises ValueError for a middleware that there is not."""
+        self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
-        self._app = web.Application(client_max_size=config.max_body_bytes, middlewares=[translate])
         routes = {
             "GET /health": self._health,
             "POST /add_worker": self._add,
@@ -54,28 +52,25 @@ class Router:
             "POST /abort_request": self._abort,
             "* /{path:.*}": self._pass_on,
         }
-        for path, handler in routes.items():
-            method, _, where = path.partition(" ")
-            self._app.router.add_route(method, where, handler)
-        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._access = Access(keys, OWN_COMMANDS)
+        self._listener = Listener(routes, self._access, middlewares=[translate], max_body_bytes=config.max_body_bytes)
         self.url, self._draining = "", False
 
     async def start(self) -> str:
         """Look for engines and listen; gives the URL."""
         config = self._config
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
-        self.lookout = WorkerLookout(config, Asker(self._session), self._view)
+        self.lookout = WorkerLookout(config, Asker(self._session, self._keys), self._view)
         self.engines = Engines(self.lookout, HttpEngine, in_turn=True)
-        self.forwarder = Forwarder(config, self.engines)
+        self.forwarder = Forwarder(config, self.engines, self._keys)
         self._handle = wrapped(self.forwarder.handle, self._middleware)
         self._works = [
             asyncio.create_task(self.engines.run(), name="router: look"),
             asyncio.create_task(self.lookout.check_for_ever(), name="router: health"),
         ]
-        await self._runner.setup()
-        await web.TCPSite(self._runner, config.host, config.port, backlog=4096).start()
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        self.url = f"http://{host}:{self._runner.addresses[0][1]}"
+        self.url = await self._listener.start(
+            config.host, config.port, advertise=config.advertise, insecure=config.insecure, name="router.host"
+        )
         return self.url
 
     async def failed(self) -> None:
@@ -93,7 +88,7 @@ class Router:
                     await asyncio.sleep(0.05)
         except TimeoutError:
             log.warning("requests broken off count=%d", self.in_flight)
-        await self._runner.cleanup()
+        await self._listener.close()
         for work in self._works:
             work.cancel()
         await asyncio.gather(*self._works, return_exceptions=True)
@@ -142,15 +137,17 @@ class Router:
     async def _abort(self, request: web.Request) -> web.Response:
         """To all engines: which of them has the request is not known here."""
         body = await body_of(request)
-        urls = self.lookout.urls()
-        reached = await asyncio.gather(*(self._abort_at(url, body) for url in urls))
+        if body.get("abort_all"):
+            await self._access.want(request, admin=True)
+        urls, headers = self.lookout.urls(), {} if self._keys is None else await self._keys.headers()
+        reached = await asyncio.gather(*(self._abort_at(url, body, headers) for url in urls))
         if urls and not any(reached):
             return web.json_response({"error": {"message": "no engine could be reached", "code": 502}}, status=502)
         return web.Response()
 
-    async def _abort_at(self, url: str, body: Any) -> bool:
+    async def _abort_at(self, url: str, body: Any, headers: Mapping[str, str]) -> bool:
         try:
-            async with self._session.post(url + "/abort_request", json=body) as response:
+            async with self._session.post(url + "/abort_request", json=body, headers=headers) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:  # ValueError: no URL at all, from a row
             log.info("abort did not reach url=%s error=%s", url, error)

@@ -20,10 +20,10 @@ class Aborted(BadRequest):
 
 
 class Api:
-    """One server at ``url``."""
+    """One server at ``url``, which asks for ``key``, if that is not empty."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, key: str = "") -> None:
+        self.url, self._headers = url.rstrip("/"), {"Authorization": f"Bearer {key}"} if key else {}
         self._opened: aiohttp.ClientSession | None = None
 
     async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
@@ -72,6 +72,7 @@ class Api:
             self._opened = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
                 timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
+                headers=self._headers,
                 read_bufsize=1 << 20,
             )
         return self._opened

@@ -57,7 +57,8 @@ class ServerChild:
 
     async def start(self) -> None:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._log_file.open("ab") as output:
+        log_file = os.open(self._log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)  # SGLang writes its settings there, keys and all
+        with os.fdopen(log_file, "ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "actors.sglang.keeper", *self._command),
                 env={**os.environ, **self._environment},

@@ -11,17 +11,20 @@ import contextlib
 import json
 import logging
 import secrets
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from actors.authority import Authority
 from actors.builtin.request import Limits
 from actors.builtin.shape import eos_ids_of
 from actors.builtin.text import Text
 from actors.config import EngineConfig
 from actors.errors import EngineError, EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
 from actors.handles import HandleListener
+from actors.http_api import listen
 from actors.sglang.api import Api
 from actors.sglang.checksums import layout_of
 from actors.sglang.child import ServerChild, command_line, until_healthy
@@ -29,12 +32,16 @@ from actors.sglang.pieces import Pieces
 from actors.sglang.releases import NEWEST_TRIED, Release, release_of
 from actors.sglang.updates import WeightUpdates
 from bus.ports import KeptPort
+from bus.server import write_private
+from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
 PROBE_S = 60.0
 LOOK_S = 2.0
+KEY_PREFIX = "k"
+"""So that a key is text to YAML, and no option to a command line, whatever digits follow."""
 
 
 class SglangEngine:
@@ -52,20 +59,24 @@ class SglangEngine:
         *,
         version: int = 0,
         on_update: Callable[[int, int], None] | None = None,
+        authority: Authority | None = None,
         release: Release | None = None,
     ) -> None:
         """``release``: how to talk to the server; None = as it says itself."""
         self.model_dir, self.config = Path(model_dir), config or EngineConfig(kind="sglang")
         self._first_version, self._on_update, self._release = version, on_update, release
+        self.authority = authority or Authority()
         self._phase = "joining"
         self._changed = asyncio.Event()
         self._child: ServerChild | None = None
         self._port: KeptPort | None = None
-        self._guard: Any = None
+        self._guard: Listener | None = None
         self._cache = secrets.token_hex(4)
         self.pieces: Pieces | None = None
         self._lost = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
+        self._secret: Path | None = None
+        """Directory of the server's key, until the server has read it."""
         self.url = self.handles = ""
         self._listener: HandleListener | None = None
         self.unfinished = 0
@@ -102,17 +113,12 @@ class SglangEngine:
         if settings.url:
             self.api = Api(settings.url)
         else:
-            self._port = KeptPort()  # it takes a minute until the server listens
-            self.api = Api(f"http://127.0.0.1:{self._port.number}")
-            words = command_line(settings.python, self.model_dir, self._port.number, self._arguments())
-            log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{self._port.number}.log"
-            self._child = ServerChild(words, settings.environment, log_file)
-            await self._child.start()
-            ended = self._child.ended
+            ended = await self._start_server()
         if not await until_healthy(self.api.url, self.api.healthy, ended, settings.start_timeout_s):
             if self._child is not None and ended.is_set():
                 raise self._child.failure(self.api.url)
             raise EngineFailed(self.api.url, f"SGLang does not answer after {settings.start_timeout_s:g} s")
+        await self._forget_secret()
         info = await self.api.call("GET", "/server_info", timeout_s=PROBE_S)
         self.release = release = self._release or release_of(self.api.url, info.get("version"))
         if release.version > NEWEST_TRIED:
@@ -131,12 +137,34 @@ class SglangEngine:
         if settings.url and await self._has_version_0():
             self.updates.version = max(0, self._first_version)
             await self.updates.carry_out(self.updates.free())
-        self._listener = HandleListener(self.updates)
+        self._listener = HandleListener(self.updates, self.authority)
         self.handles = await self._listener.start()
-        self._guard = Guard(self)
-        self.url = await self._guard.start(self.config.host if host is None else host, self.config.port if port is None else port)
+        self._guard = Guard(self).listener
+        self.url = await listen(self._guard, self.config, host, port)
         self._looking = asyncio.create_task(self._look(), name="sglang health")
         return self.url
+
+    async def _start_server(self) -> asyncio.Event:
+        """The event is set when it has ended. It asks for a key, so that other users of this machine do not get past the guard."""
+        settings, arguments = self.config.sglang, self._arguments()
+        self._port = KeptPort()  # it takes a minute until the server listens
+        key = str(arguments.get("api_key") or "")
+        if not key and "config" not in arguments:  # SGLang reads one such file
+            key = KEY_PREFIX + secrets.token_hex(24)
+            self._secret = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-sglang-"))  # mode 0700
+            arguments["config"] = str(self._secret / "server.yaml")
+            write_private(self._secret / "server.yaml", f"api-key: {key}\n")
+        self.api = Api(f"http://127.0.0.1:{self._port.number}", key)
+        words = command_line(settings.python, self.model_dir, self._port.number, arguments)
+        log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{self._port.number}.log"
+        self._child = ServerChild(words, settings.environment, log_file)
+        await self._child.start()
+        return self._child.ended
+
+    async def _forget_secret(self) -> None:
+        if self._secret is not None:
+            await asyncio.to_thread(shutil.rmtree, self._secret, ignore_errors=True)
+        self._secret = None
 
     async def _has_version_0(self) -> bool:
         """Whoever started the server says so, and nothing has been written since. Any other version may be another run's."""
@@ -198,6 +226,7 @@ class SglangEngine:
             await self.updates.close()
         if self._child is not None:
             await self._child.stop()
+        await self._forget_secret()
         if self._port is not None:
             self._port.close()
         if hasattr(self, "api"):

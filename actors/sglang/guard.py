@@ -12,7 +12,7 @@ from aiohttp import web
 
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from actors.http_api import (
-    Handler,
+    COMMANDS,
     body_of,
     done,
     group_in,
@@ -28,13 +28,13 @@ from actors.openai_server import OpenAiRoutes
 from actors.sglang.aborts import Aborts
 from actors.sglang.generating import Generating, translated
 from actors.sglang.pieces import ABORT_AGAIN_S
+from weightstore.listener import Access, Handler, Listener
 
 if TYPE_CHECKING:
     from actors.sglang.engine import SglangEngine
 
-MAX_BODY_BYTES = 1 << 28
 COMMAND_S = 60.0
-SHUTDOWN_S = 5.0
+SERVER_KEYS = ("api_key", "admin_api_key")
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 
@@ -45,19 +45,9 @@ class Guard:
         self._engine, self._updates = engine, engine.updates
         self._aborts = Aborts(engine.updates, engine.counters)
         self._generating = Generating(engine, self._aborts)
-        self._app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[translate])
-        for path, handler in {**self._routes(), **OpenAiRoutes(engine, self._generating).routes()}.items():
-            method, _, where = path.partition(" ")
-            self._app.router.add_route(method, where, handler)
-        self._runner = web.AppRunner(self._app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S)
-
-    async def start(self, host: str, port: int) -> str:
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, backlog=4096).start()
-        return f"http://{host}:{self._runner.addresses[0][1]}"
-
-    async def close(self) -> None:
-        await self._runner.cleanup()
+        self._access = Access(engine.authority.keys, COMMANDS, engine.authority.note)
+        routes = {**self._routes(), **OpenAiRoutes(engine, self._generating).routes()}
+        self.listener = Listener(routes, self._access, middlewares=[translate])
 
     def _routes(self) -> dict[str, Handler]:
         return {
@@ -98,6 +88,8 @@ class Guard:
     async def _abort(self, request: web.Request) -> web.StreamResponse:
         pieces, body = self._engine.pieces, await self._admitted(request)
         rid = None if body.get("abort_all") else need(body, "rid", str)
+        if rid is None:
+            await self._access.want(request, admin=True)
         if rid == "":
             raise BadRequest("rid: want the name of a request, or abort_all, got ''")
         meant = self._aborts.call_off(rid)
@@ -172,7 +164,7 @@ class Guard:
             "phase": engine.phase,
             "epoch": engine.epoch,
         }
-        return web.json_response({**said, **ours})
+        return web.json_response({**_without_keys(said), **ours})
 
     # -- weights ------------------------------------------------------------------------------------------------------------
 
@@ -226,9 +218,13 @@ class Guard:
     async def _admitted(self, request: web.Request) -> dict[str, Any]:
         """The body of a command that a learner sends: its epoch is checked first, and taken out."""
         body = dict(await body_of(request))
-        epoch = body.get("epoch")
-        if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
-            raise BadRequest(f"epoch: want an integer, got {epoch!r}")
-        self._updates.admit(epoch, request.path)
+        await self._engine.authority.admit(self._updates, body, self._engine.url, request.path)
         body.pop("epoch", None)
         return body
+
+
+def _without_keys(said: Any) -> Any:
+    """What a server says of itself, its settings among it, less the keys that it asks for."""
+    if isinstance(said, dict):
+        return {name: _without_keys(value) for name, value in said.items() if name not in SERVER_KEYS}
+    return [_without_keys(each) for each in said] if isinstance(said, list) else said

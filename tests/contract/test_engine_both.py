@@ -12,6 +12,7 @@ import pytest
 from actors.errors import BadRequest, EngineUnavailable
 from actors.sglang.generating import HOLD_S
 from bus.messages import LiveRow, Sampling
+from bus.reach import HERE
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
@@ -244,7 +245,7 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for version, check, good in ((1, staged(other).differences, False), (2, staged(sent).differences, True)):
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
-            cohort = Cohort(Cohorts(1, "127.0.0.1", "gloo", 60.0), [Member(row, receiver, deadline_s=60.0)])
+            cohort = Cohort(Cohorts(1, HERE, "gloo", 60.0), [Member(row, receiver, deadline_s=60.0)])
             try:
                 outcome = await cohort.update(version, staged(sent).buckets, lambda _, check=check: check)
             finally:

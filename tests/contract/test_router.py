@@ -130,7 +130,7 @@ async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(mode
     """Its first check has shown it serving, and then it went."""
     async with faulty() as gone, serving(model_dir) as well, routing(gone.url, well.engine.url, health_every_s=1000.0) as door:
         await gone.leave()
-        answers = [await door.post("/flush_cache") for _ in range(3)]
+        answers = [await door.post("/weights_checksums", {"of": "served"}) for _ in range(3)]
         assert [status for status, _ in answers] == [200] * 3, answers
 
 

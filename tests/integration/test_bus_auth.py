@@ -23,6 +23,7 @@ from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.discovery import find_run
 from bus.errors import BusError, Denied, Forbidden, ServerFailed
+from bus.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
 from bus.live import Heartbeat, LiveView
 from bus.messages import Done, LiveRow, Word
 from launch import wanted
@@ -176,6 +177,25 @@ async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what
                     await act(bus)
         assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in before} == before
         assert bus.connected
+
+
+async def test_the_admin_key_is_for_those_that_give_and_take_commands(as_user: As) -> None:
+    async with as_user("learner") as learner:
+        made = await make_keys(learner)
+        assert await make_keys(learner) == made == await admin_keys(learner).known(), "once in a run"
+        for user in ("engine-0", "router"):
+            async with as_user(user) as bus:
+                assert await admin_keys(bus).known() == made
+        for user in ("actor-0", "host-0", "viewer", "operator"):
+            async with as_user(user) as bus:
+                assert await api_keys(bus).known() == Keys(api=made.api)
+                with pytest.raises(Forbidden, match="KV_TM_r_keys"):
+                    await admin_keys(bus).known()
+        for user in ("actor-0", "engine-0", "router", "operator"):
+            async with as_user(user) as bus:
+                for bucket, key in (("run", API_KEY), ("keys", ADMIN_KEY)):
+                    with pytest.raises(Forbidden):
+                        await bus.rows(bucket).put(key, {"key": "mine"})
 
 
 async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:

@@ -99,7 +99,7 @@ async def test_a_bad_key_is_refused(open_bus: BusOpener, key: str) -> None:
 
 async def test_what_is_no_row_is_refused(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        with pytest.raises(ValueError, match="bucket: want one of weights, run, live, wanted, got 'x'"):
+        with pytest.raises(ValueError, match="bucket: want one of weights, run, live, wanted, keys, got 'x'"):
             bus.rows("x")
         with pytest.raises(WireError, match=r"run\.a: want what JSON can hold"):
             await bus.rows("run").put("a", {"x": object()})

@@ -15,6 +15,7 @@ from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
 from actors.engine_process import WHOLE, Factory, run_engine
 from bus.connection import Bus
+from bus.keys import make_keys
 from bus.live import Heartbeat
 from bus.messages import LiveRow
 from bus.patience import cancellable
@@ -190,7 +191,11 @@ async def test_an_engine_that_shares_nothing_waits_for_no_turn(
         await VersionRegistry(bus).publish_initial(str(models[0]), 1)
         url = (await served(bus))["address"]
         first = await greedy(url)
-        async with aiohttp.ClientSession() as session, session.post(url + "/release_memory_occupation", json={"tags": None}) as answer:
+        release, headers = {"tags": None}, (await make_keys(bus)).headers
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(url + "/release_memory_occupation", json=release) as answer,
+        ):
             assert answer.status == 200
         waiting = await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))
         assert waiting["waits_for"] == WHOLE

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import numpy as np
 import pytest
 
@@ -14,6 +15,7 @@ from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
 from actors.engine_process import run_engine
 from bus.connection import Bus
+from bus.keys import make_keys
 from bus.messages import Sampling
 from bus.patience import cancellable
 from bus.server import EmbeddedServer
@@ -104,6 +106,33 @@ async def test_it_waits_for_its_first_weights_as_long_as_it_takes(
         await registry.set_snapshot(1, str(models[1]))
         row = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
         assert row["version"] == 1
+
+
+async def test_it_obeys_the_learner_and_shows_what_it_has_refused(
+    open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
+) -> None:
+    """Also one that is started again, and a learner that comes later."""
+    async with open_bus() as bus, aiohttp.ClientSession() as session:
+        rows, registry = bus.rows("live"), VersionRegistry(bus)
+        await registry.fence(1)
+        await registry.publish_initial(str(models[0]), 1)
+        for _ in range(2):
+            keys = await make_keys(bus)
+            async with process(bus, nats_server, models[0]):
+                url = (await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving"))["address"]
+
+                async def asked(epoch: int, headers: dict[str, str], url: str = url) -> int:
+                    async with session.post(f"{url}/continue_generation", json={"epoch": epoch}, headers=headers) as answer:
+                        return answer.status
+
+                newest = await registry.newest_epoch()
+                assert [await asked(10**30, {}), await asked(newest, {}), await asked(newest + 1, keys.headers)] == [401, 401, 400]
+                await registry.fence(newest + 1)
+                assert [await asked(newest + 1, keys.headers), await asked(newest, keys.headers)] == [200, 409]
+                head = await registry.publish(await registry.reserve(4, newest + 1))  # pushes would bring it, and are refused
+                row = await row_until(rows, "engine.e1", lambda row: "refused" in row["waits_for"])
+                assert f"epoch {newest} is stale, epoch {newest + 1} was seen" in row["waits_for"]
+                await registry.set_snapshot(head.version, str(models[1]))
 
 
 async def test_it_can_be_drained_before_there_is_anything_to_serve(

@@ -18,6 +18,7 @@ from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
 from bus.messages import LiveRow
+from bus.reach import HERE
 from bus.server import EmbeddedServer
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore import joining
@@ -204,7 +205,7 @@ async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -
     row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
     member = Member(row, cast(WeightReceiver, Silent()), deadline_s=0.3)
     began = time.monotonic()
-    outcome = await Cohort(Cohorts(1, "127.0.0.1", "gloo", 0.3), [member]).update(1, [], lambda _: None)
+    outcome = await Cohort(Cohorts(1, HERE, "gloo", 0.3), [member]).update(1, [], lambda _: None)
     assert isinstance(failed := outcome[member], ReceiverFailed)
     assert failed.phase == "join" and "0.3 s" in failed.reason
     assert time.monotonic() - began < 10

@@ -43,7 +43,7 @@ async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOp
         registry = VersionRegistry(bus)
         for version, step in ((1, 1), (90, 90), (91, 91)):
             write(directory, version, step)
-        shelf = Shelf(directory, registry, host="127.0.0.1", keep=2, model_dir=None)
+        shelf = Shelf(directory, registry, keep=2, model_dir=None)
         await shelf.open()
         try:
             assert not names(directory)
@@ -64,7 +64,7 @@ async def test_what_has_just_been_put_is_never_removed(open_bus: BusOpener, dire
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         rows = [await registry.reserve(step, 1) for step in range(3)]
-        shelf = Shelf(directory, registry, host="127.0.0.1", keep=1, model_dir=None)
+        shelf = Shelf(directory, registry, keep=1, model_dir=None)
         await shelf.open()
         try:
             for row in reversed(rows):
@@ -83,7 +83,7 @@ async def test_only_the_newest_snapshot_of_this_registry_is_put_up_again(open_bu
         for step, found in ((5, True), (6, False)):  # the same version of another step: another life
             write(directory, row.version, step)
             write(directory, row.version + 7, step)
-            shelf = Shelf(directory, registry, host="127.0.0.1", keep=2, model_dir=None)
+            shelf = Shelf(directory, registry, keep=2, model_dir=None)
             await shelf.open()
             await shelf.close()
             assert names(directory) == [f"v{row.version}"] * found

@@ -13,6 +13,7 @@ import torch
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.messages import LiveRow
+from bus.reach import HERE
 from bus.server import EmbeddedServer
 from tests.engine_serving import Served, serving
 from tests.integration import test_weightstore_publisher
@@ -109,7 +110,7 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
         for flipped in (receiver.flipped, ""):
             receiver.flipped = flipped
             member = Member(row, receiver, deadline_s=20.0)
-            cohort = Cohort(Cohorts(1, "127.0.0.1", "gloo", 20.0), [member])
+            cohort = Cohort(Cohorts(1, HERE, "gloo", 20.0), [member])
             try:
                 how = (await cohort.update(1, staging.buckets, lambda _: staging.differences))[member]
                 if flipped:

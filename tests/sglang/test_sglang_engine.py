@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from actors.config import EngineConfig
 from actors.errors import EngineFailed, UpdateRefused
 from actors.sglang.engine import SglangEngine
 from bus.messages import LiveRow, Sampling
+from bus.reach import HERE
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.engine_watch import watching
@@ -198,7 +200,7 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
         for check, good in ((flipped.differences, False), (staging.differences, True)):
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
             member = Member(row, receiver, deadline_s=60.0)
-            cohort = Cohort(Cohorts(1, "127.0.0.1", "gloo", 60.0), [member])
+            cohort = Cohort(Cohorts(1, HERE, "gloo", 60.0), [member])
             try:
                 how = (await cohort.update(2 if good else 1, staging.buckets, lambda _, check=check: check))[member]
                 if good:
@@ -272,6 +274,30 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
                 await asyncio.wait_for(engine.failed(), 60)
             pushes.cancel()
         await _until_gone([one.pid for one in whole])
+
+    asyncio.run(started())
+
+
+def test_a_server_started_here_cannot_be_asked_past_its_guard(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """By other users of this machine: it wants a key, which neither its command line, its log nor the guard shows them."""
+
+    async def started() -> None:
+        settings = config(python, log=str(tmp_path / "sglang.log"))
+        async with started_engine(directories[0], settings) as (engine, whole), aiohttp.ClientSession() as session:
+            body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+            for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"):
+                async with session.post(engine.api.url + path, json=body) as answer:
+                    assert answer.status == 401, path
+            engine.phase = "serving"
+            async with session.post(f"{engine.url}/generate", json=body) as answer:
+                assert answer.status == 200
+            async with session.get(f"{engine.url}/server_info") as answer:
+                assert "api_key" not in await answer.text()
+            assert (tmp_path / "sglang.log").stat().st_mode & 0o077 == 0
+            words = [word for one in whole for word in one.cmdline()]
+            (file,) = {words[place + 1] for place, word in enumerate(words) if word == "--config"}
+            assert not os.path.exists(file), "it has been read"  # noqa: ASYNC240
+            assert not [word for word in words if "api-key" in word]
 
     asyncio.run(started())
 

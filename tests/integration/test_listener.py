@@ -1,0 +1,99 @@
+"""The HTTP server that all of ours are: requests that never arrive whole are ended, bodies stay bounded, URLs can be used."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.unit.test_ground import PACKAGES, ROOT
+from weightstore.listener import Access, Listener, url_of
+
+LIMIT_S = 20.0
+
+
+async def echo(request: web.Request) -> web.Response:
+    return web.Response(body=await request.read())
+
+
+@asynccontextmanager
+async def listening(*, headers_s: float = LIMIT_S, body_s: float = LIMIT_S) -> AsyncIterator[str]:
+    listener = Listener({"POST /echo": echo}, Access(None), max_body_bytes=1000, headers_s=headers_s, body_s=body_s)
+    try:
+        yield await listener.start("127.0.0.1", 0)
+    finally:
+        await listener.close()
+
+
+async def said_to(url: str, sent: bytes) -> bytes:
+    """Everything that comes back until the server closes the connection, on which nothing more is sent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(LIMIT_S):
+            return await reader.read()
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /ec", b"POST /echo HTTP/1.1\r\nHost: h\r\nX-Slow: "], ids=["nothing", "a line", "a header"])
+async def test_a_request_whose_headers_never_end_is_ended(sent: bytes) -> None:
+    async with listening(headers_s=0.1) as url:
+        assert await said_to(url, sent) == b""
+
+
+async def test_the_second_request_of_a_connection_has_its_deadline_too() -> None:
+    async with listening(headers_s=0.1) as url:
+        answer = await said_to(url, b"POST /echo HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nhiPOST /echo HT")
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"hi")
+
+
+@pytest.mark.parametrize(
+    "how", [b"Content-Length: 10\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"], ids=["length", "chunks"]
+)
+async def test_a_request_whose_body_never_ends_is_ended(how: bytes) -> None:
+    async with listening(body_s=0.1) as url, asyncio.timeout(LIMIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: h\r\n" + how)
+        answer = await reader.readuntil(b"}}")
+        assert answer.startswith(b"HTTP/1.1 408") and b"want all of it within 0.1 s" in answer
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_bodies_are_bounded() -> None:
+    async with listening() as url, aiohttp.ClientSession() as session:
+        for size, status in ((1000, 200), (1001, 413)):
+            async with session.post(f"{url}/echo", data=bytes(size)) as response:
+                assert response.status == status
+
+
+def test_nobody_listens_otherwise() -> None:
+    """Deadlines, keys and bounds are in one place as long as there is no other server."""
+    found = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in Path(ROOT / package).rglob("*.py")
+        if re.search(r"\b(AppRunner|TCPSite|run_app)\(", path.read_text())
+    ]
+    assert found == ["weightstore/listener.py"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("10.0.0.5", "http://10.0.0.5:80"),
+        ("::1", "http://[::1]:80"),
+        ("[fe80::1]", "http://[fe80::1]:80"),
+        ("gpu7.lab", "http://gpu7.lab:80"),
+        ("gpu7.lab:30000", "http://gpu7.lab:30000"),
+        ("[::1]:9", "http://[::1]:9"),
+    ],
+)
+def test_the_url_of_what_is_advertised(host: str, url: str) -> None:
+    assert url_of(host, 80) == url

@@ -1,0 +1,150 @@
+"""The one HTTP server of ours: who may ask what of it, and how long a request may take to arrive.
+
+    open     /health                    everybody
+    request  every other path           the run's api key, where the listener can be reached from other machines
+    command  paths named as commands    the run's admin key, everywhere
+
+Engines, the guard of SGLang, the router and the learner's snapshots listen by it. Knows keys, not what they are for.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from bus.config import is_loopback
+from bus.errors import BusError
+from bus.keys import Keys, RunKeys
+
+HEADERS_S = 60.0
+"""A connection without a whole request for so long is closed: longer than clients keep idle ones (aiohttp 15 s, httpx 5 s)."""
+BODY_S = 120.0
+"""From the headers of a request to the end of its body."""
+MAX_BODY_BYTES = 1 << 28
+SHUTDOWN_S = 5.0
+OPEN = frozenset({"/health"})
+_BACKLOG = 4096
+_SCHEME = "bearer"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Access:
+    """Which key a request wants. Without ``keys`` (a test, a router without a bus) none."""
+
+    def __init__(self, keys: RunKeys | None, commands: Collection[str] = (), on_refused: Callable[[str], None] | None = None) -> None:
+        """``on_refused`` is called with the reason when a command is refused."""
+        self.keys, self.commands, self._on_refused = keys, frozenset(commands), on_refused
+        self.is_public = False
+        """Other machines reach the listener."""
+
+    async def check(self, request: web.Request) -> None:
+        """Raises HTTPUnauthorized, or HTTPServiceUnavailable while the keys cannot be read."""
+        resource = request.match_info.route.resource
+        path = "" if resource is None else resource.canonical
+        if path in self.commands:
+            await self.want(request, admin=True)
+        elif self.is_public and path not in OPEN:
+            await self.want(request, admin=False)
+
+    async def want(self, request: web.Request, *, admin: bool) -> None:
+        """As ``check``, of a handler that has looked into the body."""
+        if self.keys is None:
+            return
+        scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
+        presented = presented.strip() if scheme.lower() == _SCHEME else ""
+        try:
+            known = (await self.keys.known()).admits(presented, admin=admin)
+            if known or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
+                return
+            has = (await self.keys.known()) != Keys()
+        except BusError as error:
+            raise _refusal(web.HTTPServiceUnavailable, f"{request.path}: the keys of the run are not known: {error}") from error
+        name = "admin key" if admin else "api key"
+        reason = f"{request.path}: want the run's {name}"
+        if not has:
+            raise _refusal(web.HTTPServiceUnavailable, f"{reason}, and the run has none yet")
+        reason += f" (Authorization: Bearer KEY), got {'another one' if presented else 'none'}"
+        if admin and self._on_refused is not None:
+            self._on_refused(reason)
+        raise _refusal(web.HTTPUnauthorized, reason)
+
+
+class Listener:
+    """Routes served at one address. ``start``, and ``close`` at the end."""
+
+    def __init__(
+        self,
+        routes: Mapping[str, Handler],
+        access: Access,
+        *,
+        files: Path | None = None,
+        middlewares: Sequence[Middleware] = (),
+        max_body_bytes: int = MAX_BODY_BYTES,
+        shutdown_s: float = SHUTDOWN_S,
+        headers_s: float = HEADERS_S,
+        body_s: float = BODY_S,
+    ) -> None:
+        """``routes``: "METHOD /path" -> handler. ``files``: a directory that is served as it is. ``middlewares`` see refusals, too."""
+        self._access = access
+        app = web.Application(client_max_size=max_body_bytes, middlewares=[*middlewares, _admission(access, body_s)])
+        for path, handler in routes.items():
+            method, _, where = path.partition(" ")
+            app.router.add_route(method, where, handler)
+        if files is not None:
+            app.router.add_static("/", files)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=headers_s
+        )
+
+    async def start(self, host: str, port: int, *, advertise: str = "", insecure: bool = False, name: str = "host") -> str:
+        """Listen; the URL under which others find it, with ``advertise`` for a host where that is another one.
+
+        Raises ValueError for an address that others reach where no keys are asked for, unless ``insecure``; OSError.
+        """
+        public = not is_loopback(host)
+        if public and self._access.keys is None and not insecure:
+            raise ValueError(
+                f"{name}: {host} can be reached by others, who could ask for everything there; want insecure: true to allow it"
+            )
+        self._access.is_public = public and not insecure
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, backlog=_BACKLOG).start()
+        return url_of(advertise or host, self._runner.addresses[0][1])
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+
+def _admission(access: Access, body_s: float) -> Middleware:
+    """The key first, then the whole body in time; handlers find it read."""
+
+    @web.middleware
+    async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        await access.check(request)
+        if request.can_read_body:
+            try:
+                async with asyncio.timeout(body_s):
+                    await request.read()
+            except TimeoutError:
+                raise _refusal(web.HTTPRequestTimeout, f"body: want all of it within {body_s:g} s") from None
+        return await handler(request)
+
+    return admit
+
+
+def url_of(host: str, port: int) -> str:
+    """``host``: a name, an address with or without brackets, or one of these with a port of its own (of a forwarded one)."""
+    if host.count(":") > 1 and not host.startswith("["):
+        host = f"[{host}]"
+    has_port = ":" in host.rpartition("]")[2]
+    return f"http://{host}" if has_port else f"http://{host}:{port}"
+
+
+def _refusal(kind: type[web.HTTPError], message: str) -> web.HTTPError:
+    answer: dict[str, Any] = {"success": False, "message": message, "error": {"message": message, "code": kind.status_code}}
+    headers = {"WWW-Authenticate": "Bearer"} if kind is web.HTTPUnauthorized else None
+    return kind(text=json.dumps(answer), content_type="application/json", headers=headers)
