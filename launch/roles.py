@@ -7,9 +7,11 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bus.errors import BusError
 from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
 from launch.process import first_of
@@ -17,6 +19,8 @@ from launch.settings import SettingsError
 
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
+    from bus.connection import Bus
+    from bus.live import Heartbeat
     from learner.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
@@ -265,7 +269,10 @@ async def run_host(
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Feeder and ranks, the run's configuration for actors that know only the bus, and a live row: what it does is in the feeder's."""
+    """Feeder and ranks, the run's configuration for actors that know only the bus, and a live row: what it does is in the feeder's.
+
+    Its own names the engines that take no pushes.
+    """
     from bus.connection import connect
     from bus.keys import make_keys
     from bus.live import Heartbeat
@@ -280,8 +287,25 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         await bus.rows("run").put("config", to_map(config))
         write_keys(auth_dir(config), await make_keys(bus))
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
-        async with Heartbeat(bus, row):
-            await run_learner(arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s)
+        async with Heartbeat(bus, row) as heartbeat:
+            telling = asyncio.create_task(tell_evicted(bus, heartbeat), name="evicted engines")
+            try:
+                await run_learner(
+                    arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
+                )
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
+
+
+async def tell_evicted(bus: "Bus", heartbeat: "Heartbeat") -> None:
+    """For ever: the learner's live row names the engines that it does not push to, and why."""
+    from weightstore.registry import EVICTED, VersionRegistry
+
+    async for _ in bus.rows("weights").watch(EVICTED):
+        with suppress(BusError):
+            evicted = await VersionRegistry(bus).evicted()
+            heartbeat.update(waits_for="; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items())))
 
 
 async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:

@@ -37,11 +37,15 @@ class Membership:
         self._members: dict[str, Member] = {}
         self._cohorts: list[Cohort] = []
         self._rests: dict[tuple[str, str, int], _Rest] = {}
+        self.evicted: dict[str, str] = {}
+        """Engine that lives -> why it was evicted; until it has taken a version, or another process has its name."""
 
     async def reconcile(self) -> list[Cohort]:
         """Forget the engines that have gone, take in the new ones (they join when they are first updated). Raises BusUnavailable."""
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
+        resting = {identity(row) for row in rows.values()} & self._rests.keys()
+        self.evicted = {id: why for id, why in self.evicted.items() if any(id == one[0] for one in resting)}
         for member in list(self._members.values()):
             row = rows.get(member.id)
             if row is None or identity(row) != member.identity:
@@ -58,6 +62,7 @@ class Membership:
         """Take no further part in this push; the engine is stale until a completed update."""
         rest = self._rests.setdefault(member.identity, _Rest())
         rest.failures += 1
+        self.evicted[member.id] = reason
         pause_s = min(self._together.deadline_s * 2 ** (rest.failures - 2), _LONGEST_REST_S) if rest.failures > 1 else 0.0
         rest.until_s = time.monotonic() + pause_s
         _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, rest.failures, pause_s, reason)
@@ -65,6 +70,7 @@ class Membership:
 
     def succeeded(self, member: Member) -> None:
         self._rests.pop(member.identity, None)
+        self.evicted.pop(member.id, None)
 
     async def close(self) -> None:
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])

@@ -67,6 +67,8 @@ class Pusher:
         self._deltas: asyncio.Queue[tuple[Staging, Staging]] = asyncio.Queue()
         """A version and its base, both held."""
         self.head: VersionRow | None = None
+        self._noted: dict[str, str] | None = None
+        """Evicted engines, as they are recorded; None = as an earlier learner left it."""
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Shut out older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
@@ -85,6 +87,7 @@ class Pusher:
         )
         stack.push_async_callback(self._members.close)
         self.head = await self._registry.fence(self._epoch)
+        await self._note_evicted()
         stack.push_async_callback(self._shelf.close)
         await self._shelf.open()
 
@@ -122,6 +125,7 @@ class Pusher:
             raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
         finally:
             staging.release()
+            await self._note_evicted()
         return _told(
             PushReport(
                 version=row.version,
@@ -286,6 +290,17 @@ class Pusher:
             finally:
                 staging.release()
                 base.release()
+
+    async def _note_evicted(self) -> None:
+        """Who looks at the run sees which engines are not pushed to, and why."""
+        evicted = dict(self._members.evicted)
+        if evicted == self._noted:
+            return
+        try:
+            await self._registry.set_evicted(evicted)
+            self._noted = evicted
+        except BusError as error:
+            _log.warning("evicted engines not recorded error=%s", error)
 
     async def _give_up(self, row: VersionRow | None, error: Exception) -> None:
         _log.error("push failed version=%s error=%s", None if row is None else row.version, error)

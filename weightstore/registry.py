@@ -3,6 +3,7 @@
     v.<n>   the version's row: written as ``pushing`` before any engine sees it, so whoever meets a token of it finds its step
     head    the newest published version, moved by compare-and-set; ``fence`` in it is the newest learner's epoch
     snapshot  the newest version of which there is a snapshot, as its row
+    evicted  the engines that took no part in the last push although they live, and why: {"engines": {id: reason}}
     want    the version of which, or of a later one, an engine wants a snapshot (see ``weightstore.joining``)
 
 A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner. ``after`` of the row is
@@ -11,6 +12,7 @@ the end of SAMPLES before any engine could have the version: no sample up to the
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from bus.connection import Bus
@@ -20,7 +22,7 @@ from bus.subjects import natural
 
 _log = logging.getLogger(__name__)
 
-HEAD, SNAPSHOT, WANT = "head", "snapshot", "want"
+HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
 _FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
 
 
@@ -171,6 +173,15 @@ class VersionRegistry:
                 await self._rows.update(_key(row.version), {**found[0], "after": seq}, found[1])
             except RowConflict:
                 continue
+
+    async def set_evicted(self, reasons: Mapping[str, str]) -> None:
+        """Say which engines are not pushed to, and why: for who looks at the run."""
+        await self._rows.put(EVICTED, {"engines": dict(reasons)})
+
+    async def evicted(self) -> dict[str, str]:
+        """Engines that are not pushed to -> why, as of the last push."""
+        found = await self._rows.get(EVICTED)
+        return {} if found is None else {str(id): str(why) for id, why in found[0].get("engines", {}).items()}
 
     async def _note_snapshot(self, row: VersionRow) -> None:
         """Keep the row ``snapshot`` at the newest version that has one; the newest may lose it."""

@@ -142,7 +142,9 @@ def test_an_evicted_engine_comes_back_with_the_next_push(bus_url: str, run_id: s
     with receivers(bus_url, run_id, {"once": once}) as engines, publishing(bus_url, run_id, tmp_path, transport=transport) as publisher:
         first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert first.engines == () and "refused at bucket" in first.evicted["once"]
+        assert "refused at bucket" in look(bus_url, run_id, "evicted")["once"]
         assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).engines == ("once",)
+        assert look(bus_url, run_id, "evicted") == {}
         assert state(engines["once"][0])["digest"] == digest(tiny_tensors(2))
 
 

@@ -1,0 +1,28 @@
+"""Which engines take no pushes, and why, stands in the learner's live row, where ``tidemill status`` shows it."""
+
+import asyncio
+
+from bus.live import Heartbeat
+from bus.messages import LiveRow
+from launch.roles import tell_evicted
+from tests.actor_kit import row_until
+from tests.bus_fixtures import BusOpener
+from weightstore.registry import VersionRegistry
+
+
+async def test_the_learner_names_them(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows, registry = bus.rows("live"), VersionRegistry(bus)
+        async with Heartbeat(bus, LiveRow(role="learner", id="l", host="h", pid=1, phase="working")) as heartbeat:
+            telling = asyncio.create_task(tell_evicted(bus, heartbeat))
+            try:
+                for evicted, shown in (
+                    ({"e2": "engine http://b:1: begin: HTTP 401", "e1": "x"}, "e1 to take pushes: x; e2 to take pushes: engine http://b:1"),
+                    ({}, ""),
+                ):
+                    await registry.set_evicted(evicted)
+                    row = await row_until(rows, "learner.l", lambda row, shown=shown: bool(row["waits_for"]) == bool(shown))
+                    assert row["waits_for"].startswith(shown)
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
