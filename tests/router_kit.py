@@ -13,6 +13,7 @@ from aiohttp import web
 
 from actors.router.config import RouterConfig
 from actors.router.server import Router
+from bus.keys import RunKeys
 from bus.live import LiveView
 from bus.ports import KeptPort
 
@@ -54,10 +55,12 @@ class Door:
 
 
 @asynccontextmanager
-async def routing(*urls: str, view: LiveView | None = None, wait: bool = True, **config: Any) -> AsyncIterator[Door]:
+async def routing(
+    *urls: str, view: LiveView | None = None, keys: RunKeys | None = None, wait: bool = True, **config: Any
+) -> AsyncIterator[Door]:
     """A router that knows these engines; they serve from the beginning if ``wait``."""
     settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, **config}
-    router = Router(RouterConfig(workers=urls, **settings), view)
+    router = Router(RouterConfig(workers=urls, **settings), view, keys)
     await router.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:

@@ -57,7 +57,7 @@ class Router:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Look for engines and listen; gives the URL."""
+        """Look for engines and listen; gives the URL. Raises ValueError for an address that others reach without a key, OSError."""
         config = self._config
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
         self.lookout = WorkerLookout(config, Asker(self._session, self._keys), self._view)
@@ -68,9 +68,13 @@ class Router:
             asyncio.create_task(self.engines.run(), name="router: look"),
             asyncio.create_task(self.lookout.check_for_ever(), name="router: health"),
         ]
-        self.url = await self._listener.start(
-            config.host, config.port, advertise=config.advertise, insecure=config.insecure, name="router.host"
-        )
+        try:
+            self.url = await self._listener.start(
+                config.host, config.port, advertise=config.advertise, insecure=config.insecure, name="router.host"
+            )
+        except (OSError, ValueError):
+            await self.close()
+            raise
         return self.url
 
     async def failed(self) -> None:

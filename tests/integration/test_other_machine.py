@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
 from actors.errors import EngineUnavailable
 from bus.config import BusConfig
@@ -96,7 +97,8 @@ async def test_an_engine_elsewhere_is_reached(machine: Machine, run_id: str, tmp
     with EmbeddedServer(tmp_path / "nats", bus_config) as server:
         async with connect(server.url, run_id, bus_config, name="test", wait_s=10) as bus:
             await bus.create_layout()
-            await bus.rows("run").put("config", to_map(RunConfig(run=run_id, model=ModelConfig(path=str(models[0])))))
+            of_run = RunConfig(run=run_id, model=ModelConfig(path=str(models[0])), engine=EngineConfig(host="127.0.0.1"))
+            await bus.rows("run").put("config", to_map(of_run))  # an address of the learner's machine is none of this one
             publisher = Publisher(WeightsConfig(), bus_url=server.url, run=run_id, epoch=1, directory=tmp_path / "snapshots")
             with engine_on(machine, server.url, tmp_path / "engine.log"):
                 try:

@@ -1,0 +1,90 @@
+"""Which keys a router asks for, and which it presents: its clients never need those of the engines."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.authority import Authority
+from actors.builtin.engine import BuiltinEngine
+from actors.config import EngineConfig
+from bus.keys import Keys, RunKeys
+from tests.router_kit import Door, faulty, routing
+from tests.tiny_models import write_tiny_model
+
+KEYS = Keys.of("s3cret")
+RUN = RunKeys.fixed(KEYS)
+BODY = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("router") / "model", max_position_embeddings=64)
+
+
+@asynccontextmanager
+async def far_engine(model_dir: Path) -> AsyncIterator[str]:
+    """One that other machines reach: every request wants a key."""
+    engine = BuiltinEngine(model_dir, EngineConfig(host="0.0.0.0", advertise="127.0.0.1"), authority=Authority(RUN))
+    await asyncio.to_thread(engine.load)
+    try:
+        url = await engine.start()
+        engine.phase = "serving"
+        yield url
+    finally:
+        await engine.close()
+
+
+async def test_it_presents_the_runs_key_to_engines(model_dir: Path) -> None:
+    async with far_engine(model_dir) as url, routing(url, keys=RUN) as door:
+        for headers in ({}, bearer("sk-whatever-the-client-has")):
+            assert (await door.post("/generate", BODY, headers=headers))[0] == 200
+        assert (await door.post("/abort_request", {"rid": "x"}))[0] == 200
+
+
+async def test_without_a_runs_keys_it_passes_the_clients_on(model_dir: Path) -> None:
+    async with far_engine(model_dir) as url, routing(url) as door:
+        assert (await door.post("/generate", BODY))[0] == 401
+        assert (await door.post("/generate", BODY, headers=bearer(KEYS.api)))[0] == 200
+
+
+async def test_its_workers_and_what_they_do_are_changed_with_the_admin_key_only() -> None:
+    async with faulty() as engine, routing(engine.url, keys=RUN) as door:
+        commands: list[tuple[str, Any]] = [("/add_worker", {"url": "http://evil:1"}), ("/remove_worker", {"url": engine.url})]
+        for path, body in [*commands, ("/abort_request", {"abort_all": True})]:
+            for headers in ({}, bearer(KEYS.api)):
+                assert (await door.post(path, body, headers=headers))[0] == 401, path
+        assert _workers(await door.get("/list_workers")) == [engine.url]
+        assert (await door.post("/remove_worker", {"url": engine.url}, headers=bearer(KEYS.admin)))[0] == 200
+        assert _workers(await door.get("/list_workers")) == []
+
+
+def _workers(listed: tuple[int, Any]) -> list[str]:
+    return list(listed[1]["urls"])
+
+
+async def test_beyond_this_machine_it_asks_its_clients_for_a_key() -> None:
+    async with faulty() as engine:
+        async with routing(engine.url, keys=RUN, host="0.0.0.0", advertise="127.0.0.1", wait=False) as door:
+            await _until_healthy(door)
+            assert (await door.post("/generate", BODY))[0] == 401
+            assert (await door.get("/list_workers"))[0] == 401
+            assert (await door.post("/generate", BODY, headers=bearer(KEYS.api)))[0] == 200
+        with pytest.raises(ValueError, match=r"router\.host: 0\.0\.0\.0 can be reached by others.*want insecure: true"):
+            async with routing(engine.url, host="0.0.0.0"):
+                pass
+        async with routing(engine.url, host="0.0.0.0", advertise="127.0.0.1", insecure=True) as door:
+            assert (await door.post("/generate", BODY))[0] == 200
+
+
+async def _until_healthy(door: Door) -> None:
+    async with asyncio.timeout(20):
+        while (await door.get("/health"))[0] != 200:  # noqa: ASYNC110 - it is another machine, as it were
+            await asyncio.sleep(0.02)
