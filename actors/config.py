@@ -84,8 +84,8 @@ class ActorConfig:
     """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
-    reward: str = "digits"
-    """Reward by name (rewards/registry.py) or import path ``package.module:function``."""
+    reward: str = ""
+    """Reward by name (digits | exact | math_answer) or import path ``module:function``; a run is refused without one."""
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward."""
     reward_timeout_s: float = 30.0

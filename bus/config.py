@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run's name can be part of a subject and of a stream's name."""
+OLDEST_SERVER = (2, 10)
+"""Of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
 
 
 @dataclass(frozen=True, kw_only=True)

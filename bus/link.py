@@ -15,12 +15,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bus.address import Address, parse
+from bus.config import OLDEST_SERVER
 from bus.errors import BusError, BusUnavailable, Denied, Forbidden
 
 _log = logging.getLogger(__name__)
 
-OLDEST_SERVER = (2, 10)
-"""Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
 _RECONNECT_S = 0.2
 _PING_S = 5.0
 """A silently cut network is noticed after three of these."""

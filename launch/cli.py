@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(getattr(commands, args.command)(args))
     except ValueError as bad:  # configuration and input errors say where, what was wanted and what came
         print(f"tidemill {args.command}: {bad}", file=sys.stderr)
-        return 2
+        return int(getattr(bad, "exit_code", 2))
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -44,6 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
     _configured(config, positional=True)
 
+    check = commands.add_parser("check", help="everything that can be known before a run starts: model, data, reward, bus, disk, memory")
+    _configured(check, positional=True)
+    check.add_argument("--check-reward", action="store_true", help="call a reward by import path, too, on the first row")
+
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 
@@ -56,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _configured(learner)
     _on_bus(learner)
     learner.add_argument("--id", default="", help="its name on the bus")
+    learner.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
 
     for name, help_ in (("engine", "an inference engine"), ("actor", "a rollout worker")):
         worker = commands.add_parser(name, help=f"{help_}; needs nothing but the bus")

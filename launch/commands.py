@@ -51,20 +51,49 @@ def _config(args: argparse.Namespace) -> RunConfig | None:
     return loaded.config
 
 
+def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
+    """Say aloud what is doubtful. Raises CheckFailed for what cannot work."""
+    from launch.checks.run import Purpose, check
+
+    report = check(loaded, Purpose(**purpose))
+    report.refuse()
+    for finding in report.warnings:
+        print(f"tidemill {args.command}: warning: {finding.text}", file=sys.stderr)
+
+
 def config(args: argparse.Namespace) -> int:
     loaded = _loaded(args)
-    files = " ".join(map(str, args.config))
-    print(render(loaded) if args.print_config else f"{files}: good (--print-config shows it)", end="" if args.print_config else "\n")
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    _refuse(args, loaded)
+    print(f"{' '.join(map(str, args.config))}: good (--print-config shows it, tidemill check says what was looked at)")
     return 0
 
 
-def up(args: argparse.Namespace) -> int:
-    wanted = _config(args)
-    if wanted is None:
+def check(args: argparse.Namespace) -> int:
+    from launch.checks import run
+    from launch.checks.findings import WRONG_CONFIG
+
+    loaded = _loaded(args)
+    if args.print_config:
+        print(render(loaded), end="")
         return 0
+    report = run.check(loaded, run.Purpose(uses_bus=True, call_reward=args.check_reward))
+    for finding in report.findings:
+        print(finding)
+    return WRONG_CONFIG if report.errors else 0
+
+
+def up(args: argparse.Namespace) -> int:
+    loaded = _loaded(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    _refuse(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     from launch.up import run_up
 
-    return run_up(wanted, resume=args.resume, fresh=args.fresh)
+    return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
 
 
 def prepare(args: argparse.Namespace) -> int:
@@ -231,6 +260,8 @@ def learner(args: argparse.Namespace) -> int:
     wanted = _config(args)
     if wanted is None:
         return 0
+    if not args.checked:
+        _refuse(args, _loaded(args), starts_workers=False, resumes=True)
     from launch import process, roles
 
     process.set_up_logging("learner", args.id)

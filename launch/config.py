@@ -17,6 +17,8 @@ from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
 from weightstore.config import WeightsConfig
 
+CONFIG_FILE = "config.yaml"
+"""In a run's directory: all settings of its last start."""
 SAMPLE_BYTES_PER_TOKEN = 9
 """int32 token, float32 log-prob, uint8 mask."""
 SAMPLE_BYTES = 1024
@@ -112,10 +114,9 @@ class RunConfig:
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
-    @property
-    def stream_bytes_needed(self) -> int:
-        """What SAMPLES must be able to hold (docs/design: kept checkpoints, lag and history), by the longest samples there can be."""
-        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * (self.sampling.max_new_tokens + self.data.max_prompt_tokens)
+    def stream_bytes(self, max_prompt_tokens: int) -> int:
+        """What SAMPLES must be able to hold (kept checkpoints, lag and history), by the longest samples there can be."""
+        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * (self.sampling.max_new_tokens + max_prompt_tokens)
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
         history = min(self.bus.history_samples, self.learner.steps * self.samples_per_step)
@@ -150,6 +151,21 @@ def _refuse_contradictions(config: RunConfig) -> None:
         raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
         raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+    if config.staleness.filter_zero_variance and config.learner.group_size == 1:
+        raise ValueError(
+            "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
+            "group would be dropped; turn it off, or raise learner.group_size"
+        )
+    if algorithm.distill_coef and not algorithm.kl.reference:
+        raise ValueError(
+            f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
+            f"{algorithm.distill_coef!r} without one: the teacher would be the model that the run starts from"
+        )
+    if algorithm.overlong_buffer > config.sampling.max_new_tokens:
+        raise ValueError(
+            f"learner.algorithm.overlong_buffer: want <= sampling.max_new_tokens = {config.sampling.max_new_tokens}, got "
+            f"{algorithm.overlong_buffer}: every response would lose reward; lower it"
+        )
     processes = max(config.up.actors, config.up.engines)
     if config.bus.auth and config.bus.auth_users < processes:
         raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")
@@ -171,9 +187,4 @@ def _refuse_contradictions(config: RunConfig) -> None:
     if config.learner.checkpoint_every % push_every:
         raise ValueError(
             f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
-        )
-    if config.run and config.bus.samples_max_bytes < config.stream_bytes_needed:
-        raise ValueError(
-            f"bus.samples_max_bytes: want >= {config.stream_bytes_needed} for what lies between the kept checkpoints, the lag and the "
-            f"history, got {config.bus.samples_max_bytes}; raise it, or lower learner.checkpoint_every or bus.history_samples"
         )

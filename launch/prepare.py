@@ -25,6 +25,10 @@ class Prepared:
     model: Path
     prompts: Path
 
+    @classmethod
+    def in_(cls, directory: Path) -> "Prepared":
+        return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
+
 
 class PreparedOtherwise(ValueError):
     """The directory holds files made from another config, or files that were not made here."""
@@ -42,20 +46,25 @@ def prepare(config: PrepareConfig, directory: Path) -> Prepared:
 
     Raises PreparedOtherwise, naming what differs, when they were made from another config.
     """
-    prepared = Prepared(model=directory / "model", prompts=directory / "prompts.jsonl")
-    wanted = dataclasses.asdict(config)
-    record = _read_record(directory)
-    if record is None and (prepared.model.exists() or prepared.prompts.exists()):
-        raise PreparedOtherwise(directory, f"has a model or prompts but no {RECORD}: they were not made by this program")
-    if record is not None and record["config"] != wanted:
-        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], wanted)}")
-    if record is not None and record["complete"]:
+    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    if refuse_other(config, directory):
         return prepared
     directory.mkdir(parents=True, exist_ok=True)
     _write_record(directory, wanted, complete=False)
     _make(config, prepared)
     _write_record(directory, wanted, complete=True)
     return prepared
+
+
+def refuse_other(config: PrepareConfig, directory: Path) -> bool:
+    """Whether what ``config`` asks for is there already. Raises PreparedOtherwise for files made from another config, or by others."""
+    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    record = _read_record(directory)
+    if record is None and (prepared.model.exists() or prepared.prompts.exists()):
+        raise PreparedOtherwise(directory, f"has a model or prompts but no {RECORD}: they were not made by this program")
+    if record is not None and record["config"] != wanted:
+        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], wanted)}")
+    return record is not None and bool(record["complete"])
 
 
 def digest(config: dict[str, Any]) -> str:

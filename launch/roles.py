@@ -310,6 +310,7 @@ async def tell_evicted(bus: "Bus", heartbeat: "Heartbeat") -> None:
 
 async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
     from bus.messages import Sampling
+    from launch.checks.resume import model_identity
     from learner import feeder
     from learner.prompts import PromptFile, model_tokenizer
 
@@ -349,6 +350,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
         vocab_size=vocab_size,
         max_context=max_context,
         eos_ids=eos_ids(model),
+        model=model_identity(model),
         draining=draining,
     )
 

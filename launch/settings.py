@@ -18,8 +18,9 @@ from typing import Any
 
 import yaml
 
-from bus import exit_codes
+from launch import yaml_file
 from launch.config import RunConfig
+from launch.yaml_file import SettingsError, shown
 from learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
@@ -28,12 +29,15 @@ NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CRED
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """What cannot be part of a run's name."""
 _NONE = type(None)
-
-
-class SettingsError(ValueError):
-    """A setting that is unknown, of the wrong type, or in contradiction to another one."""
-
-    exit_code = exit_codes.CONFIG
+KINDS: Mapping[Any, str] = {
+    int: "a whole number, such as 3",
+    float: "a number, such as 0.5",
+    bool: "true or false",
+    str: "text, in quotes if it looks like something else",
+    tuple: "a list, such as [a, b]",
+    dict: "a map, such as {name: value}",
+}
+"""How the types of settings are called in messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,53 +93,41 @@ def to_map(config: Any) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> list[tuple[str, Setting]]:
-    """Give every leaf of a YAML file with its line."""
-    try:
-        node = yaml.compose(file.read_text())
-    except OSError as error:
-        raise SettingsError(f"{file}: cannot be read: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{file}: not YAML: {error}") from None
-    if node is None:
-        return []
-    lines: dict[str, int] = {}
-    _note_lines(node, "", lines, file)
-    return list(_flatten(RunConfig, yaml.safe_load(file.read_text()), "", lambda path: f"{file}:{lines.get(path, 1)}"))
-
-
-def _note_lines(node: Any, path: str, lines: dict[str, int], file: Path) -> None:
-    """Where every key stands. Raises for one that stands twice in a map: YAML would drop the first without a word."""
-    lines.setdefault(path, node.start_mark.line + 1)
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            child = f"{path}.{key.value}" if path else str(key.value)
-            if child in seen:
-                raise SettingsError(f"{file}:{key.start_mark.line + 1}: {child}: stands twice, first in line {lines[child]}")
-            seen.add(child)
-            lines[child] = key.start_mark.line + 1
-            _note_lines(value, child, lines, file)
+    """Give every leaf of a YAML file with its line. Raises SettingsError."""
+    values, lines = yaml_file.read(file)
+    return [] if values is None else list(_flatten(RunConfig, values, "", lambda path: f"{file}:{lines.get(path, 1)}"))
 
 
 def _override(text: str) -> tuple[str, Setting]:
     path, equals, value = text.partition("=")
     if not equals or not path:
         raise SettingsError(f"--set {text}: want path.to.key=value")
-    return path.strip(), Setting(_yaml_value(value, f"--set {path}"), "--set")
+    return path.strip(), Setting(yaml_file.value(value, f"--set {path}"), "--set")
 
 
 def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
     for name, value in sorted(environment.items()):
         if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
             path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
-            yield path, Setting(_yaml_value(value, name), f"environment {name}")
+            _refuse_single_underscores(name, path)
+            yield path, Setting(yaml_file.value(value, name), f"environment {name}")
 
 
-def _yaml_value(text: str, where: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise SettingsError(f"{where}: not a YAML value: {text!r} ({error})") from None
+def _refuse_single_underscores(name: str, path: str) -> None:
+    """Raise SettingsError for TIDEMILL_LEARNER_STEPS, naming the variable that was meant."""
+    known = list(_paths(RunConfig, ""))
+    meant = next((one for one in known if one.replace(".", "_") == path.replace(".", "_")), None)
+    if meant is not None and path not in known:
+        variable = ENVIRONMENT_PREFIX + meant.replace(".", "__").upper()
+        raise SettingsError(f"environment {name}: want two underscores where a dot is in {meant}, got one; did you mean {variable}?")
+
+
+def _paths(section: type, prefix: str) -> Iterator[str]:
+    """Every setting and every section, by its dotted path."""
+    for name, kind in typing.get_type_hints(section).items():
+        yield f"{prefix}{name}"
+        if (inner := _section(kind)) is not None:
+            yield from _paths(inner, f"{prefix}{name}.")
 
 
 def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
@@ -186,7 +178,7 @@ def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], s
         yield path, Setting(values, origin(path))
         return
     if not isinstance(values, Mapping):
-        raise SettingsError(f"{origin(path)}: {path or 'the file'}: want a map of settings, got {values!r}")
+        raise SettingsError(f"{origin(path)}: {path or 'the file'}: {_not_a_map(section, values)}")
     kinds = typing.get_type_hints(section)
     for key, value in values.items():
         child = f"{path}.{key}" if path else str(key)
@@ -228,7 +220,7 @@ def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
         inner = _section(kind)
         if inner is not None:
             if path in settings and settings[path].value not in (None, {}):
-                raise SettingsError(f"{settings[path].origin}: {path}: want a map of settings, got {settings[path].value!r}")
+                raise SettingsError(f"{settings[path].origin}: {path}: {_not_a_map(inner, settings[path].value)}")
             if below:
                 values[name] = _build(inner, settings, f"{path}.")
             elif path in settings:
@@ -268,10 +260,10 @@ def _coerce(kind: Any, setting: Setting, path: str) -> Any:
     if value is None and _NONE in typing.get_args(kind):
         return None
     if bare is float and isinstance(value, int | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             value = float(value)  # YAML reads 1e-3 as a word
     if isinstance(value, float) and not math.isfinite(value):
-        raise SettingsError(f"{setting.origin}: {path}: want a number, got {value!r}")
+        raise SettingsError(f"{setting.origin}: {path}: want a finite number, got {value!r}; take the setting away for its default")
     if bare is tuple and isinstance(value, list):
         item = typing.get_args(_without_none(kind))[0]
         return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))
@@ -279,7 +271,12 @@ def _coerce(kind: Any, setting: Setting, path: str) -> Any:
         return str(value)
     if bare is Any or (isinstance(value, bare) and not (isinstance(value, bool) and bare is not bool)):
         return value
-    raise SettingsError(f"{setting.origin}: {path}: want {getattr(bare, '__name__', bare)}, got {value!r}")
+    raise SettingsError(f"{setting.origin}: {path}: want {KINDS.get(bare, str(bare))}, got {shown(value)}")
+
+
+def _not_a_map(section: type, value: Any) -> str:
+    first = dataclasses.fields(section)[0].name
+    return f"want a map of settings, such as {{{first}: ...}}, got {shown(value)}"
 
 
 def _section(kind: Any) -> type | None:
@@ -312,7 +309,7 @@ def render(loaded: Loaded) -> str:
         f"{config.samples_per_step}",
         f"# tasks handed out at most = (max_lag + 1) x groups_per_step = {(config.staleness.max_lag + 1) * config.learner.groups_per_step}",
         f"# samples of the run = {config.samples_per_step * config.learner.steps}",
-        f"# stream SAMPLES must hold {config.stream_bytes_needed} bytes, may hold {config.bus.samples_max_bytes}",
+        f"# stream SAMPLES may hold {config.bus.samples_max_bytes} bytes (`tidemill check` counts what it must hold)",
     ]
     return "\n".join(lines) + "\n"
 

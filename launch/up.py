@@ -28,16 +28,17 @@ from bus.errors import BusError
 from bus.messages import VersionRow
 from launch import audit_progress, process, roles, summary, view, wanted
 from launch.audit import audit, read_claims
-from launch.config import RunConfig
+from launch.checks.findings import CheckFailed
+from launch.checks.run import Purpose, check
+from launch.config import CONFIG_FILE, RunConfig
 from launch.host import Host
-from launch.settings import to_map
+from launch.settings import Loaded, to_map
 from launch.supervisor import GaveUp, Supervisor
 from launch.watch import Watch
 from learner.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """In the run's directory: locked by the one `up` that works in it, and holding its process id."""
@@ -165,7 +166,7 @@ class Up:
         self._say(f"{self._config.run}: files and logs in {self._root}")
         try:
             await self._prepare()
-            self._check_inputs()
+            await self._check_prepared()
             url = await self._start_bus()
             address = roles.own_address(self._config, url)
             async with connect(address, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
@@ -175,8 +176,8 @@ class Up:
         except asyncio.CancelledError:
             self.failure = f"not drained in time; at work still: {', '.join(self._supervisor.running) or 'no process'}"
             raise
-        except CannotBegin as error:
-            self.code, self.failure = WRONG_USE, str(error)
+        except (CannotBegin, CheckFailed) as error:
+            self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
         except (GaveUp, BusError) as error:
             self.code, self.failure = exit_codes.of(error), str(error)
         finally:
@@ -210,14 +211,12 @@ class Up:
         if code:
             raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
 
-    def _check_inputs(self) -> None:
-        """What every process would stumble over, said once and at once. Raises CannotBegin."""
-        try:
-            roles.model_shape(Path(self._config.model.path))
-        except ValueError as error:
-            raise CannotBegin(str(error)) from None
-        if not Path(self._config.data.path).is_file():
-            raise CannotBegin(f"data.path: want a file with prompts, got {self._config.data.path!r}")
+    async def _check_prepared(self) -> None:
+        """Check what could not be checked before it was made. Raises CheckFailed."""
+        if self._config.prepare is None:
+            return
+        report = await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())
+        report.refuse()
 
     async def _start_bus(self) -> str:
         if self._config.bus.url:
@@ -240,7 +239,7 @@ class Up:
         metrics.unlink(missing_ok=True)
         self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
-            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url])
+            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked"])
             self._host = Host(
                 bus,
                 self._supervisor,

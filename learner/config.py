@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.config import OF_GROUPS, AlgorithmConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,12 @@ class LearnerConfig:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.minibatches > self.groups_per_step:
             raise ValueError(f"minibatches: want <= groups_per_step = {self.groups_per_step}, got {self.minibatches}")
+        algorithm = self.algorithm
+        if self.group_size == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
+            raise ValueError(
+                f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1: "
+                "every advantage would be 0; raise it, or take advantage: reinforce or reinforce_pp"
+            )
         if self.keep_checkpoints < 2:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         if self.checkpoint_every < 0:

@@ -456,7 +456,7 @@ class DataSource:
         """
         state = read_state(data)
         for name, value in rules.identity.items():
-            if state["identity"].get(name) != value:
+            if state["identity"].get(name, value) != value:
                 want = f"{state['identity'].get(name)!r}, as in the checkpoint (another one needs another run)"
                 raise ConfigRefused(name, want, value)
         source = cls(rules, epoch=epoch, created=state["samples"]["created"])

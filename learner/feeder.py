@@ -35,18 +35,19 @@ async def run_feeder(
     vocab_size: int | None = None,
     max_context: int = 0,
     eos_ids: frozenset[int] = frozenset(),
+    model: str = "",
     draining: asyncio.Event | None = None,
     on_listening: Callable[[str], None] | None = None,
 ) -> None:
     """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint under ``root``.
 
-    ``keys`` admit the ranks. ``eos_ids``: tokens that end a response; empty = not known. ``on_listening`` is given the URL for FeedClient.
-    ``seed`` is that of the prompts' order (DataConfig.seed). Once ``draining`` is set, it ends when no rank is left and what they reported
-    is stored.
+    ``keys`` admit the ranks. ``eos_ids``: tokens that end a response; empty = not known. ``model``: as ``DataRules.model``.
+    ``on_listening`` is given the URL for FeedClient. ``seed`` is that of the prompts' order (DataConfig.seed). Once ``draining`` is set,
+    it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, FeedError, PromptError; of the bus Fenced (another
     learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
-    rules = _data_rules(run, learner, staleness, sampling, seed, push_every, max_context, prompts)
+    rules = _data_rules(run, learner, staleness, sampling, seed, push_every, max_context, prompts, model)
     feeder_rules = FeederRules(
         run=run,
         root=root,
@@ -87,6 +88,7 @@ def _data_rules(
     push_every: int,
     max_context: int,
     prompts: PromptFile,
+    model: str,
 ) -> DataRules:
     return DataRules(
         run=run,
@@ -102,6 +104,7 @@ def _data_rules(
         top_k=sampling.top_k,
         seed=seed,
         prompts_digest=prompts.digest,
+        model=model,
         **asdict(staleness),
     )
 

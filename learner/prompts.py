@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,10 @@ class PromptFile:
 
         Raises PromptError naming file and line: unreadable, empty, a key missing, a prompt that is neither text nor messages.
         """
-        if template and "{prompt}" not in template:
-            raise PromptError("data.template", "text with {prompt} in it", repr(template))
+        refuse_template(template)
         self._path, self._tokenize, self._max_tokens, self._template = path, tokenize, max_tokens, template
         self._shuffle, self._seed = shuffle, seed
-        self._rows = [_row(path, number, values, keys) for number, values in enumerate(_read(path))]
+        self._rows = list(read_rows(path, keys))
         if not self._rows:
             raise PromptError(str(path), "at least one prompt", "none")
         self._too_long: set[int] = set()
@@ -76,11 +75,7 @@ class PromptFile:
     @property
     def digest(self) -> str:
         """Of the file's content and of everything else that decides which prompt stands where."""
-        digest = hashlib.sha256(repr((self._template, self._shuffle, self._seed)).encode())
-        with self._path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-        return digest.hexdigest()[:16]
+        return prompts_digest(self._path, template=self._template, shuffle=self._shuffle, seed=self._seed)
 
     @property
     def num_too_long(self) -> int:
@@ -127,14 +122,10 @@ class PromptFile:
         raise PromptError(str(self._path), f"a prompt of <= {self._max_tokens} tokens", f"{len(self)} longer ones")
 
     def _look(self, epoch: int, offset: int) -> Drawn:
-        row = self._rows[int(self.order(epoch)[offset])]
-        prompt = row.prompt
-        if self._template and isinstance(prompt, str):
-            prompt = self._template.replace("{prompt}", prompt)
-            row = Row(number=row.number, prompt=prompt, label=row.label, metadata=row.metadata)
-        tokens = np.asarray(self._tokenize(prompt), np.int32)
+        row = templated(self._rows[int(self.order(epoch)[offset])], self._template)
+        tokens = np.asarray(self._tokenize(row.prompt), np.int32)
         if not len(tokens):
-            raise PromptError(_where(self._path, row.number), "a prompt of at least one token", repr(prompt))
+            raise PromptError(_where(self._path, row.number), "a prompt of at least one token", repr(row.prompt))
         return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens)
 
     def _skipped(self, drawn: Drawn) -> None:
@@ -144,6 +135,33 @@ class PromptFile:
             log.warning(
                 "prompt skipped where=%s tokens=%d max=%d skipped=%d", where, len(drawn.tokens), self._max_tokens, self.num_too_long
             )
+
+
+def prompts_digest(path: Path, *, template: str, shuffle: bool, seed: int) -> str:
+    """Of a file's content and of everything else that decides which prompt stands where."""
+    digest = hashlib.sha256(repr((template, shuffle, seed)).encode())
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()[:16]
+
+
+def read_rows(path: Path, keys: tuple[str, str, str]) -> Iterator[Row]:
+    """Give the rows of a prompt file in its order, read as they are asked for. Raises PromptError."""
+    return (row_of(path, number, values, keys) for number, values in enumerate(_read(path)))
+
+
+def templated(row: Row, template: str) -> Row:
+    """Put ``template`` around a text prompt; an empty one, and chat messages, stay as they are."""
+    if not template or not isinstance(row.prompt, str):
+        return row
+    return replace(row, prompt=template.replace("{prompt}", row.prompt))
+
+
+def refuse_template(template: str) -> None:
+    """Raise PromptError for a template that has no place for the prompt."""
+    if template and "{prompt}" not in template:
+        raise PromptError("data.template", "text with {prompt} in it", repr(template))
 
 
 def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
@@ -184,12 +202,14 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file):
             try:
                 values = json.loads(line)
             except json.JSONDecodeError as error:
-                raise PromptError(_where(path, number), "a JSON map", f"{line.strip()[:80]!r} ({error.msg})") from error
+                raise PromptError(_where(path, number), "a JSON map", f"{error.doc.strip()[:80]!r} ({error.msg})") from error
+            except (UnicodeDecodeError, RecursionError) as error:
+                raise PromptError(_where(path, number), "a JSON map in UTF-8", f"{line.strip()[:80]!r} ({error})") from error
             if not isinstance(values, dict):
                 raise PromptError(_where(path, number), "a JSON map", _kind(values))
             yield values
@@ -234,7 +254,8 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
-def _row(path: Path, number: int, values: Mapping[str, Any], keys: tuple[str, str, str]) -> Row:
+def row_of(path: Path, number: int, values: Mapping[str, Any], keys: tuple[str, str, str]) -> Row:
+    """Make a row of one line's values. Raises PromptError."""
     where = _where(path, number)
     prompt, label, metadata = (
         value_at(values, key, where=where, setting=f"data.{name}_key") if key or name == "prompt" else None

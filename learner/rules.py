@@ -35,6 +35,8 @@ class DataRules:
     seed: int = 0
     """Of the order of prompts and of the sampler seeds."""
     prompts_digest: str = ""
+    model: str = ""
+    """Which model and tokenizer, in words and digests; "" = not known."""
 
     def __post_init__(self) -> None:
         if self.push_every - 1 > self.max_lag:
@@ -59,7 +61,7 @@ class DataRules:
     @property
     def identity(self) -> dict[str, Any]:
         """What may not change during a run: data made under other values could not be told apart."""
-        names = ("run", "seed", "prompts_digest", "temperature", "top_p", "top_k")
+        names = ("run", "seed", "prompts_digest", "model", "temperature", "top_p", "top_k")
         return {name: getattr(self, name) for name in names}
 
     @property

@@ -61,8 +61,13 @@ class ModelShape:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UnsupportedModel(str(path), f"want a Hugging Face configuration: {error}") from error
-        _check_supported(config, str(path))
-        return _from_config(config, eos_ids=eos_ids_of(config, model_dir), where=str(path))
+        return cls.of(config, eos_ids=eos_ids_of(config, model_dir), where=str(path))
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
+        """From the map in a config.json, which ``where`` names. Raises UnsupportedModel."""
+        _check_supported(config, where)
+        return _from_config(config, eos_ids=eos_ids, where=where)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
@@ -135,6 +140,8 @@ def _from_config(config: Mapping[str, Any], *, eos_ids: tuple[int, ...], where: 
         )
     except KeyError as error:
         raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
+    except (TypeError, OverflowError) as error:
+        raise UnsupportedModel(where, f"a size is no number: {error}") from error
 
 
 def _rope(config: Mapping[str, Any], where: str) -> Rope:

@@ -31,6 +31,11 @@ class Text:
         eos_id = tokenizer.token_to_id(eos) if eos else None
         return cls(tokenizer, () if eos_id is None else (eos_id,))
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """``add_special``: with what the tokenizer puts before and behind every text (a chat template has it in it already).
 

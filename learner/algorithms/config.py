@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
+OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl")
+"""Estimators that compare the samples of a group: of a group of one they make nothing, advantage 0."""
 LOSSES = ("ppo", "reinforce", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv", "sft")
 ANCHORED = ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")
 """Losses that compare the new policy with an anchor."""
@@ -194,7 +196,7 @@ class AlgorithmConfig:
     reject: tuple[str, ...] | None = None
     """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
     veto: float = 0.0
-    """Reject a sample with a token whose ratio is below this (1e-4); 0 = off."""
+    """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
     binary_kl_limit: float | None = None
     """KPop; 0 = off."""
     opsm_threshold: float | None = None
@@ -249,8 +251,12 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 _NOT_NEGATIVE = (
     *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
-    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef"),
+    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef", "entropy_coef"),
 )
+_OF_LOSS = {"dppo_penalty": "dppo_tv", "sapo_tau_positive": "sapo", "sapo_tau_negative": "sapo"}
+"""Settings that only one loss looks at (or one of the user's own, which may look at any)."""
+_OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
+"""Settings that sft, which has no advantages, does not look at."""
 
 
 def _refuse(config: AlgorithmConfig) -> None:
@@ -265,8 +271,35 @@ def _refuse(config: AlgorithmConfig) -> None:
     for name in _NOT_NEGATIVE:
         if getattr(config, name) < 0:
             raise ValueError(f"{name}: want >= 0, got {getattr(config, name)!r}")
+    for name in ("sapo_tau_positive", "sapo_tau_negative"):
+        if getattr(config, name) <= 0:
+            raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
+    if config.veto >= 1:
+        raise ValueError(f"veto: want < 1, such as 1e-4 (fresh data has ratio 1 and would be rejected), or 0, got {config.veto!r}")
     config.rejects  # noqa: B018  # parsed for its errors
+    _refuse_ignored(config)
     _refuse_contradictions(config)
+
+
+def _refuse_ignored(config: AlgorithmConfig) -> None:
+    """Raise ValueError for a setting that was changed and that nothing looks at."""
+    assert config.loss is not None
+    defaults = {f.name: f.default for f in fields(AlgorithmConfig)}
+    for name, loss in _OF_LOSS.items():
+        if config.loss != loss and ":" not in config.loss and getattr(config, name) != defaults[name]:
+            got = getattr(config, name)
+            raise ValueError(f"{name}: {config.loss} does not look at it; want loss: {loss}, or {defaults[name]} here, got {got!r}")
+    if config.loss_constant and config.aggregation != "constant":
+        raise ValueError(
+            f"loss_constant: {config.aggregation} does not look at it; want aggregation: constant, or 0, got {config.loss_constant!r}"
+        )
+    if config.loss != "sft":
+        return
+    for name in _OF_ADVANTAGES:
+        if getattr(config, name) != defaults[name]:
+            raise ValueError(f"{name}: sft has no advantages; want it left out, or another loss, got {getattr(config, name)!r}")
+    if config.kl.reward_coef:
+        raise ValueError(f"kl.reward_coef: sft looks at no reward; want kl.coef, or another loss, got {config.kl.reward_coef!r}")
 
 
 def _refuse_contradictions(config: AlgorithmConfig) -> None:
@@ -278,9 +311,13 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
             "want weight: none, or anchor: proximal"
         )
     if config.loss in ANCHORED and config.anchor == "none":
-        raise ValueError(f"anchor: {config.loss} compares the policy with another one; want proximal or rollout")
+        preset = "bypass" if config.loss == "ppo" else config.loss
+        raise ValueError(
+            f"anchor: {config.loss} compares the policy with another one; want proximal or rollout, as in correction: {preset}, got 'none'"
+        )
     if config.loss in ("reinforce", "sft") and config.anchor != "none":
-        raise ValueError(f"anchor: {config.loss} compares the policy with none; want anchor: none, got {config.anchor!r}")
+        preset = "correction: sft" if config.loss == "sft" else "correction: tis (with weights) or none (without)"
+        raise ValueError(f"anchor: {config.loss} compares the policy with none; want anchor: none, as in {preset}, got {config.anchor!r}")
     if config.loss in ("sapo", "topr", "vespo") and config.weight != "none":
         raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
     if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto or config.binary_kl_limit or config.m2_limit):
@@ -292,7 +329,10 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.weight_high and config.weight_low >= config.weight_high:
         raise ValueError(f"weight_low: want < weight_high = {config.weight_high}, got {config.weight_low}")
     if (config.weight != "none" and config.weight_low > 1) or 0 < config.weight_high < 1:
-        raise ValueError(f"weight_low, weight_high: want 1 between them, got {config.weight_low}, {config.weight_high}")
+        raise ValueError(
+            f"weight_low, weight_high: want weight_low <= 1 <= weight_high (the weight of fresh data is 1), "
+            f"got {config.weight_low}, {config.weight_high}"
+        )
     if config.weight_action == "truncate" and config.weight_low:
         raise ValueError(f"weight_low: truncate has no lower bound; want weight_action: clip or mask, got weight_low {config.weight_low}")
     if config.self_normalise and config.weight == "none":

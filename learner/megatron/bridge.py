@@ -19,8 +19,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from transformers import AutoConfig
 
-from learner.errors import ConfigRefused
 from learner.megatron.attention import PackedRotary, SDPACoreAttention
+from learner.megatron.sizes import FAMILIES, refusals, rope_arguments
 
 
 class _LocalLayers:
@@ -76,7 +76,7 @@ class _LocalLayers:
             "max_sequence_length": hf_config.max_position_embeddings,
             "position_embedding_type": "rope",
             "rotary_base": hf_config.rope_theta,
-            **_rope_scaling(getattr(hf_config, "rope_scaling", None)),
+            **rope_arguments(getattr(hf_config, "rope_scaling", None)),
         }
 
     @torch.no_grad()
@@ -95,19 +95,6 @@ class _LocalLayers:
             yield from zip(names, tensors, strict=True)
 
 
-def _rope_scaling(scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Megatron's arguments for a Hugging Face ``rope_scaling``; refuses what Megatron computes differently."""
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
-        return {}
-    if kind == "linear":
-        return {"seq_len_interpolation_factor": scaling["factor"]}
-    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(scaling.get(name) == value for name, value in llama3.items()):
-        return {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
-    raise ConfigRefused("model.rope_scaling", "none, linear, or llama3 with Llama's own constants", dict(scaling))
-
-
 class _Qwen3(_LocalLayers, Qwen3Bridge):
     pass
 
@@ -122,6 +109,7 @@ class _Llama(_LocalLayers, LLaMABridge):
 
 _BRIDGES: Mapping[str, type[_LocalLayers]] = {"qwen3": _Qwen3, "qwen2": _Qwen2, "llama": _Llama}
 """By ``model_type`` of the Hugging Face config."""
+assert sorted(_BRIDGES) == sorted(FAMILIES)
 
 
 def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) -> Any:
@@ -130,13 +118,8 @@ def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) ->
     Raises ConfigRefused for a model type without a bridge, or sizes that tensor parallelism cannot split.
     """
     hf_config = AutoConfig.from_pretrained(model_dir)
-    if hf_config.model_type not in _BRIDGES:
-        raise ConfigRefused(f"{model_dir}/config.json: model_type", f"one of {sorted(_BRIDGES)}", hf_config.model_type)
-    for name in ("vocab_size", "num_key_value_heads", "intermediate_size"):
-        if getattr(hf_config, name) % tensor_parallel:
-            raise ConfigRefused(
-                f"{model_dir}/config.json: {name}", f"a multiple of tensor_parallel={tensor_parallel}", getattr(hf_config, name)
-            )
+    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", tensor_parallel=tensor_parallel):
+        raise refused
     bridge = _BRIDGES[hf_config.model_type](hf_config, dtype)
     assert isinstance(bridge, LLMBridge)
     return bridge

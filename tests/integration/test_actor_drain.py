@@ -100,7 +100,7 @@ async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOp
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
         before = built.scheduler.counters.tokens_generated
         draining, second_draining = asyncio.Event(), asyncio.Event()
-        config = ActorConfig(drain_finish_s=0.0, join_requests=join)
+        config = ActorConfig(reward="digits", drain_finish_s=0.0, join_requests=join)
         first = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "first"))
         async with half_done(built):
             second = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second"))
@@ -137,7 +137,7 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
         unfinished, had = GROUP, 0
         for turn in range(3):
-            config = ActorConfig(drain_finish_s=0.0)
+            config = ActorConfig(reward="digits", drain_finish_s=0.0)
             async with actor_process(nats_server.url, bus.run, config, id=f"a{turn}") as actor:
                 async with half_done(built, unfinished, each=10):
                     actor.terminate()
@@ -145,7 +145,7 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
             lengths = [len(partial.tokens) for partial in (await bus.partials.of(tasks[0])).values() if not partial.sample_seq]
             assert min(lengths) > had, "everyone went on"
             unfinished, had = len(lengths), max(lengths)
-        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="last"):
+        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="last"):
             await samples_until(bus, complete(tasks, GROUP))
             await settled(bus)
         assert_undisturbed(await all_samples(bus), whole)
@@ -158,7 +158,7 @@ async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
-        config = ActorConfig(drain_finish_s=0.0)
+        config = ActorConfig(reward="digits", drain_finish_s=0.0)
         async with actor_process(nats_server.url, bus.run, config, id="drained", lease_s=LEASE_S) as drained, half_done(built):
             drained.terminate()
             assert await drained.exit_code() == 0
@@ -189,7 +189,7 @@ async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpe
         draining = asyncio.Event()
         async with engine() as first, Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2):
             tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
-            config = ActorConfig(engines=(first.url, second.url))
+            config = ActorConfig(reward="digits", engines=(first.url, second.url))
             second.phase = "stale"
             work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))
             async with half_done(first):
@@ -207,7 +207,7 @@ async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpe
 async def test_without_partials_it_finishes_everything_first(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built:
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED))
-        config, draining = ActorConfig(partials=False, drain_finish_s=0.0), asyncio.Event()
+        config, draining = ActorConfig(reward="digits", partials=False, drain_finish_s=0.0), asyncio.Event()
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))
         async with half_done(built):
             draining.set()

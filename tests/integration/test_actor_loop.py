@@ -62,7 +62,7 @@ def overflows(request: RewardRequest) -> float:
 async def acting(bus: Bus, server: EmbeddedServer, id: str = "a1", **settings: Any) -> AsyncIterator[asyncio.Event]:
     """An actor in this process; it is drained at the end and must end by that."""
     draining = asyncio.Event()
-    config = ActorConfig(**{"generate_timeout_s": 60.0, **settings})
+    config = ActorConfig(**{"reward": "digits", "generate_timeout_s": 60.0, **settings})
     work = asyncio.create_task(run_actor(server.url, bus.run, config, bus.config, draining, id))
     try:
         yield draining
@@ -278,7 +278,7 @@ async def test_what_is_held_at_the_deadline_is_handed_back(open_bus: BusOpener, 
         client = HttpEngine(built.url)
         await client.pause()
         await issue(bus, await take_over(bus))
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, ActorConfig(), bus.config, asyncio.Event(), "a1"))
+        work = asyncio.create_task(run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a1"))
         await at_work(built, 4)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -306,7 +306,7 @@ async def test_the_url_of_the_bus_is_all_it_needs(open_bus: BusOpener, nats_serv
 
 async def test_it_waits_for_the_bus_and_can_be_drained_meanwhile(tmp_path: Any) -> None:
     draining = asyncio.Event()
-    work = asyncio.create_task(run_actor("nats://127.0.0.1:9", "r", ActorConfig(), BusConfig(), draining, "a1"))
+    work = asyncio.create_task(run_actor("nats://127.0.0.1:9", "r", ActorConfig(reward="digits"), BusConfig(), draining, "a1"))
     await asyncio.sleep(0)
     draining.set()
     await work

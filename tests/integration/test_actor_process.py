@@ -43,7 +43,7 @@ async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpe
             first.kill()
             await first.exit_code()
         assert await bus.tasks.backlog() == (0, 1), "still leased by the dead"
-        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="second", lease_s=5.0):
+        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="second", lease_s=5.0):
             found = await samples_until(bus, complete(tasks))
             await settled(bus)
         found = await all_samples(bus)
@@ -59,7 +59,7 @@ async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpe
 async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built) as client:
         tasks = await issue(bus, await take_over(bus), 5, sampling=Sampling(max_new_tokens=100, seed=7))
-        config = ActorConfig(max_samples_in_flight=8)
+        config = ActorConfig(reward="digits", max_samples_in_flight=8)
         async with actor_process(nats_server.url, bus.run, config, id="a1") as actor:
             await at_work(built, 8)
             actor.terminate()
@@ -77,7 +77,7 @@ async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(
 async def test_not_drained_in_time_it_hands_back_and_exits_75(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built):
         (task,) = await issue(bus, await take_over(bus))
-        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="a1", drain_s=0.2) as actor:
+        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1", drain_s=0.2) as actor:
             await at_work(built, 4)
             actor.terminate()
             assert await actor.exit_code() == 75

@@ -16,14 +16,14 @@ from bus.connection import connect
 from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from tests import data_kit
+from tests.check_kit import write_model, write_prompts
 from tests.whole.running import ROOT, SMOKE, live, until_step, up
 
 
 def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     """With a model and prompts that are there, and nothing else."""
-    (tmp_path / "model").mkdir(exist_ok=True)
-    (tmp_path / "model" / "config.json").write_text('{"vocab_size": 16, "max_position_embeddings": 64}')
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1=", "label": "1"}\n')
+    write_model(tmp_path / "model")
+    write_prompts(tmp_path / "prompts.jsonl")
     command = [sys.executable, "-m", "launch", "up", str(SMOKE)]
     inputs = ("prepare=null", f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl")
     for setting in (f"directory={tmp_path}/run", *inputs, *settings):
@@ -34,9 +34,9 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("settings", "code", "complaint"),
     [
-        (["model.path=no/model"], 2, "model.path: want a directory with a Hugging Face model"),
-        (["data.path=no/prompts.jsonl"], 2, "data.path: want a file with prompts, got 'no/prompts.jsonl'"),
-        (["prepare.task=copy"], 1, "prepare ended with code"),
+        (["model.path=no/model"], 78, "model.path: want a directory with a Hugging Face model"),
+        (["data.path=no/prompts.jsonl"], 78, "no/prompts.jsonl: want a file of prompts, got no such file"),
+        (["prepare.task=copy", "model.path=''", "data.path=''"], 78, "they were not made by this program"),
         (["bus.host=203.0.113.1", "bus.insecure=true"], 1, "bus ended with code"),
     ],
     ids=["no-model", "no-prompts", "prepare", "bus"],
@@ -45,7 +45,7 @@ def test_what_cannot_work_is_said_on_the_terminal(tmp_path: Path, settings: list
     (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # by somebody else: refused by prepare
     result = run_up(tmp_path, *settings, "up.restarts=0")
     assert result.returncode == code, result.stdout + result.stderr
-    assert complaint in result.stdout, result.stdout
+    assert complaint in result.stdout + result.stderr, result.stdout + result.stderr
 
 
 def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path, nats_server: EmbeddedServer) -> None:

@@ -31,8 +31,8 @@ def processor_s() -> float:
         (("--help",), 0),
         (("up", "launch/configs/digits.yaml", "--print-config"), 0),
         (("config", "launch/configs/digits.yaml"), 0),
-        (("up", "launch/configs/digits.yaml", "--set", "learner.stepz=3"), 2),
-        (("up", "no/such/file.yaml"), 2),
+        (("up", "launch/configs/digits.yaml", "--set", "learner.stepz=3"), 78),
+        (("up", "no/such/file.yaml"), 78),
     ],
     ids=["help", "print-config", "config", "config-error", "no-file"],
 )
@@ -63,7 +63,7 @@ def test_loads_nothing_heavy(arguments: list[str]) -> None:
 
 def test_errors_go_to_stderr_with_path_and_cure() -> None:
     result = tidemill("up", "launch/configs/digits.yaml", "--set", "staleness.maxlag=3")
-    assert result.returncode == 2
+    assert result.returncode == 78
     assert "staleness.maxlag: no such setting; did you mean staleness.max_lag?" in result.stderr
     assert "Traceback" not in result.stderr
 

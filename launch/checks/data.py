@@ -1,0 +1,111 @@
+"""Checks of the prompt file: can it be read, are its keys those that the settings name, do its prompts fit. Reads for a second at most."""
+
+import random
+import time
+from itertools import chain
+from pathlib import Path
+
+from launch.checks.findings import Report
+from launch.checks.model import Model
+from launch.checks.tokens import CannotRender, Tokenize
+from launch.config import RunConfig
+from launch.datasets import prompts
+from learner.errors import PromptError
+from learner.prompts import Row, read_rows, refuse_template, row_of, templated
+
+SETTING = "data.path"
+READ_S = 0.5
+"""After ``SURE_ROWS`` rows no more are read, or turned into tokens, than this takes."""
+SURE_ROWS = 500
+CURE = "mend the file, or data.prompt_key, data.label_key, data.metadata_key"
+
+
+def check_data(report: Report, config: RunConfig, model: Model | None, tokenize: Tokenize | None, *, made: bool) -> Row | None:
+    """Find what is wrong with ``data``, which ``prepare`` makes if ``made``; gives its first row."""
+    try:
+        refuse_template(config.data.template)
+        if made:
+            return _check_prepared(report, config)
+        if not config.data.path:
+            cure = "name one, or let a small one be made: prepare: {kind: digits}"
+            report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
+            return None
+        rows, complete = _read(config)
+        if not rows:
+            raise PromptError(config.data.path, "at least one prompt", "none")
+    except PromptError as error:
+        where = report.at(error.where) if error.where.startswith("data.") else error.where
+        report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
+        return None
+    size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
+    if model is not None and tokenize is not None and not _check_lengths(report, config, model, rows, tokenize):
+        return rows[0]
+    report.good("data", f"{config.data.path}: {size} read")
+    return rows[0]
+
+
+def _keys(config: RunConfig) -> tuple[str, str, str]:
+    return config.data.prompt_key, config.data.label_key, config.data.metadata_key
+
+
+def _check_prepared(report: Report, config: RunConfig) -> Row:
+    """Its rows are known before they are written. Raises PromptError."""
+    assert config.prepare is not None
+    row = row_of(Path(config.data.path), 0, next(prompts(config.prepare)), _keys(config))
+    if config.prepare.kind == "digits":  # a token a character
+        tokens = len(templated(Row(number=0, prompt="0" * config.prepare.max_digits + "="), config.data.template).prompt)
+        room = config.prepare.max_position - config.sampling.max_new_tokens
+        if tokens > room > 0:
+            want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
+            report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure="raise prepare.max_position")
+    report.good("data", f"made at the start: {config.prepare.kind}")
+    return row
+
+
+def _read(config: RunConfig) -> tuple[list[Row], bool]:
+    """Rows, and whether these are all. Raises PromptError."""
+    rows: list[Row] = []
+    until = time.monotonic() + READ_S
+    for row in read_rows(Path(config.data.path), _keys(config)):
+        rows.append(row)
+        if len(rows) >= SURE_ROWS and time.monotonic() > until:
+            return rows, False
+    return rows, True
+
+
+def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[Row], tokenize: Tokenize) -> bool:
+    """Turn the first row and others by chance into tokens; False when no prompt can be used."""
+    limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
+    if limit <= 0:  # reported with the model
+        return True
+    others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
+    until, long, looked_at = time.monotonic() + READ_S, [], 0
+    for number in chain([0], others):
+        row = templated(rows[number], config.data.template)
+        place = f"{config.data.path}:{row.number + 1}"
+        try:
+            length = len(tokenize(row.prompt))
+        except CannotRender as error:
+            want = "a prompt that tokenizer and chat template take"
+            report.error("data", place, want=want, got=str(error), cure="mend the row, data.template or the model's chat template")
+            return False
+        looked_at += 1
+        if length > limit:
+            long.append((row.number + 1, length))
+        if looked_at >= SURE_ROWS and time.monotonic() > until:
+            break
+    _report_long(report, config, limit, sorted(long), looked_at)
+    return len(long) < looked_at
+
+
+def _report_long(report: Report, config: RunConfig, limit: int, long: list[tuple[int, int]], looked_at: int) -> None:
+    if not long:
+        return
+    line, length = long[0]
+    where, want = f"{config.data.path}:{line}", f"prompts of <= {limit} tokens"
+    got = f"{length} tokens there, {len(long)} too long of {looked_at} looked at"
+    cure = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
+    if len(long) == looked_at:
+        report.error("data", where, want=want, got=got, cure=cure)
+    else:
+        report.warning("data", where, want=want, got=got, cure=f"these are left out; {cure}")

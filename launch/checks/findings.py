@@ -1,0 +1,75 @@
+"""What a check finds, and the error that all of it becomes. Knows no check."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+OK, WARNING, ERROR = "ok", "warning", "error"
+WRONG_CONFIG = 78
+"""Exit code of a process whose configuration or data cannot work. Source: EX_CONFIG of sysexits.h."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    level: str
+    """ok | warning | error."""
+    topic: str
+    """model | tokenizer | data | reward | ..."""
+    text: str
+    """Where, what was wanted, what came, and the cure."""
+
+    def __str__(self) -> str:
+        return f"{self.level:<8}{self.topic:<10}{self.text}"
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything found, in order; ``origins`` says where each setting that is not a default stands."""
+
+    origins: Mapping[str, str] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == ERROR]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == WARNING]
+
+    def at(self, setting: str) -> str:
+        """``run.yaml:3: model.path``: a setting behind the place where it was set, if it was."""
+        return f"{self.origins[setting]}: {setting}" if setting in self.origins else setting
+
+    def good(self, topic: str, text: str) -> None:
+        self.findings.append(Finding(level=OK, topic=topic, text=text))
+
+    def error(self, topic: str, where: str, *, want: str, got: Any, cure: str) -> None:
+        self.findings.append(Finding(level=ERROR, topic=topic, text=_line(where, want, got, cure)))
+
+    def warning(self, topic: str, where: str, *, want: str, got: Any, cure: str) -> None:
+        self.findings.append(Finding(level=WARNING, topic=topic, text=_line(where, want, got, cure)))
+
+    def refuse(self) -> None:
+        """Raise CheckFailed with all errors, if there are any."""
+        if self.errors:
+            raise CheckFailed([finding.text for finding in self.errors])
+
+
+class CheckFailed(ValueError):
+    """A run that cannot work as it is configured: all of the reasons."""
+
+    exit_code = WRONG_CONFIG
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+
+    def __str__(self) -> str:
+        return "\n  ".join(self.reasons)
+
+
+def _line(where: str, want: str, got: Any, cure: str) -> str:
+    return f"{where}: want {want}, got {got if isinstance(got, str) else repr(got)}; {cure}"

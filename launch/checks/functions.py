@@ -1,0 +1,166 @@
+"""Checks of what a run takes from its user's code: the reward, loaded with its options, and loss and advantage, by reading their source."""
+
+import ast
+import asyncio
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bus.messages import Status
+from launch.checks.findings import Report
+from launch.config import RunConfig
+from learner.prompts import Row
+from rewards.errors import BadRewardOption, UnknownReward
+from rewards.port import RewardRequest, Scorer
+from rewards.registry import TABLE, load
+
+CALL_S = 10.0
+"""For one call of a reward by import path, asked for with --check-reward."""
+GSPO_WIDE = 0.01
+"""A range of GSPO's ratio wider than this is that of another loss."""
+CONTRACTS = {
+    "loss": (4, "", "(log_probs_T, anchor_T, tokens, config)"),
+    "advantage": (2, "lengths_N", "(rewards_N, groups_N, *, lengths_N)"),
+}
+"""Positional arguments that the learner calls it with, the keyword besides, and how its signature looks."""
+
+
+def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bool, call: bool) -> None:
+    """Load the reward with its options, and score ``row``: with one of the house, with another if ``call``.
+
+    ``here``: actors run on this machine; where none does, a module that is missing here may be there.
+    """
+    name, where = config.actor.reward, report.at("actor.reward")
+    if not name:
+        want = f"a reward: one of {', '.join(sorted(TABLE))}, or an import path module:function"
+        report.error("reward", where, want=want, got="none", cure="add, say, actor: {reward: exact}")
+        return
+    try:
+        score = load(name, config.actor.reward_options)
+    except UnknownReward as error:
+        severity = report.error if here or ":" not in name else report.warning
+        cure = "mend the name; modules are looked for in this directory and in PYTHONPATH"
+        severity("reward", where, want="a reward that can be loaded", got=f"{name!r}: {error.reason}", cure=cure)
+        return
+    except BadRewardOption as error:
+        option = f"actor.reward_options.{error.option}"
+        report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="mend it, or leave it out")
+        return
+    except Exception as error:  # the user's module, while it is imported
+        got = f"{type(error).__name__}: {error}"
+        report.error("reward", where, want=f"{name} imported", got=got, cure="mend the module")
+        return
+    if row is not None and (call or name in TABLE):
+        _call(report, name, score, row)
+    else:
+        report.good("reward", f"{name} loaded" + ("" if name in TABLE else ", not called (--check-reward calls it once)"))
+
+
+def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
+    """Score a response that is the label itself."""
+    if name in TABLE and not _is_answer(row.label, many=name == "exact"):
+        kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
+        want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
+        cure = "name the key that holds the answer, or take a reward of your own"
+        report.error("reward", f"row {row.number + 1} of data.path", want=want, got=f"a {kind}", cure=cure)
+        return
+    request = RewardRequest(prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata)
+    try:
+        got = asyncio.run(_within(score, request))
+    except Exception as error:  # whatever a reward raises; an actor would store the sample as failed
+        reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        want = f"a number for row {row.number + 1} of data.path with its label as the response"
+        report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"mend {name}")
+        return
+    report.good("reward", f"{name}: the label of row {row.number + 1} as the response is worth {got}")
+
+
+async def _within(score: Scorer, request: RewardRequest) -> Any:
+    async with asyncio.timeout(CALL_S):
+        return await score(request)
+
+
+def _is_answer(label: Any, *, many: bool) -> bool:
+    if many and isinstance(label, list):
+        return all(_is_answer(one, many=False) for one in label)
+    return isinstance(label, str | int | float)
+
+
+def check_algorithm(report: Report, config: RunConfig) -> None:
+    """Resolve ``loss`` and ``advantage`` where they are import paths, without importing them (that would load torch); doubt bad ranges."""
+    _doubt_gspo(report, config)
+    for name, (count, keyword, signature) in CONTRACTS.items():
+        path = getattr(config.learner.algorithm, name)
+        if ":" not in path:
+            continue
+        try:
+            reason = _misfit(path, count, keyword)
+        except (ImportError, ValueError, SyntaxError, OSError) as error:
+            reason = f"{type(error).__name__}: {error}"
+        setting = f"learner.algorithm.{name}"
+        if reason:
+            cure = "mend it; modules are looked for in this directory and in PYTHONPATH (docs/algorithms.md has the contract)"
+            report.error("algorithm", report.at(setting), want=f"a function {signature}", got=f"{path!r}: {reason}", cure=cure)
+        else:
+            report.good("algorithm", f"{setting}: {path} is there")
+
+
+def _doubt_gspo(report: Report, config: RunConfig) -> None:
+    """Source: docs/algorithms.md, section 3.16."""
+    algorithm, name = config.learner.algorithm, "learner.algorithm"
+    assert algorithm.clip_high is not None
+    if algorithm.loss not in ("gspo", "gspo_token"):
+        return
+    if algorithm.anchor == "rollout" and algorithm.clip_high < GSPO_WIDE:
+        cure, got = f"take anchor: proximal, as in correction: {algorithm.loss}", f"clip_high {algorithm.clip_high} at anchor: rollout"
+        want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
+        report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
+    elif algorithm.anchor == "proximal" and algorithm.clip_high > GSPO_WIDE:
+        want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
+        got, cure = f"{algorithm.clip_low} and {algorithm.clip_high}", f"take correction: {algorithm.loss}, or set clip_low and clip_high"
+        report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
+    if algorithm.aggregation != "seq_mean_token_mean":
+        want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"take correction: {algorithm.loss}, or set it"
+        report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
+
+
+def _misfit(path: str, count: int, keyword: str) -> str:
+    """What is wrong with the function at ``module:function``; empty = nothing that its source shows."""
+    module, _, name = path.partition(":")
+    spec = importlib.util.find_spec(module)
+    if spec is None:
+        return f"no module {module}"
+    if not spec.origin or not spec.origin.endswith(".py"):
+        return ""
+    tree = ast.parse(Path(spec.origin).read_bytes())
+    found = [node for node in tree.body if name in _names(node)]
+    if not found:
+        known = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in tree.body)
+        return "" if known else f"{module} has no {name!r}"
+    return _unlike(found[-1].args, count, keyword) if isinstance(found[-1], ast.FunctionDef) else ""
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    """What a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name for alias in node.names)
+    else:
+        yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+
+
+def _unlike(arguments: ast.arguments, count: int, keyword: str) -> str:
+    """In what a signature differs from the call; empty = in nothing."""
+    positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
+    named = [*positional[count:], *(one.arg for one in arguments.kwonlyargs)]
+    takes = ", ".join([*positional, *(one.arg for one in arguments.kwonlyargs)]) or "nothing"
+    if len(positional) < count and arguments.vararg is None:
+        return f"it takes {takes}; it is called with {count} arguments"
+    if keyword and keyword not in named and arguments.kwarg is None:
+        return f"it takes {takes}; it is called with {keyword}= as well"
+    if len(positional) - len(arguments.defaults) > count + (keyword in positional[count:]):
+        return f"it takes {takes}; it is called with {count} arguments"
+    return ""

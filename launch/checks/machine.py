@@ -1,0 +1,154 @@
+"""Checks of what is around a run: the bus, the engine's program, directories, disk and memory. Starts nothing."""
+
+import json
+import os
+import re
+import shutil
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from bus.address import parse
+from bus.config import OLDEST_SERVER
+from launch.checks.findings import Report
+from launch.checks.model import Model
+from launch.config import RunConfig
+
+ENGINES = ("builtin", "sglang")
+ANSWER_S = 0.5
+"""For a bus to say what it is."""
+TRAINING_BYTES = 18
+"""Of memory for each parameter in a rank: weight, gradient, and Adam's three numbers in float32, less what is shared."""
+CHECKPOINT_BYTES = 16
+"""On disk for each parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
+GPU = Path("/dev/nvidiactl")
+"""There where CUDA is: weights lie elsewhere than in the memory that is checked."""
+
+
+def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
+    """Find out whether the engine's program is there; ``here``: engines are started on this machine."""
+    engine = config.engine
+    if engine.kind not in ENGINES:
+        report.error("engine", report.at("engine.kind"), want=" or ".join(ENGINES), got=engine.kind, cure="there are no others")
+        return
+    if engine.kind == "sglang" and not engine.sglang.url and shutil.which(engine.sglang.python) is None:
+        severity = report.error if here else report.warning
+        where, want = report.at("engine.sglang.python"), "the Python interpreter of an environment with SGLang"
+        got, cure = f"{engine.sglang.python!r}: no such program", "make that environment (docs/sglang.md), or set engine.kind: builtin"
+        severity("engine", where, want=want, got=got, cure=cure)
+
+
+def check_bus(report: Report, config: RunConfig, model: Model | None, *, reach: bool) -> None:
+    """Find what is wrong with ``bus``; ``reach``: ask the server that ``bus.url`` names for its version."""
+    _check_stream(report, config, model)
+    for name in ("tls_cert", "tls_key", "tls_ca"):
+        file = getattr(config.bus, name)
+        if file and not Path(file).is_file():
+            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="mend the path")
+    if not config.bus.url:
+        return
+    where = report.at("bus.url")
+    wrong = _wrong_servers(config.bus.url)
+    if wrong:
+        want = "nats://host:port (or tls://), several with commas"
+        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure="mend it, or leave it out: a server is started then")
+    elif reach:
+        _reach(report, where, config.bus.url)
+
+
+def _wrong_servers(url: str) -> str:
+    """What is wrong with the address; empty = nothing."""
+    if "://" not in url and ":" not in url:
+        return "no port"
+    try:
+        for server in parse(url).servers:
+            parts = urlsplit(server)
+            if parts.port == 0 or not re.fullmatch(r"[A-Za-z0-9._:-]+", parts.hostname or ""):
+                return f"no host and port in {server}"
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_stream(report: Report, config: RunConfig, model: Model | None) -> None:
+    """Room for the samples between the kept checkpoints, counted by the longest that there can be."""
+    longest = config.data.max_prompt_tokens
+    if not longest and model is not None:
+        longest = max(0, model.context - config.sampling.max_new_tokens)
+    needed = config.stream_bytes(longest)
+    if config.bus.samples_max_bytes < needed:
+        want = f">= {needed} for what lies between the kept checkpoints, the lag and the history, in samples of {longest} prompt tokens"
+        cure = "raise it, or lower data.max_prompt_tokens, learner.checkpoint_every or bus.history_samples"
+        report.error("bus", report.at("bus.samples_max_bytes"), want=want, got=config.bus.samples_max_bytes, cure=cure)
+
+
+def _reach(report: Report, where: str, url: str) -> None:
+    """Read what any of the servers says of itself before it is asked anything."""
+    reasons = []
+    for server in parse(url).servers:
+        try:
+            info = _info(server)
+        except (OSError, ValueError) as error:
+            reasons.append(f"{server}: {error}")
+            continue
+        _check_server(report, where, server, info)
+        return
+    want = "a nats-server that can be reached"
+    report.error("bus", where, want=want, got="; ".join(reasons), cure="start it, or leave bus.url out: one is started then")
+
+
+def _info(server: str) -> dict[str, object]:
+    """Source: docs.nats.io, "NATS Protocol": a server sends ``INFO {...}`` first, before TLS, too."""
+    parts = urlsplit(server)
+    with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=ANSWER_S) as opened:
+        line = opened.makefile("rb").readline(1 << 16)
+    if not line.startswith(b"INFO "):
+        raise ValueError("no nats-server answers there")
+    found: dict[str, object] = json.loads(line[5:])
+    return found
+
+
+def _check_server(report: Report, where: str, server: str, info: dict[str, object]) -> None:
+    version, oldest = str(info.get("version", "0.0")), ".".join(map(str, OLDEST_SERVER))
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST_SERVER:
+        report.error("bus", where, want=f"nats-server >= {oldest}", got=f"{version} at {server}", cure="update it")
+    elif not info.get("jetstream"):
+        report.error("bus", where, want="a nats-server with JetStream", got=f"one without at {server}", cure="start it with -js")
+    else:
+        report.good("bus", f"{server}: nats-server {version} with JetStream")
+
+
+def check_places(report: Report, config: RunConfig, model: Model | None) -> None:
+    """Can the run's directory be written, and has the disk room for what will be kept in it?"""
+    there = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        want = "a directory that can be made and written to"
+        report.error("disk", report.at("directory"), want=want, got=f"{there} cannot be written to", cure="set another directory")
+        return
+    free, parameters = shutil.disk_usage(there).free, model.num_parameters if model is not None else 0
+    kept = CHECKPOINT_BYTES * parameters * (config.learner.keep_checkpoints + 1) + 4 * parameters
+    if kept > free:
+        want = f"{_gb(kept)} for {config.learner.keep_checkpoints} checkpoints, one being written, and the model"
+        cure = "set directory to a larger disk, or lower learner.keep_checkpoints"
+        report.error("disk", report.at("directory"), want=want, got=f"{_gb(free)} free on {there}", cure=cure)
+    else:
+        report.good("disk", f"{_gb(free)} free on {there}, {_gb(kept)} wanted for checkpoints")
+
+
+def check_memory(report: Report, config: RunConfig, model: Model | None, *, engines: int) -> None:
+    """Compare the memory of ranks and engines on this machine with what it has; nothing is said of an accelerator's."""
+    if model is None or (GPU.exists() and config.learner.device != "cpu"):
+        return
+    ranks = config.learner.data_parallel
+    wanted = model.num_parameters * (TRAINING_BYTES * ranks + 8 * engines)  # an engine has what it serves, and what is pushed meanwhile
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > total:
+        want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"
+        cure = "train a smaller model, lower up.engines or learner.data_parallel, or take a larger machine"
+        report.error("memory", report.at("model.path"), want=want, got=f"{_gb(total)}", cure=cure)
+    else:
+        report.good("memory", f"{_gb(total)}, {_gb(wanted)} wanted for weights")
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

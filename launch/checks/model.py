@@ -1,0 +1,194 @@
+"""Checks of the model: its directory, sizes against parallelism and context, weights, tokenizer. Loads no torch."""
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from actors.builtin.shape import ModelShape
+from actors.errors import UnsupportedModel
+from launch.checks.findings import Report
+from launch.config import ModelConfig, RunConfig
+from launch.prepare_config import PrepareConfig
+from learner.megatron.sizes import FAMILIES, refusals
+
+SETTING = "model.path"
+INDEX = "model.safetensors.index.json"
+HEADER_MOST = 100_000_000
+"""Bytes. Source: the safetensors library's own limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What the other checks need to know of the model."""
+
+    directory: Path | None
+    """None = ``prepare`` makes it when the run starts."""
+    vocab_size: int
+    context: int
+    """Tokens of prompt and response: of the model, or of the engine where that takes fewer."""
+    num_parameters: int
+    """0 = not known."""
+
+
+def check_model(report: Report, config: RunConfig, *, made: bool) -> Model | None:
+    """Find what is wrong with the model, which ``prepare`` makes if ``made``; None when nothing else can be said without it."""
+    path = Path(config.model.path)
+    prepare = config.prepare if made else None
+    where = "prepare" if prepare is not None else f"{path}/config.json"
+    values = prepared_values(prepare) if prepare is not None else _read_config(report, config.model)
+    if values is None:
+        return None
+    before = len(report.errors)
+    for refused in refusals(values, where=where, tensor_parallel=config.learner.tensor_parallel):
+        cure = "lower learner.tensor_parallel" if "tensor_parallel" in refused.want else "train another model"
+        report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
+    shape = _shape(report, values, where)
+    if shape is None or len(report.errors) > before:
+        return None
+    parameters = sum(math.prod(tensor) for tensor in shape.tensors().values())
+    model = Model(
+        directory=None if prepare is not None else path,
+        vocab_size=shape.vocab_size,
+        context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
+        num_parameters=parameters,
+    )
+    if prepare is None:
+        _check_weights(report, path, shape)
+    _check_context(report, config, model, shape)
+    _check_reference(report, config, shape)
+    if len(report.errors) == before:
+        what = "made at the start" if prepare is not None else str(path)
+        report.good(
+            "model",
+            f"{what}: {shape.family}, {shape.num_layers} layers of {shape.hidden}, {parameters:,} parameters, "
+            f"{shape.vocab_size} tokens, context {model.context}",
+        )
+    return model
+
+
+def prepared_values(prepare: PrepareConfig) -> dict[str, Any]:
+    """The config.json that ``prepare`` is going to write, as far as the checks read it."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": prepare.vocab_size or {"digits": 16, "gsm8k": 512}[prepare.kind],
+        "hidden_size": prepare.hidden,
+        "intermediate_size": prepare.intermediate,
+        "num_hidden_layers": prepare.layers,
+        "num_attention_heads": prepare.heads,
+        "num_key_value_heads": prepare.kv_heads,
+        "head_dim": prepare.head_dim,
+        "max_position_embeddings": prepare.max_position,
+        "rope_theta": prepare.rope_theta,
+        "tie_word_embeddings": prepare.tie_embeddings,
+    }
+
+
+def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
+    path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
+    if not model.path:
+        cure = "name one, or let a small one be made: prepare: {kind: digits}"
+        report.error("model", report.at(SETTING), want=want, got="none", cure=cure)
+        return None
+    file = path / "config.json"
+    if not file.is_file():
+        got = "no such directory" if not path.is_dir() else "a directory without config.json"
+        report.error("model", report.at(SETTING), want=want, got=f"{model.path!r}: {got}", cure="give the directory it was saved to")
+        return None
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        report.error("model", str(file), want="a JSON map", got=str(error), cure=f"save the model again, or mend {report.at(SETTING)}")
+        return None
+    if not isinstance(values, dict):
+        report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
+        return None
+    return values
+
+
+def _shape(report: Report, values: Mapping[str, Any], where: str) -> ModelShape | None:
+    """The sizes; None for a model that the built-in decoder cannot follow, which the learner would train differently, too."""
+    try:
+        return ModelShape.of(values, where=where)
+    except UnsupportedModel as error:
+        if values.get("model_type") in FAMILIES:  # else it has been reported already
+            report.error("model", error.where, want="a model that engine and learner know", got=error.reason, cure="train another model")
+    except ValueError as error:
+        report.error("model", where, want="sizes that are numbers", got=str(error), cure="save the model again")
+    return None
+
+
+def _check_weights(report: Report, path: Path, shape: ModelShape) -> None:
+    """Names and shapes in the files' headers, against what the configuration says; no weight is read."""
+    cure = f"save the model again, or give another one ({report.at(SETTING)})"
+    try:
+        there = tensors_in(path)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        report.error("model", str(path), want="its weights in *.safetensors", got=str(error), cure=cure)
+        return
+    for name, wanted in shape.tensors().items():
+        if there.get(name) != wanted:
+            got = "none" if name not in there else f"one of {there[name]}"
+            report.error("model", str(path), want=f"a tensor {name} of {wanted}, as config.json has it", got=got, cure=cure)
+            return
+
+
+def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises ValueError, OSError."""
+    if (path / INDEX).is_file():
+        files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = sorted(file.name for file in path.glob("*.safetensors"))
+    if not files:
+        raise ValueError("no such file")
+    found: dict[str, tuple[int, ...]] = {}
+    for name in files:
+        found |= _header(path / name)
+    return found
+
+
+def _header(file: Path) -> dict[str, tuple[int, ...]]:
+    """Source: huggingface.co/docs/safetensors, "Format": eight bytes of length, then a JSON map."""
+    with file.open("rb") as opened:
+        (length,) = struct.unpack("<Q", opened.read(8))
+        if length > HEADER_MOST:
+            raise ValueError(f"{file}: no safetensors file")
+        header = json.loads(opened.read(length))
+        end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    if file.stat().st_size < 8 + length + end:
+        raise ValueError(f"{file}: cut off after {file.stat().st_size} of {8 + length + end} bytes")
+    return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
+
+
+def _check_context(report: Report, config: RunConfig, model: Model, shape: ModelShape) -> None:
+    """Lengths of prompts and responses against what model and engine can hold."""
+    new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
+    if config.engine.max_context > shape.max_positions:
+        want, where = f"<= {shape.max_positions} (max_position_embeddings of the model)", report.at("engine.max_context")
+        report.error("context", where, want=want, got=config.engine.max_context, cure="lower it, or 0 for all of it")
+    if new >= model.context:
+        want = f"< {model.context}, the context of prompt and response together"
+        cure = f"set sampling.max_new_tokens to {max(1, model.context // 2)}, say"
+        report.error("context", report.at("sampling.max_new_tokens"), want=want, got=new, cure=cure)
+    elif longest + new > model.context:
+        want = f"<= {model.context - new}: a context of {model.context} less sampling.max_new_tokens = {new}"
+        report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two")
+
+
+def _check_reference(report: Report, config: RunConfig, shape: ModelShape) -> None:
+    """The reference model's weights take the place of the policy's for a forward pass: they must have the same shapes."""
+    reference = config.learner.algorithm.kl.reference
+    if not reference:
+        return
+    where, want = report.at("learner.algorithm.kl.reference"), "the directory of a model with the sizes of the trained one"
+    try:
+        there = ModelShape.read(Path(reference))
+    except ValueError as error:
+        report.error("model", where, want=want, got=str(error), cure="mend the path, or leave it empty: the model at the start of the run")
+        return
+    if there.tensors() != shape.tensors():
+        got = f"{there.family}, {there.num_layers} layers of {there.hidden} in {reference}"
+        report.error("model", where, want=want, got=got, cure="take a reference of the same architecture")

@@ -1,0 +1,41 @@
+"""Checks of ``prepare``: is what it makes used, and does it agree with what was made before?"""
+
+from dataclasses import dataclass
+
+from launch.checks.findings import Report
+from launch.config import RunConfig
+from launch.prepare import PreparedOtherwise, refuse_other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What ``prepare`` is going to make when the run starts, and the run is going to use."""
+
+    model: bool = False
+    prompts: bool = False
+
+
+def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Made:
+    """Find out whether ``prepare`` would make something that nothing reads, or in place of something else.
+
+    ``fresh``: what is in the run's directory is thrown away first.
+    """
+    if config.prepare is None:
+        return Made()
+    directory = f"{config.directory}/prepared"
+    used = Made(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
+    where = "prepare.kind" if "prepare.kind" in report.origins else "prepare"
+    if not used.model and not used.prompts:
+        want, cure = "either this and data.path, or prepare, which makes both", "take prepare away (--set prepare=null), or the two paths"
+        report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
+    elif not (used.model and used.prompts):
+        setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)
+        got = f"{value!r}, which is used instead"
+        report.warning("prepare", report.at(where), want=f"{setting} to be what it makes", got=got, cure="nothing to do, if that is meant")
+    try:
+        complete = not fresh and refuse_other(config.prepare, config.root / "prepared")
+    except PreparedOtherwise as error:
+        want = "nothing there, or what was made with the same settings"
+        report.error("prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory")
+        complete = True
+    return Made() if complete else used

@@ -1,0 +1,101 @@
+"""Is what goes on in a directory the run that began there? Compares what must not change; reads checkpoints, never the bus."""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from actors.builtin.shape import ModelShape
+from actors.errors import UnsupportedModel
+from launch.checks.findings import Report
+from launch.config import CONFIG_FILE, RunConfig
+from launch.settings import SettingsError, from_map
+from learner import checkpoints
+from learner.datasource import read_state
+from learner.errors import ReplayMismatch
+from learner.prompts import prompts_digest
+
+log = logging.getLogger(__name__)
+
+SETTINGS = {
+    "run": "run",
+    "seed": "data.seed",
+    "prompts_digest": "data.path",
+    "model": "model.path",
+    "temperature": "sampling.temperature",
+    "top_p": "sampling.top_p",
+    "top_k": "sampling.top_k",
+}
+"""Setting that each entry of ``learner.rules.DataRules.identity`` comes from."""
+HASHED_MOST = 256_000_000
+"""Bytes of a prompt file beyond which it is left to the feeder to compare it."""
+
+
+def check_resume(report: Report, config: RunConfig) -> None:
+    """Compare with the newest checkpoint, and with the configuration of the start before as far as that says more."""
+    file = config.root / CONFIG_FILE
+    began = began_with(file) if file.exists() else None
+    then = ({} if began is None else identity(began)) | _recorded(config.checkpoints)
+    now = identity(config)
+    before = len(report.errors)
+    for name, setting in SETTINGS.items():
+        if name in then and name in now and then[name] != now[name]:
+            want = f"{_shown(name, then[name], began)}, with which the run in {config.root} began"
+            cure = "go on without this change, or begin another run: set directory"
+            report.error("resume", report.at(setting), want=want, got=_shown(name, now[name], config), cure=cure)
+    if then and len(report.errors) == before:
+        report.good("resume", f"{config.root}: the same model, prompts and sampling as at its start")
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """As ``DataRules.identity``, of what is on disk; without what cannot be known yet."""
+    data, sampling = config.data, config.sampling
+    found: dict[str, Any] = {"run": config.run, "seed": data.seed}
+    found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    file = Path(data.path)
+    if file.is_file() and file.stat().st_size <= HASHED_MOST:
+        found["prompts_digest"] = prompts_digest(file, template=data.template, shuffle=data.shuffle, seed=data.seed)
+    if model := model_identity(Path(config.model.path)):
+        found["model"] = model
+    return found
+
+
+def model_identity(model: Path) -> str:
+    """Say which model a directory holds, in words and digests of its sizes and its tokenizer; empty for one that cannot be read."""
+    try:
+        shape = ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")), where=str(model))
+    except (OSError, ValueError, UnsupportedModel, AttributeError):
+        return ""
+    sizes = hashlib.sha256(repr(shape).encode()).hexdigest()[:8]
+    tokenizer = model / "tokenizer.json"
+    words = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:8] if tokenizer.is_file() else "none"
+    return f"{shape.family} of {shape.num_layers} layers of {shape.hidden} (sizes {sizes}, tokenizer {words})"
+
+
+def began_with(file: Path) -> RunConfig | None:
+    """The configuration that a run in this directory was last started with; None when it cannot be read."""
+    try:
+        return from_map(yaml.safe_load(file.read_text()), str(file))
+    except (OSError, yaml.YAMLError, SettingsError, AttributeError) as error:
+        log.warning("not compared with what the run began with file=%s error=%s", file, error)
+        return None
+
+
+def _recorded(root: Path) -> dict[str, Any]:
+    """What the newest checkpoint has recorded; empty without one."""
+    for checkpoint in checkpoints.listed(root):
+        try:
+            found: dict[str, Any] = read_state(checkpoints.read_state(checkpoint.path))["identity"]
+            return found
+        except (OSError, ValueError, KeyError, TypeError, ReplayMismatch) as error:
+            log.warning("checkpoint passed over directory=%s error=%s", checkpoint.path, error)
+    return {}
+
+
+def _shown(name: str, value: Any, config: RunConfig | None) -> str:
+    """A value with the file that it is of, where that is known."""
+    place = "" if config is None else config.model.path if name == "model" else config.data.path if name == "prompts_digest" else ""
+    return f"{place}: {value}" if place else repr(value)

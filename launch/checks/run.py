@@ -1,0 +1,49 @@
+"""All checks of a run before it starts: the one function that ``tidemill config``, ``check``, ``up`` and ``learner`` call."""
+
+from dataclasses import dataclass
+
+from launch.checks.data import check_data
+from launch.checks.findings import Report
+from launch.checks.functions import check_algorithm, check_reward
+from launch.checks.machine import check_bus, check_engine, check_memory, check_places
+from launch.checks.model import check_model
+from launch.checks.prepared import check_prepare
+from launch.checks.tokens import check_tokenizer
+from launch.settings import Loaded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Purpose:
+    """What the process that asks is going to do with the configuration."""
+
+    starts_workers: bool = True
+    """It starts ``up.actors`` and ``up.engines`` on this machine: their reward and program must be here."""
+    uses_bus: bool = False
+    """It needs the server at ``bus.url`` at once."""
+    resumes: bool = False
+    """It goes on with the run in its directory, if there is one."""
+    fresh: bool = False
+    """What is in the run's directory is thrown away first."""
+    call_reward: bool = False
+    """Call a reward by import path, too, which may do anything."""
+
+
+def check(loaded: Loaded, purpose: Purpose) -> Report:
+    """Check everything that can be known before a run starts, in a second or so; starts no process, writes nothing, loads no torch."""
+    config, report = loaded.config, Report(loaded.origins)
+    made = check_prepare(report, config, fresh=purpose.fresh)
+    model = check_model(report, config, made=made.model)
+    tokenize = check_tokenizer(report, config, model) if model is not None else None
+    row = check_data(report, config, model, tokenize, made=made.prompts)
+    actors_here = purpose.starts_workers and config.up.actors > 0
+    check_reward(report, config, row, here=actors_here, call=purpose.call_reward)
+    check_algorithm(report, config)
+    check_engine(report, config, here=purpose.starts_workers and config.up.engines > 0)
+    check_bus(report, config, model, reach=purpose.uses_bus)
+    check_places(report, config, model)
+    check_memory(report, config, model, engines=config.up.engines if purpose.starts_workers else 0)
+    if purpose.resumes:
+        from launch.checks.resume import check_resume
+
+        check_resume(report, config)
+    return report

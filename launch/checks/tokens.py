@@ -1,0 +1,85 @@
+"""Checks of the tokenizer and the chat template, and prompts as the learner will see them. Loads neither torch nor transformers."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from actors.builtin.text import Text
+from actors.chat_template import ChatTemplate
+from actors.errors import BadRequest
+from bus.messages import Prompt
+from launch.checks.findings import Report
+from launch.checks.model import SETTING, Model
+from launch.config import RunConfig
+
+Tokenize = Callable[[Prompt], Sequence[int]]
+WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
+"""Files of tokenizers that only transformers reads."""
+
+
+class CannotRender(ValueError):
+    """A prompt that tokenizer or chat template refuses."""
+
+
+def check_tokenizer(report: Report, config: RunConfig, model: Model) -> Tokenize | None:
+    """Give the function that turns a prompt into tokens; None where that cannot be known here."""
+    if model.directory is None:
+        return None
+    file = model.directory / "tokenizer.json"
+    text = _read(report, config, model, file)
+    if text is None:
+        return None
+    size = text.vocab_size
+    if size > model.vocab_size:
+        want = f"at most the {model.vocab_size} tokens of the model (vocab_size)"
+        report.error("tokenizer", str(file), want=want, got=size, cure=f"save the tokenizer that belongs to it ({report.at(SETTING)})")
+        return None
+    template = _template(report, config, model)
+    report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
+    return _tokenize(config, text, template, model.directory)
+
+
+def _read(report: Report, config: RunConfig, model: Model, file: Path) -> Text | None:
+    assert model.directory is not None
+    cure = f"save it beside the model: AutoTokenizer.from_pretrained(...).save_pretrained({str(model.directory)!r})"
+    try:
+        text = Text.read(model.directory)
+    except Exception as error:  # the tokenizers library raises nothing more special
+        report.error("tokenizer", str(file), want="a tokenizer", got=str(error), cure=cure)
+        return None
+    if text is None and config.engine.kind != "builtin" and any((model.directory / name).exists() for name in WITHOUT_JSON):
+        report.warning("tokenizer", str(file), want="one, to check prompts with", got="only a slow one", cure=cure)
+    elif text is None:
+        report.error("tokenizer", str(file), want="a tokenizer", got="no such file", cure=cure)
+    return text
+
+
+def _template(report: Report, config: RunConfig, model: Model) -> ChatTemplate | None:
+    assert model.directory is not None
+    try:
+        template = ChatTemplate.read(model.directory)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="mend it in tokenizer_config.json")
+        return None
+    if template is None and config.data.apply_chat_template:
+        want = f"a tokenizer with a chat template in {model.directory}"
+        cure = "add chat_template.jinja to the model, or set it to false and write data.template"
+        report.error("tokenizer", report.at("data.apply_chat_template"), want=want, got="none", cure=cure)
+    return template
+
+
+def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
+    def tokenize(prompt: Prompt) -> Sequence[int]:
+        """Raises CannotRender."""
+        try:
+            if isinstance(prompt, str) and not config.data.apply_chat_template:
+                return text.encode(prompt)
+            if template is None:
+                raise CannotRender(f"chat messages, and {directory} has no chat template")
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            return text.encode(template.render(messages), add_special=False)
+        except (CannotRender, BadRequest) as error:
+            raise CannotRender(str(error)) from None
+        except Exception as error:  # the tokenizers library raises nothing more special
+            raise CannotRender(f"the tokenizer refuses it: {error}") from None
+
+    return tokenize

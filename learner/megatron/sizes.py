@@ -1,0 +1,41 @@
+"""Which Hugging Face models the learner trains, by config.json: family, sizes under tensor parallelism, rotary embedding. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from learner.errors import ConfigRefused
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of ``model_type`` that have a bridge."""
+SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Sizes that tensor parallelism divides."""
+
+
+def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int) -> list[ConfigRefused]:
+    """Everything in a model's configuration that the learner cannot train; empty = it can."""
+    family = values.get("model_type")
+    if family not in FAMILIES:
+        return [ConfigRefused(f"{where}: model_type", f"one of {', '.join(FAMILIES)}", family)]
+    found = [
+        ConfigRefused(f"{where}: {name}", f"a multiple of learner.tensor_parallel = {tensor_parallel}", values[name])
+        for name in SPLIT
+        if isinstance(values.get(name), int) and values[name] % tensor_parallel
+    ]
+    try:
+        rope_arguments(values.get("rope_scaling"), where=where)
+    except ConfigRefused as refused:
+        found.append(refused)
+    return found
+
+
+def rope_arguments(scaling: Mapping[str, Any] | None, *, where: str = "model") -> dict[str, Any]:
+    """Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
+    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
+    if scaling is None or kind == "default":
+        return {}
+    if kind == "linear":
+        return {"seq_len_interpolation_factor": scaling["factor"]}
+    llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(scaling.get(name) == value for name, value in llama3.items()):
+        return {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+    raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", dict(scaling))

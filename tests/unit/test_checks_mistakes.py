@@ -1,0 +1,266 @@
+"""The mistakes of a first hour (docs/configuring.md): each is answered at once, with where, what was wanted, what came and what to do."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+from tests.check_kit import processes_started, write_model, write_prompts, write_run
+
+ANSWER_S = 2.0
+"""Of a processor."""
+DOCS = Path(__file__).parents[2] / "docs/configuring.md"
+Prepare = Callable[[Path, pytest.MonkeyPatch], object]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is done wrong, and what the message must have in it."""
+
+    where: str
+    want: str
+    got: str
+    cure: str
+    settings: tuple[str, ...] = ()
+    makes: Prepare | None = None
+    """Done to the directory of a run that is good."""
+    options: tuple[str, ...] = ()
+
+
+def prompts(*rows: object) -> Prepare:
+    return lambda root, _: write_prompts(root / "prompts.jsonl", *rows)
+
+
+def empty(root: Path, _: pytest.MonkeyPatch) -> None:
+    (root / "prompts.jsonl").write_text("")
+
+
+def without(name: str) -> Prepare:
+    return lambda root, _: (root / name).unlink()
+
+
+def yaml_text(text: str) -> Prepare:
+    return lambda root, _: (root / "run.yaml").write_text((root / "run.yaml").read_text() + text)
+
+
+def module(name: str, text: str) -> Prepare:
+    def make(root: Path, patch: pytest.MonkeyPatch) -> None:
+        (root / f"{name}.py").write_text(text)
+        patch.syspath_prepend(root)
+
+    return make
+
+
+def other_run(root: Path, _: pytest.MonkeyPatch) -> None:
+    """A run of the good configuration has been started here; now another model is named."""
+    (root / "run").mkdir()
+    (root / "run/config.yaml").write_text((root / "run.yaml").read_text() + "run: run\n")
+    write_model(root / "llama", model_type="llama")
+
+
+LONG = {"prompt": "one " * 300, "label": "3"}
+GOOD = {"prompt": "what is one plus two", "label": "3"}
+
+MISTAKES: dict[str, Mistake] = {
+    "a model directory that is not there": Mistake(
+        "--set: model.path",
+        "a directory with a Hugging Face model",
+        "'/nope': no such directory",
+        "give the directory",
+        ("model.path=/nope",),
+    ),
+    "a model without weights": Mistake(
+        "model",
+        "its weights in *.safetensors",
+        "no such file",
+        "save the model again",
+        (),
+        without("model/model.safetensors"),
+    ),
+    "a model without a tokenizer": Mistake(
+        "model/tokenizer.json",
+        "a tokenizer",
+        "no such file",
+        "save_pretrained",
+        (),
+        without("model/tokenizer.json"),
+    ),
+    "a family of models that is not known": Mistake(
+        "model/config.json: model_type",
+        "one of llama, qwen2, qwen3",
+        "got qwen3_moe",
+        "train another model",
+        (),
+        lambda root, _: write_config(root, "qwen3_moe"),
+    ),
+    "tensor parallelism that does not divide the heads": Mistake(
+        "config.json: num_attention_heads",
+        "a multiple of learner.tensor_parallel = 3",
+        "got 4",
+        "lower learner.tensor_parallel",
+        ("learner.tensor_parallel=3",),
+    ),
+    "responses longer than the context": Mistake(
+        "--set: sampling.max_new_tokens", "< 256", "got 5000", "set sampling.max_new_tokens to", ("sampling.max_new_tokens=5000",)
+    ),
+    "a data file that is not there": Mistake("no.jsonl", "a file of prompts", "no such file", "--set: data.path", ("data.path=no.jsonl",)),
+    "an empty data file": Mistake("prompts.jsonl", "at least one prompt", "got none", "mend the file", (), empty),
+    "broken JSON": Mistake("prompts.jsonl:2", "a JSON map", "Expecting value", "mend the file", (), prompts(GOOD, '{"prompt": ')),
+    "a key of prompts that is not there": Mistake(
+        "prompts.jsonl:1",
+        "key 'nope' (data.prompt_key)",
+        "['label', 'prompt']",
+        "mend the file, or data.prompt_key",
+        ("data.prompt_key=nope",),
+    ),
+    "a nested key that is not there": Mistake(
+        "prompts.jsonl:1",
+        "reward_model.gold",
+        "['label', 'prompt']",
+        "data.label_key",
+        ("data.label_key=reward_model.gold",),
+    ),
+    "a row without a label": Mistake(
+        "prompts.jsonl:2", "key 'label' (data.label_key)", "['prompt']", "mend the file", (), prompts(GOOD, {"prompt": "what"})
+    ),
+    "prompts that are all too long": Mistake(
+        "prompts.jsonl:1", "prompts of <= 240 tokens", "2 too long of 2", "a larger context", (), prompts(LONG, LONG)
+    ),
+    "a chat template that is not there": Mistake(
+        "--set: data.apply_chat_template",
+        "a chat template",
+        "got none",
+        "chat_template.jinja",
+        ("data.apply_chat_template=true",),
+        lambda root, _: write_model(root / "model", chat_template=False),
+    ),
+    "a label that the reward cannot compare with": Mistake(
+        "row 1 of data.path",
+        "a text or a number",
+        "a map",
+        "name the key that holds the answer",
+        (),
+        prompts({"prompt": "what", "label": {"answer": "3"}}),
+    ),
+    "no reward": Mistake(
+        "actor.reward", "a reward: one of digits, exact, math_answer", "got none", "actor: {reward: exact}", ("actor.reward=''",)
+    ),
+    "a reward that is not known": Mistake(
+        "--set: actor.reward", "one of ['digits', 'exact', 'math_answer']", "'nosuch'", "mend the name", ("actor.reward=nosuch",)
+    ),
+    "a reward in a module that is not there": Mistake(
+        "--set: actor.reward", "a reward that can be loaded", "cannot import nomod", "PYTHONPATH", ("actor.reward=nomod:fn",)
+    ),
+    "a reward that its module does not have": Mistake(
+        "--set: actor.reward",
+        "a reward that can be loaded",
+        "mistake_name has no 'nofn'",
+        "mend the name",
+        ("actor.reward=mistake_name:nofn",),
+        module("mistake_name", "def word(request):\n    return 1.0\n"),
+    ),
+    "an option that the reward does not take": Mistake(
+        "--set: actor.reward_options.bonos",
+        "an option of",
+        "there are ['bonus', 'in_thread']",
+        "mend it",
+        ("actor.reward=mistake_option:word", "actor.reward_options.bonos=1"),
+        module("mistake_option", "def word(request, bonus=0):\n    return 1.0\n"),
+    ),
+    "a reward that fails when it is called": Mistake(
+        "--set: actor.reward",
+        "a number for row 1",
+        "RuntimeError: no judge",
+        "mend mistake_call:word",
+        ("actor.reward=mistake_call:word",),
+        module("mistake_call", "def word(request):\n    raise RuntimeError('no judge')\n"),
+        ("check", "--check-reward"),
+    ),
+    "a loss with another signature": Mistake(
+        "--set: learner.algorithm.loss",
+        "a function (log_probs_T, anchor_T, tokens, config)",
+        "it takes log_probs_T; it is called with 4 arguments",
+        "docs/algorithms.md",
+        ("learner.algorithm.loss=mistake_loss:loss",),
+        module("mistake_loss", "import torch\ndef loss(log_probs_T):\n    return log_probs_T\n"),
+    ),
+    "an engine that is not known": Mistake(
+        "--set: engine.kind", "builtin or sglang", "got vllm", "there are no others", ("engine.kind=vllm",)
+    ),
+    "an address of the bus that is none": Mistake("--set: bus.url", "nats://host:port", "'foo'", "leave it out", ("bus.url=foo",)),
+    "a model and prompts beside `prepare`": Mistake(
+        "run.yaml:3: model.path", "or prepare, which makes both", "all of them", "--set prepare=null", ("prepare.kind=digits",)
+    ),
+    "groups of one": Mistake("group_size", "want >= 2", "got 1", "raise it", ("learner.group_size=1",)),
+    "another model at a resume": Mistake(
+        "--set: model.path",
+        "qwen2 of 1 layers of 16",
+        "llama of 1 layers of 16",
+        "begin another run",
+        ("model.path=llama",),
+        other_run,
+        ("up", "--resume"),
+    ),
+    "a misspelled setting": Mistake("--set", "did you mean learner.steps?", "learner.stepz", "did you mean", ("learner.stepz=3",)),
+    "a single value in place of a list": Mistake(
+        "--set: sampling.stop", "want a list", "got 'word'", "such as [a, b]", ("sampling.stop=word",)
+    ),
+    "a text that is not YAML": Mistake(
+        "run.yaml:", "not YAML", "expected", "look at 'learner: {steps: 3'", (), yaml_text("learner: {steps: 3\n")
+    ),
+    "a variable with one underscore": Mistake(
+        "environment TIDEMILL_LEARNER_STEPS",
+        "two underscores",
+        "got one",
+        "did you mean TIDEMILL_LEARNER__STEPS?",
+        (),
+        lambda _, patch: patch.setenv("TIDEMILL_LEARNER_STEPS", "3"),
+    ),
+}
+
+
+def write_config(root: Path, family: str) -> None:
+    config = root / "model/config.json"
+    config.write_text(config.read_text().replace("qwen2", family))
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mistake, file = MISTAKES[name], write_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    if mistake.makes is not None:
+        mistake.makes(tmp_path, monkeypatch)
+    before = sorted(tmp_path.rglob("*"))
+    command, *options = mistake.options or ("up",)
+    settings = [word for setting in mistake.settings for word in ("--set", setting)]
+    since = time.process_time()
+    with processes_started() as started:
+        code = cli.main([command, str(file), *options, *settings])
+    used_s = time.process_time() - since
+    shown = "".join(capsys.readouterr())
+    for part in (mistake.where, mistake.want, mistake.got, mistake.cure):
+        assert part in shown, shown
+    assert code == 78
+    assert not started
+    assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"] == before
+    assert used_s < ANSWER_S
+    assert "Traceback" not in shown
+
+
+def test_nothing_is_wrong_with_what_the_mistakes_are_made_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", str(write_run(tmp_path))]) == 0
+    out, err = capsys.readouterr()
+    assert "good" in out and not err
+
+
+def test_every_mistake_is_in_the_docs() -> None:
+    text = DOCS.read_text()
+    assert [name for name in MISTAKES if f"| {name} |" not in text] == []
