@@ -144,7 +144,10 @@ def _refuse_contradictions(config: RunConfig) -> None:
             "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or say "
             "learner.algorithm.train_without_correction: true as well"
         )
-    refuse_unknown(algorithm.alarms)
+    try:
+        refuse_unknown(algorithm.alarms)
+    except ValueError as bad:
+        raise ValueError(f"learner.algorithm.{bad}") from None
     if config.engine.colocated and not config.learner.colocated:
         raise ValueError("engine.colocated: follows from learner.colocated; want that one to be said")
     if config.learner.colocated and config.weights.overlap:

@@ -233,10 +233,18 @@ def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
     try:
         return section(**values)
     except ValueError as bad:
-        where = sorted(
-            {s.origin for p, s in settings.items() if p.startswith(prefix) and str(bad).startswith(p.removeprefix(prefix) + ":")}
-        )
-        raise SettingsError(f"{where[0] + ': ' if where else ''}{prefix}{bad}") from None
+        where = _origin([prefix + name for name in str(bad).partition(":")[0].split(", ")], settings)
+        raise SettingsError(f"{where + ': ' if where else ''}{prefix}{bad}") from None
+
+
+def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
+    """Where the first of the settings called ``names`` was set, itself or as a part of a map; empty for defaults."""
+    for name in names:
+        for known, setting in settings.items():
+            if known == name or name.startswith(f"{known}."):
+                return setting.origin
+    below = {setting.origin for known, setting in settings.items() if any(known.startswith(f"{name}.") for name in names)}
+    return below.pop() if len(below) == 1 else ""
 
 
 def _with_below(there: dict[str, Any], settings: Mapping[str, Setting], prefix: str) -> dict[str, Any]:

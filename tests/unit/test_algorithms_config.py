@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from launch.settings import load, render
-from learner.algorithms.config import PRESETS, AlarmConfig, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
+from learner.algorithms.config import ADVANTAGES, PRESETS, AlarmConfig, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
+from learner.algorithms.objective import Objective
+from learner.config import LearnerConfig
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
 
@@ -85,6 +88,19 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"correction": "tis", "proximal": "loglinear"}, "never looked at"),
         ({"correction": "a3po", "m2_limit": 0.04}, "saves the forward pass"),
         ({"overlong_penalty": 2.0}, "overlong_buffer > 0"),
+        ({"veto": 1.5}, "veto: want < 1"),
+        ({"veto": 1.0}, "veto: want < 1"),
+        ({"entropy_coef": -0.1}, "entropy_coef: want >= 0"),
+        ({"correction": "sapo", "sapo_tau_positive": 0.0}, "sapo_tau_positive: want > 0"),
+        ({"correction": "sapo", "sapo_tau_negative": -1.0}, "sapo_tau_negative: want > 0"),
+        ({"sapo_tau_positive": 2.0}, "sapo_tau_positive: ppo does not look at it; want loss: sapo"),
+        ({"correction": "bypass", "dppo_penalty": 0.1}, "dppo_penalty: ppo does not look at it; want loss: dppo_tv"),
+        ({"loss_constant": 100.0}, "loss_constant: token_mean does not look at it; want aggregation: constant"),
+        ({"correction": "sft", "advantage": "rloo"}, "advantage: sft has no advantages"),
+        ({"correction": "sft", "whiten": True}, "whiten: sft has no advantages"),
+        ({"correction": "sft", "overlong_buffer": 4}, "overlong_buffer: sft has no advantages"),
+        ({"correction": "sft", "distill_coef": 1.0}, "distill_coef: sft has no advantages"),
+        ({"correction": "sft", "kl": KLConfig(reward_coef=0.1)}, "kl.reward_coef: sft looks at no reward"),
     ],
 )
 def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], reason: str) -> None:
@@ -139,6 +155,32 @@ def test_where_a_setting_ends_to_be_good(good: dict[str, Any], bad: dict[str, An
     AlgorithmConfig(correction="decoupled", **good)
     with pytest.raises(ValueError, match="want"):
         AlgorithmConfig(correction="decoupled", **bad)
+
+
+def test_settings_are_taken_where_something_looks_at_them() -> None:
+    AlgorithmConfig(correction="dppo_tv", dppo_penalty=0.1)
+    AlgorithmConfig(correction="sapo", sapo_tau_positive=2.0)
+    AlgorithmConfig(aggregation="constant", loss_constant=100.0)
+    AlgorithmConfig(loss="package.module:mine", dppo_penalty=0.1, sapo_tau_negative=2.0)
+    AlgorithmConfig(veto=0.999)
+    assert AlgorithmConfig(correction="sft", kl=KLConfig(coef=0.1)).kl.coef == 0.1
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> None:
+    """The formula itself says which those are."""
+    alone = Objective(AlgorithmConfig(advantage=advantage, whiten=False)).advantages(
+        torch.tensor([1.0, 0.0, 3.0]), torch.arange(3), torch.tensor([2, 3, 4]), torch.tensor([2, 3, 4])
+    )
+    if alone.any():
+        assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage)).group_size == 1
+    else:
+        with pytest.raises(ValueError, match="group_size: want >= 2"):
+            LearnerConfig(group_size=1, algorithm=AlgorithmConfig(advantage=advantage))
+
+
+def test_groups_of_one_are_enough_without_advantages() -> None:
+    assert LearnerConfig(group_size=1, algorithm=AlgorithmConfig(correction="sft")).group_size == 1
 
 
 def test_where_the_other_settings_end() -> None:

@@ -178,6 +178,12 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["weights.push_every=4", "staleness.max_lag=2"], "push_every: want <= staleness.max_lag"),
         (["weights.push_every=3", "staleness.max_lag=2", "learner.checkpoint_every=20"], "multiple of weights.push_every"),
         (["learner.colocated=true", "weights.overlap=true"], "weights.overlap: want false with learner.colocated"),
+        (
+            ["learner.group_size=1", "learner.algorithm.advantage=reinforce", "staleness.filter_zero_variance=true"],
+            "staleness.filter_zero_variance: want learner.group_size >= 2",
+        ),
+        (["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"], "overlong_buffer: want <= sampling.max_new_tokens = 6"),
+        (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
         (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),
         (["learner.colocated=true", "engine.kind=sglang", "engine.sglang.url=http://x"], "engine.sglang.url: want a server"),
     ],

@@ -1,0 +1,160 @@
+"""The loader answers any configuration file with a configuration, or with a SettingsError of one line that names the file."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch import yaml_file
+from launch.config import RunConfig
+from launch.settings import SettingsError, load
+
+GOOD = (Path(__file__).resolve().parents[2] / "launch/configs/digits.yaml").read_bytes()
+PIECES = (
+    *("&x ", "*x", "<<: ", "<<: 3\n", "!!python/object/apply:os.system [ls]\n", "!!binary a", "!!set {a}", "!!int x", "? [a]\n: b", "- "),
+    *(
+        "learner:",
+        "steps:",
+        "actor:",
+        "reward_options:",
+        "thresholds:",
+        "numerics:",
+        "alarms:",
+        "algorithm:",
+        "reject:",
+        "sampling:",
+        "stop:",
+    ),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        ": ",
+        "\n",
+        "\n  ",
+        "\n    ",
+        "'",
+        '"',
+        "\t",
+        "#",
+        "|",
+        ">",
+        "%",
+        "@",
+        "---\n",
+        "...\n",
+        "\x00",
+        "\ufeff",
+        "\x85",
+    ),
+    *("1e400", ".nan", "null", "~", "true", "0x", "1_0", "1:30", "2020-01-01", "2020-99-99", "9" * 400, "9" * 5000, "a", "é", "run", "bus"),
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "complaint"),
+    [
+        ("a: 1\nb: &x {c: *x}\n", ":2: b.c: ", "want a value, got a reference to what it is in"),
+        ("learner:\n  <<: 3\n", ":2", "expected a mapping"),
+        ("seed: !!python/object/apply:os.getpid []\n", ":1", "could not determine a constructor"),
+        ("run: x\nactor: {reward_options: {a: !!set {b}}}\n", ":2", "could not determine a constructor"),
+        ("run: x\nseed: !!int x\n", ":1", "not YAML: invalid literal"),
+        ("? [a]\n: 3\n", ":1", "want names as keys"),
+        ("[" * 5000, ":1", "without end"),
+        ("seed: 3\nrun: a\x00b\n", ":2", "printable text"),
+        ("learner: {steps: 3\n", ":1", "not YAML: while parsing a flow mapping"),
+        ("learner:\n  steps: 3\n oops: 4\n", ":3", "not YAML"),
+        (
+            "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)),
+            ":",
+            "values, got more",
+        ),
+    ],
+    ids=["itself", "merge", "tag", "set", "int", "key", "deep", "nul", "open", "indent", "bomb"],
+)
+def test_a_defect_is_one_line_with_file_and_line(tmp_path: Path, text: str, where: str, complaint: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=re.escape(complaint)) as error:
+        load(file)
+    assert str(error.value).startswith(f"{file}{where}")
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_that_is_no_text_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"seed: 3\nrun: caf\xe9\n")
+    with pytest.raises(SettingsError, match=re.escape(f"{file}:2: want text in UTF-8, got the byte 0xe9")):
+        load(file)
+
+
+def test_a_date_stays_text(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("run: 2020-01-01\nactor: {reward_options: {since: 2020-01-01}}\n")
+    config = load(file).config
+    assert (config.run, config.actor.reward_options) == ("2020-01-01", {"since": "2020-01-01"})
+
+
+def test_anchors_and_merges_are_for_those_who_use_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("learner: &x {steps: 3}\nactor: {reward_options: {<<: *x, more: 1}}\n")
+    assert load(file).config.actor.reward_options == {"steps": 3, "more": 1}
+
+
+def refuses_or_loads(file: Path) -> None:
+    try:
+        config = load(file).config
+    except SettingsError as error:
+        assert str(file) in str(error), error
+        assert "\n" not in str(error), error
+    else:
+        assert isinstance(config, RunConfig)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.binary(max_size=60))
+def test_bytes(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "bytes.yaml"
+    file.write_bytes(data)
+    refuses_or_loads(file)
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=12))
+def test_pieces_of_yaml(pieces: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "pieces.yaml"
+    file.write_text("".join(pieces))
+    refuses_or_loads(file)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    place=st.integers(0, len(GOOD)), cut=st.integers(0, 30), piece=st.one_of(st.sampled_from(PIECES).map(str.encode), st.binary(max_size=4))
+)
+def test_a_good_file_with_something_else_in_one_place(place: int, cut: int, piece: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "mutated.yaml"
+    file.write_bytes(GOOD[:place] + piece + GOOD[place + cut :])
+    refuses_or_loads(file)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    path=st.sampled_from(
+        ["learner.algorithm.alarms.thresholds", "learner.algorithm.reject", "actor.reward_options", "learner", "seed", "bus.url"]
+    ),
+    value=st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["numerics", "k3", "steps", "a"]), inner, max_size=3),
+        max_leaves=6,
+    ),
+)
+def test_any_value_of_a_setting(path: str, value: object, tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.getbasetemp() / "empty.yaml"
+    file.write_text("")
+    try:
+        load(file, [f"{path}={yaml_file.shown(value)}"])
+    except SettingsError as error:
+        assert "--set" in str(error) or path.partition(".")[0] in str(error)
