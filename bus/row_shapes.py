@@ -114,6 +114,7 @@ _VERSION = _of(
         "snapshot": TEXT,
         "delta": TEXT,
         "base": WHOLE,
+        "after": WHOLE,
     },
 )
 _LIVE = _of(
@@ -125,6 +126,7 @@ _LIVE = _of(
         "pid": WHOLE,
         "phase": TEXT,
         "waits_for": TEXT,
+        "trouble": TEXT,
         "version": WHOLE,
         "epoch": WHOLE,
         "load": NUMBERS,
@@ -153,6 +155,8 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         subjects.FLOOR_KEY: Shape({"floor": NATURAL}, {}),
         "checkpoint": Shape({"directory": TEXT, "step": NATURAL}, {"epoch": NATURAL, "chain": TEXT}),
         "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
+        "api_key": Shape({"key": TEXT}, {}),
+        "refused.*": Shape({"actor": TEXT}, {"invalid": NATURAL, "reason": TEXT}),
         "cursor.*": Shape({"created": TEXT, "floor": NATURAL}, {"policy": TEXT, "owner": TEXT, "given_up": FLAG}),
     },
     "live": {"*": _LIVE},
@@ -161,8 +165,10 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
         "snapshot": _VERSION,
         "v.*": _VERSION,
         "want": Shape({"version": WHOLE}, {"by": TEXT, "nonce": TEXT}),
+        "evicted": Shape({"engines": keyed(TEXT, TEXT)}, {}),
         "turn": Shape({"whose": TEXT}, {"epoch": NATURAL}),
     },
+    "keys": {"admin": Shape({"key": TEXT}, {})},
     "wanted": {"*": Shape({}, {"engine": WHOLE, "actor": WHOLE})},
 }
 """By bucket and key; ``*`` stands for any end."""

@@ -5,14 +5,13 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from bus import exit_codes
 from launch.access import LEARNER, OPERATOR, allowed
 from launch.config import RunConfig
-from launch.settings import Loaded, load, render
+from launch.settings import Loaded, changes, load, render
 
 if TYPE_CHECKING:
     from bus.connection import Bus
@@ -128,11 +127,15 @@ def actor(args: argparse.Namespace) -> int:
 
 
 def _worker(args: argparse.Namespace, role: str) -> int:
-    wanted = None
+    wanted, changed = None, changes(args.set, os.environ)
     if args.config:
         wanted = _config(args)
         if wanted is None:
             return 0
+    elif args.print_config:
+        raise ValueError(
+            "--print-config: want --config FILE; without it the configuration is on the bus, and read when this process starts"
+        )
     from bus.errors import BusUnavailable
     from launch import process, roles
 
@@ -141,10 +144,14 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     address = _address(args, wanted, id)
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    work: Callable[..., Coroutine[Any, Any, None]] = roles.run_actor
-    if role == "engine":
-        work = partial(roles.run_engine, host=args.host, advertise=args.advertise)
-    taken = allowed(args.allow, os.environ)
+    work = roles.run_engine if role == "engine" else roles.run_actor
+    overridden = tuple(f"{path}[.=]*" for path in changed)  # what stands in the row there is not used
+    own = roles.Own(
+        allowed=(*allowed(args.allow, os.environ), *overridden),
+        changed=changed,
+        host=getattr(args, "host", ""),
+        advertise=getattr(args, "advertise", ""),
+    )
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
@@ -153,7 +160,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         except BusUnavailable as error:
             unreachable.append(error)
             return
-        await work(wanted, run, address, id, draining, allowed=taken)
+        await work(wanted, run, address, id, draining, own)
 
     code = process.run(body, drain_s=drain_s)
     if unreachable:

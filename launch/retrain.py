@@ -6,6 +6,7 @@ off-policy training on what was recorded.
 """
 
 import asyncio
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.messages import Plan
 from bus.server import EmbeddedServer
-from launch.settings import load
+from launch.settings import changes, from_map, load, to_map
 from launch.up import CONFIG_FILE, directory_of_one, run_up
 from learner import checkpoints
 from learner.datasource import read_state
@@ -31,7 +32,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         raise ValueError(f"--train: want --run-dir, the directory of a run on this machine, got {run_dir!r}")
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"--train: want a directory that is empty or not there yet, got {out}")
-    before = load(source / CONFIG_FILE).config
+    before = load(source / CONFIG_FILE, settings, os.environ).config
     if before.bus.url or before.bus.auth or not (source / BUS_DIRECTORY / "store").exists():
         raise ValueError(f"--train: want a run with an embedded bus without users, whose streams are in its directory, got {run_dir}")
     with directory_of_one(source, resume=True, fresh=False):
@@ -39,7 +40,7 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         first, last = asyncio.run(_rewound(source, target, before.run))
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
-    config = load(source / CONFIG_FILE, [*settings, *mine]).config
+    config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
     shutil.copy(source / CONFIG_FILE, target / CONFIG_FILE)  # what makes it a run that can be gone on with
     return run_up(config, resume=True, fresh=False)
 

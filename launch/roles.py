@@ -6,8 +6,9 @@ import fcntl
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from actors.router.config import RouterConfig
     from bus.connection import Bus
     from bus.live import Heartbeat
+    from launch.settings import Setting
     from learner.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,19 @@ def own_address(config: RunConfig, url: str) -> str:
     return address_line(url, config, LEARNER, os.environ)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """What the machine of an engine or actor says itself, beside the configuration that the run has written to the bus."""
+
+    allowed: Sequence[str] = ()
+    """What of that configuration may name code and files of this machine (``actors/allowed.py``)."""
+    changed: "Mapping[str, Setting]" = field(default_factory=dict)
+    """Settings given here, by path: they replace those of the run."""
+    host: str = ""
+    """Where to listen; empty = as the configuration of this machine says."""
+    advertise: str = ""
+
+
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
     from bus.address import parse
@@ -95,21 +110,10 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     await first_of(reached(), draining.wait())
 
 
-async def run_engine(
-    config: RunConfig | None,
-    run: str,
-    bus_url: str,
-    id: str,
-    draining: asyncio.Event,
-    *,
-    host: str = "",
-    advertise: str = "",
-    allowed: Sequence[str] = (),
-) -> None:
-    """Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner.
+async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+    """Serve a model. Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner.
 
-    ``host``, ``advertise``: of this machine, empty = those of ``config``; of a configuration from the bus they are never taken.
-    ``allowed``: what the bus may name of this machine (``actors/allowed.py``). Raises NotAllowed.
+    ``host`` and ``advertise`` of a configuration from the bus are never taken. Raises NotAllowed.
     """
     from actors import engine_process
     from actors.scratch import Scratch
@@ -119,13 +123,16 @@ async def run_engine(
     with Scratch("model") as fetched:
         if config is None:
             run = run or await found_run(bus_url, "engine", draining)
-            config = await config_on_bus(run, bus_url, draining, allowed) if run else None
+            config = await config_on_bus(run, bus_url, "engine", draining, own) if run else None
             if config is None:
                 return
             # an engine that the learner's machine did not start shares nothing with it
-            elsewhere = dataclasses.replace(config.engine, colocated=False, host=AUTO, advertise="")
+            given = config.engine
+            host = given.host if "engine.host" in own.changed else AUTO
+            advertise = given.advertise if "engine.advertise" in own.changed else ""
+            elsewhere = dataclasses.replace(given, colocated=False, host=host, advertise=advertise)
             config = dataclasses.replace(config, engine=elsewhere)
-        engine = dataclasses.replace(config.engine, host=host or config.engine.host, advertise=advertise or config.engine.advertise)
+        engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
         model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
         if model is None:
             return
@@ -142,8 +149,8 @@ async def run_engine(
         )
 
 
-async def config_on_bus(run: str, bus_url: str, draining: asyncio.Event, allowed: Sequence[str]) -> RunConfig | None:
-    """The configuration that the learner wrote, for an engine, waited for; None when ``draining`` is set first. Raises NotAllowed."""
+async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
+    """The configuration that the learner wrote, with what is changed here; None when ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
     from actors.membership import CONFIG_KEY, config_of_run, connected
@@ -151,9 +158,9 @@ async def config_on_bus(run: str, bus_url: str, draining: asyncio.Event, allowed
     from launch.settings import from_map
 
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, bus_url, run, BusConfig(), name="engine", draining=draining)
-        told = None if bus is None else await config_of_run(bus, draining, role="engine", allowed=allowed)
-    return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}")
+        bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
+        told = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
+    return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
@@ -175,16 +182,19 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     return None if draining.is_set() else into
 
 
-async def run_actor(
-    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, *, allowed: Sequence[str] = ()
-) -> None:
+async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+    """Work on a run's tasks. Without ``config``, that of the run is read from the bus."""
     from actors import actor_process
 
     run = run or await found_run(bus_url, "actor", draining)
     if not run:
         return
+    if config is None and own.changed:
+        config = await config_on_bus(run, bus_url, "actor", draining, own)
+        if config is None:
+            return
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
-    await actor_process.run_actor(bus_url, run, actor, bus, draining, id or None, allowed=allowed)
+    await actor_process.run_actor(bus_url, run, actor, bus, draining, id or None, allowed=own.allowed)
 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:

@@ -65,19 +65,27 @@ def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environmen
     files = [files] if isinstance(files, Path) else files
     for file in files:
         _take(settings, read_yaml(file))
-    _take(settings, [_override(text) for text in overrides])
-    _take(settings, _from_environment(environment or {}))
+    _take(settings, changes(overrides, environment or {}).items())
     _derive(settings, files)
     config = _build(RunConfig, settings, "")
     presets = {f"learner.algorithm.{name}": f"preset {config.learner.algorithm.correction}" for name in unset_names()}
     return Loaded(config, presets | {path: setting.origin for path, setting in settings.items()})
 
 
-def from_map(values: Mapping[str, Any], origin: str) -> RunConfig:
-    """Make a configuration from a nested map, such as the row that a run keeps on the bus. Raises SettingsError."""
+def from_map(values: Mapping[str, Any], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
+    """Make a configuration from a nested map, such as the row that a run keeps on the bus, and ``changes``. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _take(settings, _flatten(RunConfig, values, "", lambda _: origin))
+    _take(settings, (changed or {}).items())
     return typing.cast(RunConfig, _build(RunConfig, settings, ""))
+
+
+def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
+    """Give what ``--set`` and the environment change, for a configuration that comes later. Raises SettingsError for unknown settings."""
+    settings: dict[str, Setting] = {}
+    _take(settings, [_override(text) for text in overrides])
+    _take(settings, _from_environment(environment))
+    return settings
 
 
 def to_map(config: Any) -> dict[str, Any]:

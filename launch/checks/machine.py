@@ -104,7 +104,9 @@ def _info(server: str) -> dict[str, object]:
         line = opened.makefile("rb").readline(1 << 16)
     if not line.startswith(b"INFO "):
         raise ValueError("no nats-server answers there")
-    found: dict[str, object] = json.loads(line[5:])
+    found = json.loads(line[5:])
+    if not isinstance(found, dict):
+        raise ValueError("no nats-server answers there")
     return found
 
 

@@ -1,0 +1,237 @@
+"""What the checks find besides mistakes: warnings, the length of prompts, what a resumed run may not change, and how little they load."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import cli
+from launch.checks.findings import CheckFailed, Finding, Report
+from launch.checks.resume import model_identity
+from launch.checks.run import Purpose, check
+from launch.settings import load
+from learner import checkpoints
+from learner.datasource import DataSource
+from learner.rules import DataRules
+from tests.check_kit import write_model, write_prompts, write_run
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 2.0
+"""Of a processor, for a process that checks a file of 7,000 prompts."""
+
+
+def checked(tmp_path: Path, *settings: str, **purpose: bool) -> Report:
+    return check(load(write_run(tmp_path), settings), Purpose(**purpose))
+
+
+def texts(findings: list[Finding]) -> list[str]:
+    return [finding.text for finding in findings]
+
+
+def test_every_error_is_named_at_once(tmp_path: Path) -> None:
+    report = checked(tmp_path, "model.path=/nope", "actor.reward=nosuch", "engine.kind=vllm", "data.prompt_key=nope")
+    assert [error.topic for error in report.errors] == ["model", "data", "reward", "engine"]
+    with pytest.raises(CheckFailed) as failed:
+        report.refuse()
+    assert failed.value.exit_code == 78
+    assert len(str(failed.value).splitlines()) == 4
+
+
+def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    long, short = {"prompt": "one " * 300, "label": "3"}, {"prompt": "what is one", "label": "3"}
+    write_prompts(tmp_path / "prompts.jsonl", short, *[long, short] * 25)
+    (warning,) = check(load(file), Purpose()).warnings
+    assert f"{tmp_path}/prompts.jsonl:2: want prompts of <= 240 tokens, got 300 tokens there, 25 too long of 51 looked at" in warning.text
+    assert "these are left out" in warning.text
+
+
+@pytest.mark.parametrize(("length", "fits"), [(240, True), (241, False)])
+def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -> None:
+    file = write_run(tmp_path)
+    write_prompts(tmp_path / "prompts.jsonl", {"prompt": "one " * length, "label": "3"})
+    assert bool(check(load(file), Purpose()).errors) is not fits
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["data.max_prompt_tokens=241"], "data.max_prompt_tokens: want <= 240"),
+        (["engine.max_context=300"], "engine.max_context: want <= 256"),
+        (["engine.max_context=100", "sampling.max_new_tokens=100"], "sampling.max_new_tokens: want < 100"),
+        (["bus.tls_ca=no.pem"], "bus.tls_ca: want a PEM file, got 'no.pem'"),
+        (["bus.url=http://a:1"], "bus.url: want nats://host:port"),
+        (["bus.url=nats://a:x"], "bus.url: want nats://host:port"),
+        (["engine.kind=sglang", "engine.sglang.python=/no/python"], "engine.sglang.python: want the Python interpreter"),
+        (["learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"], "kl.reference: want the directory of a model"),
+        (["learner.algorithm.advantage=nothere:f"], "learner.algorithm.advantage: want a function (rewards_N, groups_N, *, lengths_N)"),
+        (["learner.algorithm.advantage=json:nothing"], "json has no 'nothing'"),
+        (["directory=/proc/1/run"], "directory: want a directory that can be made"),
+        (["data.template=no place"], "data.template: want text with {prompt} in it"),
+    ],
+)
+def test_what_cannot_work_is_an_error(tmp_path: Path, settings: list[str], complaint: str) -> None:
+    (error,) = texts(checked(tmp_path, *settings).errors)
+    assert complaint in error
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["learner.algorithm.loss=gspo"], ["learner.algorithm.clip_high: want about 3e-4", "learner.algorithm.aggregation: want seq_mean"]),
+        (
+            ["learner.algorithm.correction=gspo", "learner.algorithm.anchor=rollout", "learner.algorithm.weight=none"],
+            ["anchored at the proximal"],
+        ),
+        (["learner.algorithm.correction=gspo"], []),
+        (["prepare.kind=digits", "data.path="], ["model.path to be what it makes"]),
+    ],
+)
+def test_what_is_doubtful_is_a_warning(tmp_path: Path, settings: list[str], complaint: list[str]) -> None:
+    report = checked(tmp_path, *settings)
+    assert not report.errors
+    assert len(report.warnings) == len(complaint)
+    for warning, part in zip(texts(report.warnings), complaint, strict=True):
+        assert part in warning
+
+
+def test_the_stream_is_measured_by_the_longest_prompts_there_can_be(tmp_path: Path) -> None:
+    """Without data.max_prompt_tokens these are as long as the context allows, not of no token; lowering the limit needs less."""
+    (whole,) = texts(checked(tmp_path, "bus.samples_max_bytes=1000").errors)
+    (short,) = texts(checked(tmp_path, "bus.samples_max_bytes=1000", "data.max_prompt_tokens=10").errors)
+    needed = [int(re.findall(r"want >= (\d+)", text)[0]) for text in (whole, short)]
+    assert "samples of 240 prompt tokens" in whole and "samples of 10 prompt tokens" in short
+    config = load(tmp_path / "run.yaml").config
+    assert needed == [config.stream_bytes(240), config.stream_bytes(10)]
+    assert needed[0] > needed[1]
+
+
+def test_a_model_whose_weights_are_not_its_own_is_refused(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    config = tmp_path / "model/config.json"
+    config.write_text(config.read_text().replace('"hidden_size": 16', '"hidden_size": 32'))
+    (error,) = texts(check(load(file), Purpose()).errors)
+    assert "want a tensor model.embed_tokens.weight of (128, 32), as config.json has it, got one of (128, 16)" in error
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:3], lambda data: b"\xff" * 50, lambda data: b""])
+def test_weights_that_are_cut_off_are_refused(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
+    file = write_run(tmp_path)
+    weights = tmp_path / "model/model.safetensors"
+    weights.write_bytes(damage(weights.read_bytes()))
+    (error,) = texts(check(load(file), Purpose()).errors)
+    assert "want its weights in *.safetensors" in error
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"model_type": "qwen2"}', '{"model_type": "qwen2", "hidden_size": "x"}', "\x00"])
+def test_a_configuration_of_a_model_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    file = write_run(tmp_path)
+    (tmp_path / "model/config.json").write_text(text)
+    assert [error.topic for error in check(load(file), Purpose()).errors] == ["model"]
+
+
+def test_a_reward_elsewhere_is_doubted_where_no_actor_starts(tmp_path: Path) -> None:
+    for report in (
+        checked(tmp_path, "actor.reward=nomod:fn", "up.actors=0"),
+        checked(tmp_path, "actor.reward=nomod:fn", starts_workers=False),
+    ):
+        assert not report.errors
+        assert ["cannot import nomod" in text for text in texts(report.warnings)] == [True]
+
+
+def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "small.yaml"
+    file.write_text(f"directory: {tmp_path}/run\nprepare: {{kind: digits}}\nactor: {{reward: digits}}\nsampling: {{max_new_tokens: 4}}\n")
+    assert not check(load(file), Purpose()).errors
+    for setting, complaint in (
+        ("learner.tensor_parallel=3", "prepare: vocab_size: want a multiple of learner.tensor_parallel = 3, got 16"),
+        ("prepare.max_position=8", "prepare.max_digits: want <= 4 for the longest prompt"),
+        ("sampling.max_new_tokens=600", "sampling.max_new_tokens: want < 512"),
+        ("data.label_key=answer", "key 'answer' (data.label_key), got keys ['label', 'prompt']"),
+    ):
+        assert any(complaint in text for text in texts(check(load(file, [setting]), Purpose()).errors)), setting
+    assert not (tmp_path / "run").exists()
+
+
+def began(root: Path, rules: DataRules) -> None:
+    """A checkpoint of a run with these rules."""
+    staging = checkpoints.staging(root / "checkpoints", step=3, epoch=1)
+    checkpoints.commit(staging, DataSource(rules, epoch=1).snapshot())
+
+
+def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    rules = {"run": "run", "steps": 5, "groups_per_step": 1, "temperature": 0.5}
+    began(tmp_path / "run", DataRules(**rules, model=model_identity(write_model(tmp_path / "llama", model_type="llama"))))
+    errors = texts(check(load(file), Purpose(resumes=True)).errors)
+    assert [re.split(": want", text)[0].rpartition(" ")[2] for text in errors] == ["data.path", "model.path", "sampling.temperature"]
+    assert "llama of 1 layers" in errors[1] and f"got {tmp_path}/model: qwen2 of 1 layers" in errors[1]
+    assert "want 0.5, with which the run in" in errors[2] and "got 1.0" in errors[2]
+    assert not check(load(file), Purpose()).errors, "a run that begins"
+
+
+def test_a_checkpoint_that_does_not_know_its_model_is_no_other_one(tmp_path: Path) -> None:
+    """Those written before models were recorded, and those of a tokenizer or a model that cannot be read."""
+    known = DataRules(run="r", steps=5, groups_per_step=1, model="qwen2")
+    state = DataSource(known, epoch=1).snapshot()
+    assert DataSource.restore(known, state).step == 0
+    with pytest.raises(ValueError, match="model: want 'qwen2', as in the checkpoint"):
+        DataSource.restore(DataRules(run="r", steps=5, groups_per_step=1, model="llama"), state)
+    import msgpack
+
+    fields = msgpack.unpackb(state)
+    del fields["identity"]["model"]
+    assert DataSource.restore(known, msgpack.packb(fields)).step == 0
+
+
+def test_an_identity_is_that_of_the_sizes_and_the_tokenizer(tmp_path: Path) -> None:
+    one = model_identity(write_model(tmp_path / "one"))
+    assert one == model_identity(write_model(tmp_path / "two", use_cache=False, architectures=None))
+    assert one != model_identity(write_model(tmp_path / "three", hidden_size=32))
+    tokenizer = tmp_path / "two/tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("five", "six"))
+    assert one != model_identity(tmp_path / "two")
+
+
+def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(write_run(tmp_path))
+    assert cli.main(["check", file]) == 0
+    topics = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert topics == [["ok", topic] for topic in ("model", "tokenizer", "data", "reward", "disk", "memory")]
+    assert cli.main(["check", file, "--set", "actor.reward=nosuch"]) == 78
+    assert "error   reward    --set: actor.reward: want" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["engine", "--set", "engine.prot=3"], "--set: engine.prot: no such setting"),
+        (["actor", "--set", "actor.retries"], "--set actor.retries: want path.to.key=value"),
+        (["engine", "--print-config"], "--print-config: want --config FILE"),
+    ],
+)
+def test_a_process_without_a_file_ignores_nothing(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*arguments, "--bus", "nats://127.0.0.1:1"]) != 0
+    assert complaint in capsys.readouterr().err
+
+
+def test_seven_thousand_prompts_are_checked_at_once_and_without_torch(tmp_path: Path) -> None:
+    file = write_run(tmp_path)
+    write_prompts(tmp_path / "prompts.jsonl", *[{"prompt": f"what is one plus {'two ' * 40}", "label": "3"}] * 7000)
+    code = (
+        "import sys\nfrom launch.cli import main\n"
+        f"assert main(['check', {str(file)!r}]) == 0\n"
+        "heavy = {'torch', 'transformers', 'megatron', 'nats', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stderr
+    assert "7000 prompts read" in result.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "qwen2"
