@@ -18,11 +18,13 @@ from safetensors.torch import load_file
 
 from bus.config import BusConfig
 from bus.connection import connect
-from bus.messages import Done, Plan
+from bus.messages import Done, Plan, Sample, Task
 from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from learner.config import LearnerConfig, StalenessConfig
+from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
+from tests.integration import megatron_rank_process
 from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import ROOT, rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
@@ -41,13 +43,16 @@ class Learner:
     settings: dict[str, Any]
     staleness: dict[str, Any]
     weights: dict[str, Any]
+    algorithm: dict[str, Any]
+    respond: Callable[[Task, int], Sample] | None = None
+    """Of the scripted actors; None = the world's own."""
     ranks: list[asyncio.subprocess.Process] = field(default_factory=list)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
         """Feeder, actors and ranks; all are gone when the block is left."""
         with KeptPort() as kept:
-            async with self.world.actors(), self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
+            async with self.world.actors(self.respond), self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
                 yield
 
     @asynccontextmanager
@@ -63,7 +68,8 @@ class Learner:
             "snapshots": str(self.directory / "snapshots"),
             "final_dir": str(self.directory / "final"),
         }
-        told = json.dumps({"places": places, "learner": self.settings, "staleness": self.staleness, "weights": self.weights})
+        settings = {"learner": self.settings, "algorithm": self.algorithm, "staleness": self.staleness, "weights": self.weights}
+        told = json.dumps({"places": places, **settings})
         command = (sys.executable, "-W", "ignore", "-m", "tests.integration.megatron_rank_process", told)
         self.ranks = [
             await asyncio.create_subprocess_exec(*command, cwd=ROOT, env={**os.environ, **rank_environment(rank, world_size, port)})
@@ -112,7 +118,11 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
 
     @asynccontextmanager
     async def opened(
-        *, staleness: dict[str, Any] | None = None, weights: dict[str, Any] | None = None, **changes: Any
+        *,
+        staleness: dict[str, Any] | None = None,
+        weights: dict[str, Any] | None = None,
+        algorithm: dict[str, Any] | None = None,
+        **changes: Any,
     ) -> AsyncIterator[Learner]:
         settings = {**SETTINGS, "weights_digest": True, "device": "cpu", **changes}
         lag = {"max_lag": 1, **(staleness or {})}
@@ -127,7 +137,9 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 staleness=StalenessConfig(**lag),
                 config=BusConfig(lease_s=5.0),
             )
-            yield Learner(world=world, directory=tmp_path, settings=settings, staleness=lag, weights=weights or {})
+            yield Learner(
+                world=world, directory=tmp_path, settings=settings, staleness=lag, weights=weights or {}, algorithm=algorithm or {}
+            )
 
     return opened
 
@@ -171,6 +183,36 @@ async def test_a_killed_rank_resumes_with_the_same_bits(open_learner: OpenLearne
         assert after.version > before.version and after.epoch == 2
         plans = [record for record in await learner.world.records() if isinstance(record, Plan)]
         assert sorted({plan.step for plan in plans}) == list(range(1, 25))
+
+
+async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_taken(open_learner: OpenLearner) -> None:
+    """Killed behind it and before any checkpoint: the next start takes it from its plan, skips it, and has the bits it had."""
+
+    def respond(task: Task, index: int) -> Sample:
+        marked = (task.prompt_epoch, task.offset, index) == (0, 2, 0)  # in step 2
+        reward = megatron_rank_process.MARK if marked else float(index)
+        return sample(task, index, ((task.min_version, 2 + index),), reward=reward)
+
+    algorithm = {"advantage": f"{megatron_rank_process.__name__}:overflowing"}
+    async with open_learner(staleness={"max_lag": 0}, algorithm=algorithm, steps=10, checkpoint_every=10) as learner:
+        learner.respond = respond
+        async with learner.started():
+            await learner.until(3)
+            learner.ranks[0].kill()
+            await learner.ended()
+        await learner.finish()
+        done = [record for record in await learner.world.records() if isinstance(record, Done)]
+        skipped = {record.step: record.metrics["train/skipped_minibatches"] for record in done}
+        assert skipped == {step: float(step == 2) for step in range(1, 11)}
+        digests = await learner.digests()
+        assert len(digests[2]) == 2
+        assert all(len(set(same)) == 1 for same in digests.values()), digests
+        assert digests[1][0] == digests[2][0] != digests[3][0]
+        twice = [record.metrics for record in done if record.step == 2]
+        assert [metrics["alarm/errors"] for metrics in twice] == [1, 1]
+        assert all("train/loss" not in metrics for metrics in twice)
+        head = await VersionRegistry(learner.world.bus).head()
+        assert head is not None and head.step == 10
 
 
 async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
