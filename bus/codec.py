@@ -12,7 +12,7 @@ import msgpack
 
 from bus.compiled import Compiled, nested
 from bus.errors import UnknownSchema, WireError
-from bus.forms import ANY, FLOAT, INT, MAP, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional
+from bus.forms import ANY, FLOAT, INT, MAP, MOST_LEVELS, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional, shallow
 from bus.invariants import check_sample
 from bus.messages import (
     SCHEMA,
@@ -97,8 +97,16 @@ class Table:
         """The message from its map."""
         found = self._take(fields)
         if self._keeps_unknown and len(fields) > len(found) + 2:
-            found["extra"] = {_name(key): value for key, value in fields.items() if key not in found and key not in _FIRST}
+            extra = {_name(key): value for key, value in fields.items() if key not in found and key not in _FIRST}
+            found["extra"] = self._shallow(extra)
         return self.message(**found)
+
+    def _shallow(self, extra: dict[str, Any]) -> dict[str, Any]:
+        try:
+            shallow(extra)
+        except ValueError:
+            raise WireError(self.name, f"unknown fields nested at most {MOST_LEVELS} deep", "deeper ones") from None
+        return extra
 
     def pack(self, value: Any) -> dict[str, Any]:
         """As a map, without ``schema`` and ``type``."""

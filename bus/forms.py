@@ -8,6 +8,9 @@ from typing import Any
 
 import numpy as np
 
+MOST_LEVELS = 64
+"""Of maps and lists in each other, in a field that may hold anything."""
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -47,6 +50,7 @@ def _text(value: Any) -> str:
 def _map(value: Any) -> dict[str, Any]:
     if type(value) is not dict or not all(type(key) is str for key in value):
         raise TypeError
+    shallow(value)
     return value
 
 
@@ -59,15 +63,25 @@ def _prompt(value: Any) -> Any:
 
 
 def _same(value: Any) -> Any:
+    shallow(value)
     return value
+
+
+def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
+    """Raise ValueError for what is nested so deeply that it could be decoded, and then neither shown nor compared."""
+    if isinstance(value, dict | list | tuple):
+        if not levels:
+            raise ValueError
+        for item in value.values() if isinstance(value, dict) else value:
+            shallow(item, levels - 1)
 
 
 INT = Form("an integer", _int, _int, int, int, True)
 FLOAT = Form("a number", _float, _float, float, float, True)
 TEXT = Form("text", _text, _text, str, str, True)
-MAP = Form("a map with text keys", _map, _map, None, dict[str, Any], True)
-PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], True)
-ANY = Form("anything msgpack can hold", _same, _same, None, Any, True)
+MAP = Form("a map with text keys", _map, _map, None, dict[str, Any])
+PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]])
+ANY = Form("anything msgpack can hold", _same, _same)
 
 
 def optional(form: Form) -> Form:

@@ -1,7 +1,6 @@
 """``tidemill dead``: the tasks that could not be processed, and what shall become of them."""
 
 import asyncio
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -14,6 +13,8 @@ from bus.dead import DROP, REQUEUE
 from bus.errors import BusError
 from bus.live import LiveView
 from bus.messages import Dead, Requeue, Word
+from launch.samples.block import plain
+from launch.samples.search import to_json
 
 CONNECT_S = 3.0
 ANSWER_S = 5.0
@@ -32,11 +33,13 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
     for one in found:
         word = words[one.task].word if one.task in words else ""
         if as_json:
-            print(json.dumps(_as_map(one, word)))
+            print(to_json(_as_map(one, word)))
         else:
             told = f" [{word}]" if word else ""
-            console.print(f"task {one.task}{told}: {one.attempts} attempts, last by {one.actor or 'nobody'}: {one.reason}", markup=False)
-            console.print(f"    {_short(one.prompt)}", style="dim", markup=False)
+            console.print(
+                f"task {one.task}{told}: {one.attempts} attempts, last by {plain(one.actor or 'nobody')}: {plain(one.reason)}", markup=False
+            )
+            console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
     if not found and not as_json:
         console.print(f"no dead task{f' whose reason has {reason!r} in it' if reason else ''} ({len(letters)} in all; --all shows them)")
     return 0
@@ -75,7 +78,9 @@ async def _say(bus: Bus, console: Console, words: dict[int, Word], task: int, wo
         console.print(f"task {task}: {word}")
         return True
     before = words.get(task) or (await bus.dead.words())[task]
-    console.print(f"task {task}: {before.word} was said before, by {before.by or 'somebody'}; the first word counts")
+    console.print(
+        f"task {task}: {plain(before.word)} was said before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
+    )
     return False
 
 

@@ -27,6 +27,7 @@ from bus.messages import Done, Kind, Plan, Settle
 from launch.access import VIEWER, viewer_line
 from launch.ended import EndedBus, started
 from launch.roles import BUS_URL_FILE
+from launch.samples.block import plain
 from launch.summary import SKIPPED
 from launch.up import CONFIG_FILE
 
@@ -282,12 +283,17 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
     for name in ("process", "host", "pid", "phase", "version", "waits for"):
         table.add_column(name)
     for row in status["processes"]:
-        phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else Text(row["phase"])
+        phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""
         name = f"{row['role']} {row['id']}"
-        table.add_row(*map(Text, (name, row["host"], str(row["pid"]))), phase, version, Text(row["waits_for"]))
+        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, _cell(row["waits_for"]))
     console.print(table)
     passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
     for where, text in passed_over.items():
         if text:
             console.print(f"passed over {where}: {text}", style="yellow", markup=False)
+
+
+def _cell(text: str) -> Text:
+    """As the process wrote it, and no command to the terminal or to the table."""
+    return Text(plain(text))

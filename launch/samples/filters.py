@@ -1,5 +1,6 @@
 """Which samples are meant: conditions on what headers tell, on what only the payload tells, and on the text. Knows no bus."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Self
@@ -10,6 +11,8 @@ from bus.samples import Glimpse, headers_of, told_by
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
+_LARGEST = 3.4e38
+"""Of rewards: what float32 holds."""
 _BETWEEN = re.compile(rf"({_NUMBER})?\.\.({_NUMBER})?")
 
 
@@ -97,10 +100,12 @@ def _int(word: str | None) -> int | None:
 
 
 def _float(word: str | None) -> float | None:
+    """None for what no mean can be taken of, too."""
     try:
-        return None if word is None else float(word)
+        number = math.nan if word is None else float(word)
     except ValueError:
         return None
+    return number if abs(number) <= _LARGEST else None
 
 
 def _versions(word: str) -> tuple[int, int] | None:

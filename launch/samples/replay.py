@@ -1,7 +1,6 @@
 """``tidemill replay``: samples out of a run or a recording, into a recording, a file of JSON lines, or a run that only keeps samples."""
 
 import argparse
-import json
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -19,7 +18,7 @@ from bus.samples import PARTS_HEADER
 from launch.looking import CONNECT_S
 from launch.samples.filters import Filter, headline_of
 from launch.samples.recording import Origin, Recorder, Recording
-from launch.samples.search import Search, as_map, opened
+from launch.samples.search import Search, as_map, opened, to_json
 from launch.samples.tail import tail
 from launch.samples.wanted import filter_of, positive
 
@@ -141,7 +140,7 @@ class _Lines:
         self._file = file
 
     async def add(self, stored: Stored) -> None:
-        self._file.write(json.dumps({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n")
+        self._file.write(to_json({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n")
 
 
 @asynccontextmanager

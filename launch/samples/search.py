@@ -1,5 +1,7 @@
 """Finding samples in the stream: where to begin, which ones fit. Headers are read first wherever they can exclude one."""
 
+import json
+import math
 import re
 import time
 from collections.abc import AsyncIterator
@@ -137,6 +139,23 @@ def clock(unix_s: float) -> str:
     moment = datetime.fromtimestamp(unix_s)
     today = datetime.fromtimestamp(time.time()).date() == moment.date()
     return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
+
+
+def to_json(value: Any) -> str:
+    """JSON of whatever a message can hold: bytes in hexadecimal, keys as text, numbers that JSON has not as text."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 def as_map(seq: int, sample: Sample | WireError) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """``tidemill show``: one sample, token by token: how probable each was, which version made it, and what became of it all."""
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from bus.messages import Sample
 from launch.samples.block import facts, plain
 from launch.samples.fate import Fate, fate_of
 from launch.samples.filters import Filter, prompt_text
-from launch.samples.search import Found, Search, as_map, opened
+from launch.samples.search import Found, Search, as_map, opened, to_json
 from launch.samples.tokens import Vocabulary
 from launch.samples.wanted import task_of
 
@@ -53,7 +52,7 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     tokens = tokens_of(sample, await _vocabulary(bus, args))
     fate = await fate_of(bus, found.line.seq, sample)
     if args.json:
-        print(json.dumps(_json(found, sample, tokens, fate, others)))
+        print(to_json(_json(found, sample, tokens, fate, others)))
     else:
         _print(Console(highlight=False, soft_wrap=True), found, sample, tokens, fate, others, table=args.table)
     return 0
@@ -62,7 +61,7 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
 def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
     """The response token by token."""
     ids = sample.tokens[len(sample.tokens) - sample.response_length :].tolist()
-    spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(span.num_tokens)]
+    spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(min(span.num_tokens, len(ids)))]
     spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # spans that do not cover it: an invalid sample
     return [
         Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled))
@@ -130,7 +129,7 @@ def _json(found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, oth
 def _print(console: Console, found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, others: list[int], *, table: bool) -> None:
     console.print(facts(found.line, sample))
     times, sampling = sample.timings, sample.sampling
-    console.print(f"fate      {fate}", style="bold")
+    console.print(f"fate      {plain(str(fate))}", style="bold", markup=False)
     console.print(
         f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, "
         f"reward {times.reward_s:.3f} s"
@@ -139,11 +138,12 @@ def _print(console: Console, found: Found, sample: Sample, tokens: Sequence[Toke
         f"sampling  temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most "
         f"{sampling.max_new_tokens} tokens, seed {sampling.seed}"
     )
-    console.print(f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}")
+    made_by = f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}"
+    console.print(made_by, markup=False)
     if sample.label is not None:
         console.print(Text(f"label     {plain(str(sample.label))}"))
     if sample.metadata:
-        console.print(Text(f"metadata  {plain(json.dumps(sample.metadata, default=repr))}"))
+        console.print(Text(f"metadata  {plain(to_json(sample.metadata))}"))
     if others:
         console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
     console.print(Text(plain(prompt_text(sample)), style="dim"))

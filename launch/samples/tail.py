@@ -1,7 +1,6 @@
 """``tidemill tail``: samples as they stand in, and come to, the stream."""
 
 import argparse
-import json
 import sys
 from collections.abc import AsyncIterator, Callable
 
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from bus.connection import Bus
 from launch.samples.block import block
-from launch.samples.search import Found, Search, as_map
+from launch.samples.search import Found, Search, as_map, to_json
 from launch.samples.wanted import filter_of, positive
 
 DEFAULT_LAST = 10
@@ -60,7 +59,7 @@ def _writer(args: argparse.Namespace) -> Callable[[Found], None]:
 def _write_json(found: Found) -> None:
     assert found.sample is not None
     line = found.line
-    print(json.dumps({**as_map(line.seq, found.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
+    print(to_json({**as_map(line.seq, found.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
 
 
 def _write_raw(found: Found) -> None:

@@ -1,0 +1,143 @@
+"""Bytes as no process of a run writes them, on every subject of it: random ones, broken messages, other types, huge numbers."""
+
+import asyncio
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgpack
+
+from bus import parts
+from bus.codec import encode_dead, encode_partial, encode_record, encode_sample, encode_task, encode_word
+from bus.messages import Dead, Done, Fence, LiveRow, Word
+from tests.bus_kit import make_partial, make_sample, make_task
+
+NO_TASK = 10**6
+"""No task of the run has this id, or a higher one."""
+NO_EPOCH = "999"
+WRONG: tuple[Any, ...] = (
+    *(None, True, -1, 0, 2**31, 2**53, 2**63 - 1, 2**64 - 1, -(2**63), 1.5, 1e308, float("nan"), float("-inf")),
+    *("", "x" * 3000, "\x1b[31m[/nonsense]\x07", "\u00b2", b"\xff\x00", [], {}, [[[[[[]]]]]], {1: 2}, {"": {"": []}}),
+)
+HEADERS: tuple[dict[str, str], ...] = (
+    {},
+    {"Nats-Msg-Id": "9" * 5000},
+    {"Tm-Epoch": NO_EPOCH},
+    {"Tm-Epoch": "9" * 5000},
+    {"Tm-Epoch": "\u00b2"},
+    {"Tm-Parts": "3"},
+    {"Tm-Parts": "3", "Nats-Msg-Id": "1.0.a"},
+    {"Tm-Sample": "group=x versions=\u00b2-\u00b2 reward=[/] status=[bold tokens=" + "9" * 5000},
+    {"Tm-Sample": "group=-1 versions=9-1 reward=nan status= tokens=1e9", "Nats-Msg-Size": "x"},
+    {"KV-Operation": "DEL"},
+)
+RAW_HEADERS = (
+    b"NATS/1.0",
+    b"\xff\xff",
+    b"NATS/1.0 503\r\n\r\n",
+    b"NATS/1.0 \xff\xff\xff\r\n\r\n",
+    b"NATS/1.0\r\n:\r\n\r\n",
+    b"NATS/1.0\r\nA: \xff\r\n\r\n",
+)
+
+
+class Hostile:
+    """Writes to one run, the same for the same seed."""
+
+    def __init__(self, url: str, run: str, seed: int) -> None:
+        self._port, self._run, self.random = int(url.rsplit(":", 1)[1]), run, random.Random(seed)
+        self.written = 0
+
+    async def write(self, count: int, subjects: Callable[[], list[tuple[str, bytes]]]) -> None:
+        """Write ``count`` messages; the server has them all afterwards."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        await reader.readline()
+        writer.write(b'CONNECT {"verbose":false,"headers":true,"pedantic":false}\r\n')
+        for _ in range(count):
+            subject, sound = self.random.choice(subjects())
+            self._write(writer, subject, self.payload(sound))
+        writer.write(b"PING\r\n")
+        async with asyncio.timeout(30):
+            while (line := await reader.readline()) != b"PONG\r\n":
+                assert not line.startswith(b"-ERR"), line
+        writer.close()
+        await writer.wait_closed()
+
+    def _write(self, writer: asyncio.StreamWriter, subject: str, payload: bytes) -> None:
+        if self.random.random() < 0.1:
+            headers = self.random.choice(RAW_HEADERS)
+        else:
+            fields = "".join(f"{name}: {value}\r\n" for name, value in self.random.choice(HEADERS).items())
+            headers = f"NATS/1.0\r\n{fields}\r\n".encode()
+        size = len(headers)
+        writer.write(b"HPUB %b %d %d\r\n%b%b\r\n" % (subject.encode(), size, size + len(payload), headers, payload))
+        self.written += 1
+
+    def payload(self, sound: bytes) -> bytes:
+        """Bytes that a sound message became; sometimes none of it is left, and sometimes all of it."""
+        kind = self.random.randrange(6)
+        if kind == 0:
+            return self.random.randbytes(self.random.randrange(200))
+        if kind == 1:
+            return sound[: self.random.randrange(len(sound) + 1)]
+        if kind == 2:
+            place, changed = self.random.randrange(len(sound)), bytearray(sound)
+            changed[place] ^= 1 << self.random.randrange(8)
+            return bytes(changed)
+        if kind == 3:
+            return self.random.choice(
+                (b"[" * 5000, b"\x91" * 5000, b'{"a":' * 2000, b"\xdf\xff\xff\xff\xff", b"\xc1", b"null", b"\xc0", b"[]", b"\x90")
+            )
+        return self._other_types(sound)
+
+    def _other_types(self, sound: bytes) -> bytes:
+        is_json = sound.startswith(b"{")
+        fields = json.loads(sound) if is_json else msgpack.unpackb(sound, strict_map_key=False)
+        name, wrong = self.random.choice(list(fields)), self.random.choice(WRONG)
+        fields[name] = wrong
+        if self.random.random() < 0.2:
+            del fields[name]
+        return json.dumps(fields, default=str).encode() if is_json else msgpack.packb(fields)
+
+    # ---- where, and what would be sound there
+
+    def streams(self) -> list[tuple[str, bytes]]:
+        run, task = self._run, NO_TASK + self.random.randrange(1000)
+        sample = encode_sample(make_sample(run, task=task))
+        dead = encode_dead(Dead(task=task, reason="r", attempts=1, actor="a", prompt="p", root=task))
+        seqs = [self.random.randrange(1, 500) for _ in range(self.random.randrange(1, 60))]
+        return [
+            *((f"tm.{run}.sample.{where}", sample) for where in ("train.0.x", "eval.none.x", "x", "\u00b2.\u00b2", f"train.{'9' * 40}.x")),
+            (f"tm.{run}.sample.train.0.x.parts", parts.describe(sample, seqs)),
+            (f"tm.{run}.part.train.{task}", sample),
+            *((f"tm.{run}.partial.{where}", encode_partial(make_partial(run, task))) for where in (f"{task}.0", "x.x", f"{'9' * 40}.0")),
+            *((f"tm.{run}.dead.task.{where}", dead) for where in (task, "x", "9" * 40)),
+            *((f"tm.{run}.dead.word.{where}", encode_word(Word(task=task, word="requeue"))) for where in (task, "x")),
+            (f"tm.{run}.dead.report.{task}", b"\x81\xa1a\x01"),
+            *((f"tm.{run}.plan.{kind}", encode_record(Done(epoch=NO_TASK, step=1, metrics={"a": 1.0}))) for kind in ("done", "plan", "x")),
+            (f"tm.{run}.plan.fence", encode_record(Fence(epoch=NO_TASK))),
+            *((f"tm.{run}.task.{kind}", encode_task(make_task(run, epoch=NO_TASK))) for kind in ("train", "eval", "fence", "x")),
+        ]
+
+    def rows(self) -> list[tuple[str, bytes]]:
+        """Those that no process is lost without, and none that the learner alone may write where there are users."""
+        live = {
+            role: dataclasses.asdict(LiveRow(role=role, id="z", host="h", pid=1, phase="starting", load={"a": 1}))
+            for role in ("actor", "host")
+        }
+        place = {"created": "2026", "floor": 3, "policy": "leave", "owner": "me", "given_up": True}
+        return [
+            *((f"$KV.TM_{self._run}_live.{role}.z", json.dumps(row).encode()) for role, row in live.items()),
+            *((f"$KV.TM_{self._run}_live.{key}", b'{"role": 1}') for key in ("engine.z", "learner.z", "x", "x.y.z", "\u00b2.\u00b2")),
+            (f"$KV.TM_{self._run}_run.cursor.z", json.dumps(place).encode()),
+            (f"$KV.TM_{self._run}_wanted.host.z", b'{"engine": 0, "actor": 0}'),
+            (f"$KV.TM_{self._run}_weights.want", b'{"version": 0, "by": "z", "nonce": "n"}'),
+            *((f"$KV.TM_{self._run}_weights.v.{name}", b'{"version": 5}') for name in ("x", "\u00b2", "-1", "1e3", "700")),
+            *((f"tm.{self._run}.do.{role}.all", b'{"command": "nothing", "args": {}}') for role in ("actor", "engine", "feeder", "host")),
+            (f"tm.{self._run}.metric.learner", b'{"step": 1}'),
+        ]
+
+    def everything(self) -> list[tuple[str, bytes]]:
+        return [*self.streams(), *self.rows()]
