@@ -11,9 +11,11 @@ MAX_NAMES = 64
 OTHERS = "(others)"
 
 
-def count_of(counts: Counter[str], name: str) -> None:
-    """Count one under a name that came from outside."""
-    counts[name if name in counts or len(counts) < MAX_NAMES else OTHERS] += 1
+def count_of(counts: Counter[str], name: str) -> int:
+    """Count one under a name that came from outside; the new count."""
+    name = name if name in counts or len(counts) < MAX_NAMES else OTHERS
+    counts[name] += 1
+    return counts[name]
 
 
 def field_of(error: WireError) -> str:

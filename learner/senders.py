@@ -6,6 +6,7 @@ alone, so a refusal changes no plan, and one usable sample takes it back. While 
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from bus.link import Waiter
 from bus.patience import patiently
 from bus.samples import Received
 from bus.subjects import REFUSED_KEY, refused
+from learner.ledger import count_of
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class Senders:
         """``earlier``: actors that an earlier start has refused."""
         self.refused = set(earlier)
         self._in_a_row: dict[str, int] = {}
+        self._totals: Counter[str] = Counter()
         self._fruitless = 0
         self._news: dict[str, Refusal | None] = {}
         self._woken = Waiter()
@@ -72,8 +75,9 @@ class Senders:
         if actor not in self._in_a_row and len(self._in_a_row) >= MAX_ACTORS:
             del self._in_a_row[min(self._in_a_row, key=lambda name: self._in_a_row[name])]
         self._in_a_row[actor] = count = self._in_a_row.get(actor, 0) + 1
-        if count & (count - 1) == 0:
-            log.warning("sample invalid actor=%s in_a_row=%d error=%s", actor, count, reason)
+        total = count_of(self._totals, actor)
+        if total & (total - 1) == 0:
+            log.warning("sample invalid actor=%s so_far=%d error=%s", actor, total, reason)
         if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):
             log.error("actor refused: it sends only invalid samples actor=%s in_a_row=%d last=%s", actor, count, reason)
             self.refused.add(actor)

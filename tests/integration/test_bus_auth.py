@@ -370,6 +370,19 @@ async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_
             await operator.rows("run").put("config", {})
 
 
+async def test_the_learner_hears_what_an_actor_acknowledges_and_another_actor_does_not(as_user: As) -> None:
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    others: asyncio.Queue[int] = asyncio.Queue()
+    async with as_user("learner") as learner, as_user("actor-0") as actor, as_user("actor-1") as other:
+        await learner.tasks.fence(1)
+        id = await learner.tasks.issue(make_task(RUN))
+        async with learner.tasks.acks(heard.put_nowait), other.tasks.acks(others.put_nowait):
+            lease = await actor.tasks.lease(AT_ONCE_S)
+            assert lease is not None and await lease.settle()
+            assert await heard.get() == id
+            assert others.empty()
+
+
 async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_them_than_users(
     as_user: As, guarded: EmbeddedBus, auth_dir: Path, tmp_path: Path
 ) -> None:

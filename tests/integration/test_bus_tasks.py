@@ -39,6 +39,24 @@ async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
         assert await bus.tasks.backlog() == (0, 0)
 
 
+async def test_acks_are_heard_and_the_floor_stops_at_a_task_that_is_held(open_bus: BusOpener) -> None:
+    """Renewals and hand-backs are no acks; neither is what only looks like one."""
+    heard: asyncio.Queue[int] = asyncio.Queue()
+    async with open_bus() as bus, bus.tasks.acks(heard.put_nowait):
+        first, second = await issue(bus, 2)
+        held, over = await lease(bus), await lease(bus)
+        await held.renew()
+        await bus.jet.link.send("$JS.ACK." + bus.jet.run.join(("TM_", "_TASKS")) + ".rollout.x.y.z.0.0", b"+ACK")
+        assert await over.settle()
+        assert (await heard.get(), await bus.tasks.acked_to()) == (second, 0)
+        await held.hand_back()
+        again = await lease(bus)
+        assert await again.settle()
+        assert (await heard.get(), again.task.id) == (first, first)
+        assert await bus.tasks.acked_to() >= second
+        assert heard.empty()
+
+
 async def test_kinds_have_queues_of_their_own(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.tasks.fence(1)

@@ -7,6 +7,7 @@ import pytest
 
 from bus.errors import Fenced, NotFound
 from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_sample
 from weightstore.registry import VersionRegistry
 
 
@@ -111,3 +112,21 @@ async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener
         assert await registry.snapshot() is None
         with pytest.raises(NotFound):
             await registry.set_snapshot(99, "http://nowhere")
+
+
+async def test_a_version_comes_after_the_samples_there_are(open_bus: BusOpener) -> None:
+    """Whoever sets it first: the publisher before it pushes, or the feeder for a sample that names a number without anything pushed."""
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        initial = await registry.publish_initial("model", 1)
+        last = await bus.samples.publish(make_sample(bus.run))
+        row = await registry.reserve(1, 1)
+        assert (initial.after, row.after) == (0, last)
+        assert await registry.row_for(row.version, last + 5) == row
+        assert await registry.row_for(99, 1) is None
+        await registry.publish(row)
+        assert (await registry.row_for(row.version, last + 5)).after == last  # type: ignore[union-attr]
+        for state, found in (("pushing", 7), ("published", -1)):
+            await bus.rows("weights").put("v.50", {"version": 50, "step": 3, "epoch": 1, "state": state})
+            for seq in (7, 9):
+                assert (await registry.row_for(50, seq)).after == found, "of before there was such a thing"  # type: ignore[union-attr]

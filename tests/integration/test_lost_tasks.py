@@ -1,0 +1,49 @@
+"""Which acknowledged tasks are lost, on a real queue: judged when everything that was stored before has been read, and only then."""
+
+import asyncio
+from dataclasses import replace
+
+from bus.connection import Bus
+from bus.messages import Dead, Settle, Task
+from bus.tasks import Lease
+from learner.datasource import DataSource
+from learner.lost import LostTasks
+from tests import data_kit
+from tests.bus_fixtures import BusOpener
+
+
+async def issued(bus: Bus, source: DataSource, number: int) -> Lease:
+    """A task that the DataSource knows, leased."""
+    task: Task = replace(data_kit.task(number), run=bus.run)
+    task = replace(task, id=await bus.tasks.issue(task))
+    source.issued(task, 0.0)
+    lease = await bus.tasks.lease(10)
+    assert lease is not None and lease.task.id == task.id
+    return lease
+
+
+async def test_a_task_is_judged_when_what_was_stored_before_its_ack_has_been_read(open_bus: BusOpener) -> None:
+    found = asyncio.Event()
+    async with open_bus() as bus, asyncio.TaskGroup() as group:
+        await bus.tasks.fence(1)
+        source = DataSource(data_kit.rules(run=bus.run))
+        source.published(0, 0)
+        lost = LostTasks(bus, source, found.set)
+        looking = group.create_task(lost.run())
+        await bus.wait_connected(1)
+        done, dead, empty = [await issued(bus, source, number) for number in (1, 2, 3)]
+        seqs = [await bus.samples.publish(data_kit.sample(done.task, index)) for index in (0, 1)]
+        await bus.dead.store(Dead(task=dead.task.id, reason="it fails", attempts=3, actor="a", prompt=""))
+        for lease in (done, dead, empty):
+            assert await lease.settle()
+        while lost._wanted < seqs[-1]:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert not found.is_set() and len(source.incomplete()) == 3, "its samples are stored, and not read yet"
+        for index, seq in enumerate(seqs):
+            source.add(seq, data_kit.sample(done.task, index), 0.0)
+        lost.passed(seqs[-1])
+        await found.wait()
+        settle = source.settlement()
+        assert isinstance(settle, Settle)
+        assert (settle.reason, settle.tasks.tolist()) == ("lost", [empty.task.id]), "the complete one is trained, the dead one is dead"
+        looking.cancel()
