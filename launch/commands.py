@@ -233,7 +233,7 @@ def host(args: argparse.Namespace) -> int:
                 restarts=args.restarts,
                 users=None if args.users is None else users_in(args.users),
                 allowed=taken,
-                engine_words=_reached_at(args),
+                engine_words=reached_at(args),
             )
         except HostThere as error:
             refused.append(error)
@@ -245,7 +245,7 @@ def host(args: argparse.Namespace) -> int:
     return code
 
 
-def _reached_at(args: argparse.Namespace) -> list[str]:
+def reached_at(args: argparse.Namespace) -> list[str]:
     """The options of an engine by which others find it, as they were given here."""
     given = (("--host", args.host), ("--advertise", args.advertise))
     return [word for option, value in given if value for word in (option, value)]

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.cli import _parser
+from launch.commands import reached_at
+
 ROOT = Path(__file__).resolve().parents[2]
 FAST_S = 0.7
 """Of a processor, for all there is to do; the clock says more where others are at work."""
@@ -106,7 +109,7 @@ def test_a_worker_gives_up_a_bus_that_never_comes(role: str) -> None:
     result = tidemill(role, "--bus", "nats://127.0.0.1:1", "--wait", "0.2")
     assert result.returncode == 1
     assert "for at most 0.2 s (--wait)" in result.stderr
-    assert result.stderr.splitlines()[-1].startswith(f"tidemill {role}: ")
+    assert result.stderr.splitlines()[-1].startswith("error: ")
     assert "nats://127.0.0.1:1" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
@@ -133,3 +136,11 @@ def test_make_passes_arguments_on(target: str) -> None:
     result = subprocess.run([make, "-n", target, "ARGS=--set learner.steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=60)
     (line,) = [line for line in result.stdout.splitlines() if "tidemill up" in line]
     assert line.endswith("--set learner.steps=20")
+
+
+def test_a_host_passes_on_where_its_engines_listen() -> None:
+    """Nothing where nothing was said: then each finds out by itself."""
+    for given in ([], ["--host", "10.0.0.7"], ["--host", "10.0.0.7", "--advertise", "gpu7.lab:30000"]):
+        args = _parser().parse_args(["host", "--bus", "nats://b:1", *given])
+        assert reached_at(args) == given
+        assert _parser().parse_args(["engine", "--bus", "nats://b:1", *reached_at(args)]).host == args.host

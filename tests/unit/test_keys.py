@@ -1,0 +1,56 @@
+"""The keys of a run: what opens what, what is never shown, and how often the bus is asked."""
+
+import pytest
+
+from bus.errors import BusUnavailable
+from bus.keys import Keys, RunKeys
+
+KEYS = Keys.of("s3cret")
+
+
+@pytest.mark.parametrize(
+    ("presented", "command", "request_"),
+    [(KEYS.admin, True, True), (KEYS.api, False, True), ("", False, False), ("s3cre", False, False), ("s3cret\udcff", False, False)],
+)
+def test_what_a_key_opens(presented: str, command: bool, request_: bool) -> None:
+    assert (KEYS.admits(presented, admin=True), KEYS.admits(presented, admin=False)) == (command, request_)
+
+
+def test_nothing_opens_what_has_no_key() -> None:
+    assert not any(Keys().admits(presented, admin=admin) for presented in ("", "x") for admin in (False, True))
+    assert not Keys(api="a").admits("", admin=True)
+    assert Keys.of("") == Keys() and Keys().headers == {}
+
+
+def test_keys_are_not_shown_and_one_does_not_tell_the_other() -> None:
+    assert "s3cret" not in repr(KEYS) and KEYS.api not in repr(KEYS) and "s3cret" not in KEYS.api
+    assert KEYS.headers == {"Authorization": "Bearer s3cret"}
+    assert Keys(api="a").headers == {"Authorization": "Bearer a"}
+
+
+async def test_wrong_keys_do_not_make_it_ask_the_bus_again_and_again() -> None:
+    reads = list[int]()
+
+    async def read() -> Keys:
+        reads.append(1)
+        return KEYS
+
+    keys = RunKeys(read)
+    assert [await keys.known() for _ in range(3)] == [await keys.newest() for _ in range(3)] == [KEYS] * 3
+    assert len(reads) == 1
+
+
+async def test_a_bus_that_is_away_leaves_what_is_known_and_is_asked_again() -> None:
+    answers: list[Keys | None] = [None, KEYS]
+
+    async def read() -> Keys:
+        answer = answers.pop(0)
+        if answer is None:
+            raise BusUnavailable("nats://b", "gone")
+        return answer
+
+    keys = RunKeys(read)
+    with pytest.raises(BusUnavailable):
+        await keys.known()
+    assert await keys.headers() == KEYS.headers
+    assert await keys.known() == KEYS
