@@ -170,6 +170,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
 
 def router(args: argparse.Namespace) -> int:
     from actors.router.config import RouterConfig, check_url
+    from bus.reach import AUTO
     from launch import process, roles
 
     exact = ["actors.router.exact:TokenExact"] if args.exact else []
@@ -187,6 +188,8 @@ def router(args: argparse.Namespace) -> int:
     )
     if not args.bus and not args.worker:
         raise ValueError("want --bus URL, --worker URL, or both")
+    if args.host == AUTO and not args.bus:
+        raise ValueError("--host: auto is the address of the way to the bus, and there is no --bus; want an address")
     id = _id(args)
     process.set_up_logging("router", id)
     address = _address(args, None, id) if args.bus else ""
