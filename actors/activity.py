@@ -4,6 +4,9 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Self
 
+REASON_SIZE = 300
+"""Characters of a reason that fit into a live row; the sample's own metadata has all of it."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
@@ -66,7 +69,7 @@ class Activity:
     def failed(self, reason: str) -> None:
         """Count a sample that could not be generated or scored."""
         self.counters.failures += 1
-        self._last_failure = reason
+        self._last_failure = reason if len(reason) <= REASON_SIZE else f"{reason[:REASON_SIZE]}…"
 
     @property
     def trouble(self) -> str:

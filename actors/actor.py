@@ -33,6 +33,7 @@ from bus.errors import BusError, WireError
 from bus.messages import Kind, Partial, Sample, Status, Task
 from bus.repeated import Repeated
 from bus.tasks import Lease
+from rewards.errors import RewardFailed
 from rewards.port import RewardRequest, Scorer
 
 logger = logging.getLogger(__name__)
@@ -248,7 +249,7 @@ class Actor:
         except TimeoutError:
             return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
         except Exception as error:
-            return self._unscored(sample, repr(error), error)
+            return self._unscored(sample, error.reason if isinstance(error, RewardFailed) else repr(error), error)
         return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
 
     def _unscored(self, sample: Sample, reason: str, error: Exception | None = None) -> Sample:

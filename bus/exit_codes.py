@@ -38,7 +38,7 @@ def report(error: BaseException, log: logging.Logger) -> int:
     """
     code = of(error)
     if code not in FINAL:
-        log.error("crashed: %s", error, exc_info=error)
+        log.error("crashed", exc_info=error)
     sys.stderr.write(f"{LINE}{message(error)}\n")
     return code
 

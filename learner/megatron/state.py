@@ -14,11 +14,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-from learner.errors import CheckpointCorrupt
+from learner.errors import CheckpointCorrupt, ConfigRefused
 from learner.megatron.checkpoint_writer import InProcessSave
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
@@ -55,7 +55,8 @@ def load(
 ) -> tuple[int, dict[str, float]]:
     """Put the state of ``directory`` in place; its step and its numbers. Another number of ranks than it was saved with is fine.
 
-    Raises CheckpointCorrupt when the directory is of another format or lacks the proximal weights that are needed.
+    Raises CheckpointCorrupt when the directory is of another format or lacks the proximal weights that are needed, ConfigRefused when it
+    is of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     if facts["format"] != FORMAT:
@@ -64,6 +65,7 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, is_loading=True)
+        _refuse_another_model(directory, content["model"])
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             content["rng"] = _rng_object(None)
@@ -78,6 +80,18 @@ def load(
     else:
         log.warning("random generators start anew: saved by %d ranks, loaded by %d", facts["world"], dist.get_world_size())
     return int(facts["step"]), dict(facts.get("numbers", {}))
+
+
+def _refuse_another_model(directory: Path, model: dict[str, Any]) -> None:
+    """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there."""
+    there = {name: tuple(part.global_shape) for name, part in dist_checkpointing.load_tensors_metadata(str(directory)).items()}
+    for part in model.values():
+        if not isinstance(part, ShardedTensor) or (part.allow_shape_mismatch and part.key in there):
+            continue
+        if there.get(part.key) != (shape := tuple(part.global_shape)):
+            found = f"has the shape {there[part.key]}" if part.key in there else "is missing"
+            want = f"the model this run began with: {part.key} {found} in {directory} (another model needs another run)"
+            raise ConfigRefused("model.path", want, shape)
 
 
 def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:

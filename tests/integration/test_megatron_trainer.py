@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from learner.algorithms.config import PRESETS, AlgorithmConfig
 from learner.batch import MicroBatch
 from learner.config import OptimizerConfig
+from learner.errors import ConfigRefused
 from learner.megatron import parallel, state
 from learner.megatron.attention import packed_row
 from learner.megatron.model import Policy, WeightBackup, build_policy
@@ -193,6 +194,26 @@ def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path, dtype:
     assert (torch.rand(1).item(), np.random.random()) == drawn
     _assert_same([resumed.train(batch) for batch in batches[1:]], undisturbed, tolerance=0)
     assert other.digest() == policy.digest()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3", {"hidden_size": 64}, r"began with: .* has the shape \(.*\) in .*, got \("),
+        ("llama", {}, r"^model\.path: want the model this run began with: "),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    make: Any, here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, Any], message: str
+) -> None:
+    _, policy, optimizer, _ = make(with_proximal=False)
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.mkdir()
+    state.save(checkpoint, step=3, policy=policy, optimizer=optimizer)
+    other = build_policy(write_tiny_model(tmp_path / "other", family=family, vocab_size=VOCAB, **changes), dtype="float32", parallel=here)
+    with pytest.raises(ConfigRefused, match=message) as error:
+        state.load(checkpoint, policy=other, optimizer=PolicyOptimizer(other, OPTIMIZER, steps=10))
+    assert error.value.exit_code == 78
 
 
 def test_the_proximal_policy_is_the_backed_up_one(make: Any) -> None:

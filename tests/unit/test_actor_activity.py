@@ -41,6 +41,8 @@ def test_failures_are_trouble_in_words() -> None:
         activity.failed(reason)
     assert activity.trouble == "2 of 386 samples failed, the last: reward 'r': no result within 3 s"
     assert activity.load()["failures"] == 2
+    activity.failed("x" * 1_000_000)
+    assert len(activity.trouble) < 400
 
 
 def test_the_load_has_every_counter() -> None:
