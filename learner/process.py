@@ -193,14 +193,20 @@ def _signal(children: Sequence[_Child], number: signal.Signals) -> None:
 
 
 async def _end(children: Sequence[_Child]) -> None:
-    """SIGTERM, then SIGKILL after ``STOP_S``, to whoever is still there; nobody is left behind."""
-    running = [child for child in children if child.process.returncode is None]
-    _signal(running, signal.SIGTERM)
-    waits = [asyncio.create_task(child.process.wait()) for child in running]
-    if waits:
-        await asyncio.wait(waits, timeout=STOP_S)
-    _signal(running, signal.SIGKILL)
-    await asyncio.gather(*waits)
+    """SIGTERM, then SIGKILL after ``STOP_S``, to every child that is still there; their output is read to its end: it names the reason."""
+    if not children:
+        return
+    _signal(children, signal.SIGTERM)
+    ends = [asyncio.create_task(child.ended()) for child in children]
+    try:
+        await asyncio.wait(ends, timeout=STOP_S)
+        _signal(children, signal.SIGKILL)
+        await asyncio.gather(*(child.process.wait() for child in children))
+        await asyncio.wait(ends, timeout=STOP_S)  # longer only where something of theirs is out of reach and holds their output open
+    finally:
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def _rank_environment(rank: int, world: int, host: str, port: int, threads: int) -> dict[str, str]:

@@ -13,6 +13,15 @@ from learner import process
 from learner.process import ChildFailed, _Child, run_learner
 from tests.feeder_kit import KEYS
 
+LATE = """
+import signal, sys
+def end(*_):
+    print("error: a.jsonl:2: want key 'question'", file=sys.stderr)
+    sys.exit(78)
+signal.signal(signal.SIGTERM, end)
+print("late", flush=True)
+signal.pause()
+"""
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 
 
@@ -54,6 +63,19 @@ async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_wa
     assert caught.value.exit_code == 1
     await process._end([deaf, killed])
     assert deaf.process.returncode == -signal.SIGKILL
+
+
+async def test_the_message_of_a_child_that_ends_last_is_read() -> None:
+    """A rank that heard of the feeder's error may end before the feeder does: the feeder's message counts."""
+    feeder = await process._start("feeder", [sys.executable, "-c", LATE], {})
+    assert feeder.process.stdout is not None
+    assert await feeder.process.stdout.readline() == b"late\n"
+    rank = await process._start("rank 0", [sys.executable, "-c", "raise SystemExit(1)"], {})
+    with pytest.raises(ChildFailed, match=r"^rank 0 ended with code 1$"):
+        await process._watch(feeder, [rank], asyncio.Event(), 30)
+    await process._end([feeder, rank])
+    assert process._failed(feeder).exit_code == 78
+    assert str(process._failed(feeder)) == "a.jsonl:2: want key 'question'"
 
 
 async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
