@@ -6,6 +6,9 @@ from typing import Any
 
 from actors.config import EngineConfig
 
+ENGINES = ("builtin", "sglang")
+"""What ``engine.kind`` may be."""
+
 
 def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
     """What makes the engine a configuration names. Raises ValueError for a name there is none for."""
@@ -18,4 +21,4 @@ def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
             from actors.sglang.engine import SglangEngine
 
             return SglangEngine
-    raise ValueError(f"engine.kind: want builtin or sglang, got {config.kind!r}")
+    raise ValueError(f"engine.kind: want {' or '.join(ENGINES)}, got {config.kind!r}")

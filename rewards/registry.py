@@ -24,6 +24,9 @@ TABLE = {
 IN_THREAD = "in_thread"
 """Option of every plain (not async) reward: run it in a thread of its own. Default: yes for import paths, no for rewards of the house."""
 
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+"""Annotations that options are held to, as messages call them."""
+
 MAX_THREADS = 256
 """Threads of one reward at once. A thread cannot be stopped: calls that hang for ever would else add up without bound."""
 
@@ -87,7 +90,7 @@ def _check_options(name: str, reward: Callable[..., Any], options: Mapping[str, 
             raise BadRewardOption(name, option, "missing, and it has no default")
     for option, kind in _plain_types(reward).items():
         if option in options and not _fits(options[option], kind):
-            raise BadRewardOption(name, option, f"want {kind.__name__}, got {options[option]!r}")
+            raise BadRewardOption(name, option, f"want {_KINDS[kind]}, got {options[option]!r}")
 
 
 def _plain_types(reward: Callable[..., Any]) -> dict[str, type]:
@@ -96,7 +99,7 @@ def _plain_types(reward: Callable[..., Any]) -> dict[str, type]:
         hints = get_type_hints(target)
     except (NameError, TypeError):  # annotations that cannot be evaluated say nothing
         return {}
-    return {option: kind for option, kind in hints.items() if kind in (bool, int, float, str)}
+    return {option: kind for option, kind in hints.items() if kind in _KINDS}
 
 
 def _fits(value: object, kind: type) -> bool:

@@ -59,15 +59,21 @@ class ModelShape:
         path = model_dir / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            eos_ids = eos_ids_of(config, model_dir)
+        except (OSError, ValueError, AttributeError) as error:
             raise UnsupportedModel(str(path), f"want a Hugging Face configuration: {error}") from error
-        return cls.of(config, eos_ids=eos_ids_of(config, model_dir), where=str(path))
+        return cls.of(config, eos_ids=eos_ids, where=str(path))
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
         """From the map in a config.json, which ``where`` names. Raises UnsupportedModel."""
-        _check_supported(config, where)
-        return _from_config(config, eos_ids=eos_ids, where=where)
+        try:
+            _check_supported(config, where)
+            return _from_config(config, eos_ids=eos_ids, where=where)
+        except UnsupportedModel:
+            raise
+        except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise UnsupportedModel(where, f"want sizes as a Hugging Face configuration has them: {error}") from error
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
@@ -140,8 +146,6 @@ def _from_config(config: Mapping[str, Any], *, eos_ids: tuple[int, ...], where: 
         )
     except KeyError as error:
         raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
-    except (TypeError, OverflowError) as error:
-        raise UnsupportedModel(where, f"a size is no number: {error}") from error
 
 
 def _rope(config: Mapping[str, Any], where: str) -> Rope:

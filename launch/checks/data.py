@@ -85,6 +85,8 @@ def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[R
         place = f"{config.data.path}:{row.number + 1}"
         try:
             length = len(tokenize(row.prompt))
+            if not length:
+                raise CannotRender(f"no token of {row.prompt!r}")
         except CannotRender as error:
             want = "a prompt that tokenizer and chat template take"
             report.error("data", place, want=want, got=str(error), cure="mend the row, data.template or the model's chat template")

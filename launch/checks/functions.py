@@ -48,7 +48,7 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
         option = f"actor.reward_options.{error.option}"
         report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="mend it, or leave it out")
         return
-    except Exception as error:  # the user's module, while it is imported
+    except (Exception, SystemExit) as error:  # the user's module, while it is imported
         got = f"{type(error).__name__}: {error}"
         report.error("reward", where, want=f"{name} imported", got=got, cure="mend the module")
         return

@@ -13,8 +13,8 @@ from bus.config import OLDEST_SERVER
 from launch.checks.findings import Report
 from launch.checks.model import Model
 from launch.config import RunConfig
+from launch.wiring import ENGINES
 
-ENGINES = ("builtin", "sglang")
 ANSWER_S = 0.5
 """For a bus to say what it is."""
 TRAINING_BYTES = 18

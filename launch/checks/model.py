@@ -116,8 +116,6 @@ def _shape(report: Report, values: Mapping[str, Any], where: str) -> ModelShape 
     except UnsupportedModel as error:
         if values.get("model_type") in FAMILIES:  # else it has been reported already
             report.error("model", error.where, want="a model that engine and learner know", got=error.reason, cure="train another model")
-    except ValueError as error:
-        report.error("model", where, want="sizes that are numbers", got=str(error), cure="save the model again")
     return None
 
 
@@ -126,7 +124,7 @@ def _check_weights(report: Report, path: Path, shape: ModelShape) -> None:
     cure = f"save the model again, or give another one ({report.at(SETTING)})"
     try:
         there = tensors_in(path)
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:  # headers of any content
         report.error("model", str(path), want="its weights in *.safetensors", got=str(error), cure=cure)
         return
     for name, wanted in shape.tensors().items():

@@ -28,14 +28,17 @@ def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int) -> 
     return found
 
 
-def rope_arguments(scaling: Mapping[str, Any] | None, *, where: str = "model") -> dict[str, Any]:
+def rope_arguments(scaling: Any, *, where: str = "model") -> dict[str, Any]:
     """Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
-    kind = (scaling or {}).get("rope_type", (scaling or {}).get("type", "default"))
-    if scaling is None or kind == "default":
+    if not scaling:
         return {}
-    if kind == "linear":
-        return {"seq_len_interpolation_factor": scaling["factor"]}
+    given = scaling if isinstance(scaling, Mapping) else {"type": "?"}
+    kind, factor = given.get("rope_type", given.get("type", "default")), given.get("factor")
+    if kind == "default":
+        return {}
+    if kind == "linear" and factor:
+        return {"seq_len_interpolation_factor": factor}
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(scaling.get(name) == value for name, value in llama3.items()):
-        return {"rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
-    raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", dict(scaling))
+    if kind == "llama3" and factor and all(given.get(name) == value for name, value in llama3.items()):
+        return {"rope_scaling": True, "rope_scaling_factor": factor}
+    raise ConfigRefused(f"{where}: rope_scaling", "none, linear, or llama3 with Llama's own constants", scaling)

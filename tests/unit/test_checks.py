@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from launch import cli
 from launch.checks.findings import CheckFailed, Finding, Report
@@ -17,9 +19,13 @@ from launch.settings import load
 from learner import checkpoints
 from learner.datasource import DataSource
 from learner.rules import DataRules
-from tests.check_kit import write_model, write_prompts, write_run
+from tests.check_kit import VALUES, write_model, write_prompts, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
+KEYS = (
+    *("rope_scaling", "rope_theta", "head_dim", "eos_token_id", "architectures", "layer_types"),
+    *("chat_template", "eos_token", "weight_map", "model"),
+)
 SECONDS = 2.0
 """Of a processor, for a process that checks a file of 7,000 prompts."""
 
@@ -235,3 +241,25 @@ def test_seven_thousand_prompts_are_checked_at_once_and_without_torch(tmp_path: 
     assert "7000 prompts read" in result.stdout
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "qwen2"
+
+
+STRANGE = st.sampled_from(
+    [None, True, 0, -1, 1.5, 1e400, 10**30, "", "x", [], [1], {}, {"a": 1}, {"rope_type": "linear"}, {"type": "llama3"}]
+)
+FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(file=st.sampled_from(FILES), key=st.sampled_from([*VALUES, *KEYS]), value=STRANGE)
+def test_whatever_stands_in_a_model_directory_a_check_ends(
+    file: str, key: str, value: object, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    directory = tmp_path_factory.mktemp("strange")
+    run, there = write_run(directory), directory / "model" / file
+    values = json.loads(there.read_text()) if there.exists() else {}
+    there.write_text(json.dumps(values | {key: value}))
+    check(load(run), Purpose(resumes=True))
+    there.write_text(json.dumps(value))
+    check(load(run), Purpose(resumes=True))
+    there.write_bytes(b"\xff\xfe" + repr(value).encode())
+    check(load(run), Purpose(resumes=True))

@@ -1,5 +1,8 @@
 """The mistakes of a first hour (docs/configuring.md): each is answered at once, with where, what was wanted, what came and what to do."""
 
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -250,6 +253,20 @@ def test_a_mistake_is_answered_at_once(
     assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"] == before
     assert used_s < ANSWER_S
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize("settings", [("data.prompt_key=nope",), ("model.path=/nope", "actor.reward=nosuch")])
+def test_a_shell_gets_the_answer_too(tmp_path: Path, settings: tuple[str, ...]) -> None:
+    file = write_run(tmp_path)
+    command = [sys.executable, "-m", "launch", "up", str(file), *[word for setting in settings for word in ("--set", setting)]]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = subprocess.run(command, cwd=DOCS.parents[1], capture_output=True, text=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 78, result.stderr
+    assert len(result.stderr.splitlines()) == len(settings), "one line for each mistake"
+    assert not result.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < ANSWER_S
+    assert not (tmp_path / "run").exists()
 
 
 def test_nothing_is_wrong_with_what_the_mistakes_are_made_in(

@@ -105,9 +105,9 @@ def test_an_unknown_reward_is_named_with_the_nearest(name: str, words: list[str]
         ("digits", {"bonus": 1}, ["reward_options.bonus", "no such option"]),
         ("digits", {"request": 1}, ["reward_options.request", "no such option"]),
         (f"{HERE}:waiting", {}, ["reward_options.url", "missing"]),
-        ("math_answer", {"format_weight": "0.1"}, ["format_weight", "want float", "'0.1'"]),
-        ("exact", {"strip": 1}, ["strip", "want bool"]),
-        (f"{HERE}:an_object", {"limit": True}, ["limit", "want int"]),
+        ("math_answer", {"format_weight": "0.1"}, ["format_weight", "want a number", "'0.1'"]),
+        ("exact", {"strip": 1}, ["strip", "want true or false"]),
+        (f"{HERE}:an_object", {"limit": True}, ["limit", "want a whole number"]),
         (f"{HERE}:plain", {"in_thread": "yes"}, ["in_thread", "'yes'"]),
     ],
 )

@@ -1,0 +1,30 @@
+"""A check sees prompts as the learner does: the same tokens, without transformers."""
+
+from pathlib import Path
+
+import pytest
+
+from bus.messages import Prompt
+from launch.checks.findings import Report
+from launch.checks.model import check_model
+from launch.checks.tokens import check_tokenizer
+from launch.settings import load
+from learner.prompts import model_tokenizer
+from tests.tiny_models import FAMILIES, write_tiny_model
+
+PROMPTS: tuple[Prompt, ...] = ("What is three plus four?", "<|im_start|> \n\té", [{"role": "user", "content": "What is three?"}])
+
+
+@pytest.mark.parametrize("apply_chat_template", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_learner(tmp_path: Path, family: str, apply_chat_template: bool) -> None:
+    model = write_tiny_model(tmp_path / "model", family, tied=family == "qwen3")
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {model}}}\ndata: {{apply_chat_template: {str(apply_chat_template).lower()}}}\n")
+    config, report = load(file).config, Report()
+    found = check_model(report, config, made=False)
+    assert found is not None
+    tokenize, theirs = check_tokenizer(report, config, found), model_tokenizer(str(model), apply_chat_template=apply_chat_template)
+    assert tokenize is not None and not report.errors
+    for prompt in PROMPTS:
+        assert list(tokenize(prompt)) == list(theirs(prompt)), prompt
