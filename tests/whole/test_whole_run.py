@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.check_kit import write_model
 from tests.whole.running import ROOT, assert_books_balance, up
 
 
@@ -67,6 +68,11 @@ def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
         assert run.wait() in (0, 75), run.log[-4000:]
     assert "--resume" in run.log
     reached = max(line["step"] for line in run.metrics)
+    other = f"model.path={write_model(tmp_path / 'other')}"
+    with up(tmp_path, other, "sampling.temperature=0.5", flags=("--resume",)) as refused:
+        assert refused.wait() == 78, refused.log[-4000:]
+    assert "model.path: want " in refused.log and "qwen3 of 1 layers of 32" in refused.log and "got " in refused.log
+    assert "sampling.temperature: want 1.0, with which the run in" in refused.log
     with up(tmp_path, f"learner.steps={reached + 4}", "learner.checkpoint_every=2", flags=("--resume",)) as run:
         assert run.wait() == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
