@@ -127,15 +127,13 @@ def actor(args: argparse.Namespace) -> int:
 
 
 def _worker(args: argparse.Namespace, role: str) -> int:
+    if args.print_config and not args.config:
+        raise ValueError("--print-config: want --config FILE; without it the configuration is read from the bus, at the start")
     wanted, changed = None, changes(args.set, os.environ)
     if args.config:
         wanted = _config(args)
         if wanted is None:
             return 0
-    elif args.print_config:
-        raise ValueError(
-            "--print-config: want --config FILE; without it the configuration is on the bus, and read when this process starts"
-        )
     from bus.errors import BusUnavailable
     from launch import process, roles
 
