@@ -12,6 +12,8 @@ _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 """Stream or consumer exists with another configuration."""
 _ROW_DUPLICATE_WINDOW_S = 120
+_CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
+"""Settings that an older release made otherwise, and that take effect on what is stored already."""
 _MAX_WAITING = 16_384
 """Pull requests that may wait at one consumer: one for every free slot of every actor."""
 
@@ -76,7 +78,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "num_replicas": config.copies,
             "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
             "allow_direct": True,
-            "allow_rollup_hdrs": True,
+            "allow_rollup_hdrs": False,  # by its header, whoever may write one row could remove all others
             "deny_delete": True,
         }
 
@@ -103,6 +105,10 @@ async def _ensure_stream(jet: JetStream, config: dict[str, Any]) -> None:
         info = await jet.call(f"STREAM.INFO.{name}")
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
+    there = info["config"]
+    changes = {field: config[field] for field in _CHANGED_IN_PLACE if field in config and there.get(field, False) != config[field]}
+    if changes:
+        info = await jet.call(f"STREAM.UPDATE.{name}", {**there, **changes})
     _compare(name, config, info["config"])
 
 

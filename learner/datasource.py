@@ -229,6 +229,11 @@ class DataSource:
         self.changes += 1
 
     @property
+    def versions(self) -> dict[int, int]:
+        """Step of every version known so far."""
+        return dict(self._steps)
+
+    @property
     def head(self) -> tuple[int, int] | None:
         """(version, step) of the newest published weights."""
         return self._admission.head

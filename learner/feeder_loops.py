@@ -39,7 +39,7 @@ from learner.feed_server import FeedServer
 from learner.lost import LostTasks
 from learner.outcomes import Outcomes, facts_of
 from learner.prompts import PromptFile, sampler_seed
-from learner.restart import Resumed, resume
+from learner.restart import Resumed, recorded_versions, resume
 from learner.rules import DataRules
 from learner.senders import Senders, invalid_words, refused_before
 from weightstore.registry import HEAD, VersionRegistry
@@ -130,9 +130,12 @@ class Feeder:
         self._text = "the checkpoint to be verified and the streams to be read"
         resumed = await resume(self._bus, rules=self._data_rules, epoch=self._epoch, root=self._rules.root)
         self._source, self._recorded, self._recorded_until = resumed.source, resumed.recorded, resumed.recorded_until
-        head = await self._bus.rows("weights").get("head")
-        if head is not None and "version" in head[0]:  # a publisher that only has fenced it has written none
-            self._source.published(int(head[0]["version"]), int(head[0]["step"]))
+        registry = VersionRegistry(self._bus)
+        if await registry.lost(resumed.versions):
+            await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)
+        head = await registry.head()
+        if head is not None:  # a publisher that only has fenced it has written none
+            self._source.published(head.version, head.step)
         plans = [record for _, record in resumed.recorded if isinstance(record, Plan)]
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
         self._lost = LostTasks(self._bus, self._source, self._decide.wake)
@@ -288,8 +291,12 @@ class Feeder:
 
     async def _follow_head(self) -> None:
         async for row in self._bus.rows("weights").watch(HEAD):
-            if row is not None and "version" in row[0]:
-                self._published(int(row[0]["version"]), int(row[0]["step"]))
+            version = -1 if row is None else int(row[0].get("version", -1))
+            known, _ = self._source.head or (-1, -1)
+            if row is not None and version >= max(known, 0):
+                self._published(version, int(row[0]["step"]))
+            elif version < known:
+                await patiently(self._bus, partial(VersionRegistry(self._bus).restore, self._source.versions, self._epoch))
 
     def _published(self, version: int, step: int) -> None:
         self._source.published(version, step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.connection import Bus
-from bus.messages import Done, Plan, Requeue, Settle
+from bus.messages import Done, Kind, Plan, Requeue, Settle
 from learner import checkpoints
 from learner.datasource import DataSource
 from learner.errors import ConfigRefused, NoCheckpoint, ReplayMismatch
@@ -33,6 +33,8 @@ class Resumed:
     """Last recorded step; the checkpoint's when there is none."""
     done: dict[int, Done]
     """Outcomes that earlier starts recorded for steps behind the checkpoint (the last one of each)."""
+    versions: dict[int, int]
+    """Step of every version that tasks and plans behind the checkpoint, or its own plan, name: all of them have been used."""
 
 
 async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
@@ -47,13 +49,29 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
         source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
-    await _tell_tasks(bus, source)
-    recorded, done = await _records(bus, source)
+    versions = await _tell_tasks(bus, source)
+    recorded, done = await _records(bus, source, versions)
     for _, record in recorded:
         _refuse_other_layout(rules, record)
     steps = [record.step for _, record in recorded if isinstance(record, Plan)]
     log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(steps), checkpoint, epoch)
-    return Resumed(source=source, checkpoint=checkpoint, recorded=recorded, recorded_until=max(steps, default=source.step), done=done)
+    return Resumed(
+        source=source,
+        checkpoint=checkpoint,
+        recorded=recorded,
+        recorded_until=max(steps, default=source.step),
+        done=done,
+        versions=versions,
+    )
+
+
+async def recorded_versions(bus: Bus) -> dict[int, int]:
+    """Step of every version that a plan of the run names."""
+    versions: dict[int, int] = {}
+    async for _, record in bus.plans.scan():
+        if isinstance(record, Plan):
+            versions |= record.version_steps
+    return versions
 
 
 def _usable(root: Path, row: dict[str, Any]) -> Path:
@@ -68,19 +86,28 @@ def _usable(root: Path, row: dict[str, Any]) -> Path:
     return found
 
 
-async def _tell_tasks(bus: Bus, source: DataSource) -> None:
+async def _tell_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
+    """Give the source its open tasks; the versions they were issued at, with their steps."""
     now = time.monotonic()
+    versions: dict[int, int] = {}
     async for task in bus.tasks.scan(source.task_floor + 1):
         source.issued(task, now)
+        if task.kind is Kind.TRAIN:
+            versions[task.min_version] = task.issue_step
     async for _, dead in bus.dead.scan():
         source.dead(dead.task)
+    return versions
 
 
-async def _records(bus: Bus, source: DataSource) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done]]:
-    """Records behind the state. The last one in it must stand in the log as it is in the state."""
+async def _records(
+    bus: Bus, source: DataSource, versions: dict[int, int]
+) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done]]:
+    """Records behind the state; ``versions`` gets those they name. The last one in it must stand in the log as it is in the state."""
     recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
     done: dict[int, Done] = {}
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
+        if isinstance(record, Plan):
+            versions |= record.version_steps
         if seq == source.plan_seq:
             if not isinstance(record, Plan) or record.chain != source.chain:
                 raise ReplayMismatch(f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record)

@@ -6,13 +6,15 @@
     evicted  the engines that took no part in the last push although they live, and why: {"engines": {id: reason}}
     want    the version of which, or of a later one, an engine wants a snapshot (see ``weightstore.joining``)
 
-A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner. ``after`` of the row is
+A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner. Rows that were lost (the
+bucket was emptied) are written again from what else names them: a publisher's memory, the log PLAN, the tasks. ``after`` of the row is
 the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
 """
 
 import dataclasses
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from bus.connection import Bus
@@ -23,6 +25,8 @@ from bus.subjects import natural
 _log = logging.getLogger(__name__)
 
 HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
+UNUSED_AFTER_LOSS = 1000
+"""Numbers left out behind the known ones when rows were lost: an engine may have versions that nothing else names."""
 _FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
 
 
@@ -78,9 +82,55 @@ class VersionRegistry:
             _check_fence(value, epoch)
             try:
                 await self._rows.update(HEAD, {**value, "fence": epoch}, 0 if found is None else found[1])
-                return _parse(HEAD, value)
+                break
             except RowConflict:
                 continue
+        await self._count()
+        return _parse(HEAD, value)
+
+    async def lost(self, known: Mapping[int, int]) -> bool:
+        """Whether rows are missing of versions (-> step) that are ``known`` to have been used, or the head of them is."""
+        return bool(known) and (await self.head() is None or not known.keys() <= set(await self._versions()))
+
+    async def restore(self, known: Mapping[int, int], epoch: int) -> None:
+        """Write again the rows of ``known`` versions (-> step) that are missing, and the head if it is behind them. Raises Fenced."""
+        present = await self._versions()
+        highest = max((*present, *known))
+        missing = [
+            VersionRow(version=version, step=known[version], epoch=epoch, state="published") for version in known.keys() - set(present)
+        ]
+        if missing:
+            unused = VersionRow(version=highest + UNUSED_AFTER_LOSS, step=known[max(known)], epoch=epoch, state="failed")
+            for row in (*missing, unused):
+                with suppress(RowConflict):
+                    await self._rows.create(_key(row.version), dataclasses.asdict(row))
+        newest = await self._newest_published()
+        while newest is not None:
+            found = await self._rows.get(HEAD)
+            value = {} if found is None else found[0]
+            _check_fence(value, epoch)
+            head = _parse(HEAD, value)
+            if head is not None and head.version >= newest.version:
+                break
+            with suppress(RowConflict):
+                await self._rows.update(HEAD, {**dataclasses.asdict(newest), "fence": epoch}, 0 if found is None else found[1])
+        _log.error(
+            "the registry of versions has lost rows (bucket weights emptied?): head=%s restored=%d, new versions are numbered after %d",
+            None if newest is None else newest.version,
+            len(missing),
+            max(await self._versions()),
+        )
+
+    async def _newest_published(self) -> VersionRow | None:
+        for version in sorted(await self._versions(), reverse=True):
+            row = await self.row(version)
+            if row is not None and row.state == "published":
+                return row
+        return None
+
+    async def _count(self) -> None:
+        """The next number is behind every one there is, and those there were in the life of this object."""
+        self._next = max(self._next, max(await self._versions(), default=0) + 1)
 
     async def newest_epoch(self) -> int:
         """Of the learner that was here last (``fence``); 0 = none."""
@@ -103,7 +153,7 @@ class VersionRegistry:
         found = await self._rows.get(HEAD)
         _check_fence({} if found is None else found[0], epoch)
         if not self._next:
-            self._next = max(await self._versions(), default=0) + 1
+            await self._count()
         while True:
             row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
             self._next += 1

@@ -238,6 +238,44 @@ async def test_an_answer_goes_nowhere_but_to_who_asked(as_user: As, user: str) -
         assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in streams} == streams
 
 
+HEADERS = (
+    {"Nats-Rollup": "all"},
+    {"Nats-Rollup": "sub"},
+    {"Nats-TTL": "1s"},
+    {"Nats-Schedule": "@every 1s", "Nats-Schedule-Target": "$KV.TM_r_weights.head"},
+    {"Nats-Incr": "1"},
+    {"Nats-Batch-Id": "b", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"},
+)
+"""What a publisher can ask of a server beside storing the message."""
+
+
+@pytest.mark.parametrize(
+    ("user", "subject"),
+    [
+        ("engine-0", "$KV.TM_r_weights.want"),
+        ("engine-0", "$KV.TM_r_live.engine.engine-0"),
+        ("actor-0", "$KV.TM_r_live.actor.actor-0"),
+        ("operator", "$KV.TM_r_wanted.pool"),
+        ("operator", "$KV.TM_r_run.cursor.mine"),
+        ("actor-0", "tm.r.sample.train.1.actor-0"),
+        ("actor-0", "tm.r.partial.1.1"),
+        ("actor-0", "tm.r.dead.report.1"),
+    ],
+)
+async def test_no_header_of_ones_own_message_touches_those_of_others(as_user: As, user: str, subject: str) -> None:
+    """A rollup on one's own row would empty the bucket: the registry of versions, or every live row."""
+    async with as_user("learner") as learner, as_user(user) as bus:
+        streams = ["KV_TM_r_weights", "KV_TM_r_live", "KV_TM_r_wanted", "KV_TM_r_run", "TM_r_SAMPLES", "TM_r_PARTIALS", "TM_r_DEAD"]
+        for bucket in subjects.BUCKETS:
+            await learner.rows(bucket).put("another.s", {"version": 571})
+        await bus.nc.request(subject, b"{}", timeout=5)
+        before = [await learner.jet.state(stream) for stream in streams]
+        for headers in HEADERS:
+            answer = json.loads((await bus.nc.request(subject, b"{}", headers=headers, timeout=5)).data)
+            assert "error" in answer, f"{headers} was taken"
+        assert [await learner.jet.state(stream) for stream in streams] == before
+
+
 async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Path, auth_dir: Path) -> None:
     plain = EmbeddedBus(tmp_path / "bus", RUN, BusConfig())
     async with connect(await asyncio.to_thread(plain.start), RUN, name="a", wait_s=10) as bus:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from bus import subjects
 from bus.errors import ConfigMismatch
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
@@ -41,6 +42,20 @@ async def test_what_the_server_has_dropped_is_noticed(open_bus: BusOpener) -> No
         await bus.jet.call(f"STREAM.CREATE.TM_{bus.run}_SAMPLES", {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]})
         with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects: want"):
             await bus.create_layout()
+
+
+async def test_buckets_of_an_older_release_are_changed_where_they_are(open_bus: BusOpener) -> None:
+    """They allowed rollups, by which whoever may write one row can remove all others."""
+    async with open_bus() as bus:
+        name = subjects.bucket_stream(bus.run, "weights")
+        config = (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]
+        await bus.jet.call(f"STREAM.UPDATE.{name}", {**config, "allow_rollup_hdrs": True})
+        revision = await bus.rows("weights").put("head", {"version": 7})
+        await bus.create_layout()
+        assert (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]["allow_rollup_hdrs"] is False
+        assert await bus.rows("weights").get("head") == ({"version": 7}, revision)
+        await bus.rows("weights").delete("head")  # needs none
+        assert await bus.rows("weights").get("head") is None
 
 
 async def test_two_runs_share_a_server(open_bus: BusOpener) -> None:

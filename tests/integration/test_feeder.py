@@ -19,6 +19,7 @@ from bus.epoch import raise_epoch
 from bus.errors import Fenced
 from bus.messages import Done, Plan, Requeue, Sample, Settle, Task, Word
 from bus.server import EmbeddedServer
+from bus.subjects import bucket_stream
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
 from learner.datasource import DataSource, read_state
@@ -32,6 +33,7 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
+from weightstore.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 
@@ -517,3 +519,63 @@ async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
         places = await Cursors(bus).all()
         assert {name: place.given_up for name, place in places.items()} == {"slow": True, "quick": False}
         await server.close()
+
+
+async def wipe_weights(world: World) -> None:
+    """As a rollup, or a purge by hand, did."""
+    await world.bus.jet.call(f"STREAM.PURGE.{bucket_stream(world.run, 'weights')}")
+    assert await VersionRegistry(world.bus).head() is None
+
+
+async def versions_of(world: World) -> dict[int, str]:
+    rows = await world.bus.rows("weights").all("v")
+    return {int(value["version"]): value["state"] for value, _ in rows.values()}
+
+
+async def test_versions_lost_while_no_learner_runs_are_written_again_and_none_is_used_twice(
+    open_world: OpenWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_world(steps=6) as world, world.actors():
+        async with world.feeder() as (url, _):
+            await world.train(url, stop=lambda did, at: (did, at) == ("publish", 3))
+        used = await versions_of(world)
+        head = await VersionRegistry(world.bus).head()
+        assert head is not None and head.version == max(used) == 3
+        await wipe_weights(world)
+        await finish(world)
+        plans = await check_history(world)
+        after = await versions_of(world)
+        named = {version for plan in plans for version in plan.version_steps}
+        assert named <= after.keys(), "a plan names a version without a row"
+        new = {version for version, state in after.items() if state == "published"} - used.keys()
+        assert len(new) == 3 and min(new) > max(used)
+        assert "registry of versions has lost rows" in caplog.text
+
+
+async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world: OpenWorld) -> None:
+    """From what the feeder remembers: engines and actors that start meanwhile find the head."""
+    async with open_world(steps=6) as world, world.actors():
+        loop, heads = asyncio.get_running_loop(), []
+
+        async def wipe() -> None:
+            before = await VersionRegistry(world.bus).head()
+            await wipe_weights(world)
+            async with asyncio.timeout(20):
+                async for row in world.bus.rows("weights").watch(HEAD):
+                    if row is not None:
+                        heads.append((before, row[0]))
+                        return
+
+        def stop(did: str, at: int) -> bool:
+            if (did, at) == ("publish", 3):
+                asyncio.run_coroutine_threadsafe(wipe(), loop).result(30)
+            return False
+
+        async with world.feeder() as (url, feeding):
+            await world.train(url, stop=stop)
+            await feeding
+        [(before, restored)] = heads
+        assert before is not None
+        assert (restored["version"], restored["step"], restored["fence"]) == (before.version, before.step, before.epoch)
+        assert {0, 1, 2, 3} <= (await versions_of(world)).keys()
+        await check_history(world)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from bus.errors import Fenced, NotFound
+from bus.subjects import bucket_stream
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 from weightstore.registry import VersionRegistry
@@ -38,6 +39,50 @@ async def test_a_number_is_never_used_twice(open_bus: BusOpener) -> None:
         after_restart = VersionRegistry(bus)
         assert (await after_restart.reserve(9, 2)).version == 17
         assert await after_restart.steps() == {row.version: row.step for row in rows} | {17: 9}
+
+
+async def test_a_learner_at_work_goes_on_with_its_numbers_when_the_rows_are_lost(open_bus: BusOpener) -> None:
+    """Also one that has taken none yet, but has seen those of the learner before it."""
+    async with open_bus() as bus:
+        first, second = VersionRegistry(bus), VersionRegistry(bus)
+        await first.publish(await first.reserve(1, 1))
+        await first.publish(await first.reserve(2, 1))
+        await second.fence(2)
+        for _ in range(2):
+            await bus.jet.call(f"STREAM.PURGE.{bucket_stream(bus.run, 'weights')}")
+            row = await second.publish(await second.reserve(3, 2))
+        assert row.version == 4
+
+
+async def test_lost_rows_are_written_again_and_the_numbers_behind_them_stay_unused(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        assert not await registry.lost({})
+        known = {0: 0, 4: 3, 5: 4}
+        assert await registry.lost(known)
+        await registry.restore(known, epoch=2)
+        assert not await registry.lost(known)
+        head = await registry.head()
+        assert head is not None and (head.version, head.step, head.state) == (5, 4, "published")
+        assert {version: (await VersionRegistry(bus).step_of(version)) for version in known} == known
+        assert (await VersionRegistry(bus).reserve(5, 2)).version > 5 + 100
+        with pytest.raises(Fenced):
+            await registry.restore(known, epoch=1)
+
+
+async def test_a_head_that_is_alone_in_being_lost_is_the_newest_published_version(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        registry = VersionRegistry(bus)
+        rows = [await registry.reserve(step, 1) for step in (1, 2, 3)]
+        for row in rows[:2]:
+            await registry.publish(row)
+        await bus.rows("weights").delete("head")
+        assert await registry.lost({1: 1})
+        await registry.restore({1: 1}, epoch=1)
+        head = await registry.head()
+        assert head is not None and head.version == 2
+        ahead = {1: 1, 2: 2, 3: 3}  # tokens of a version that is still being pushed are no loss
+        assert not await registry.lost(ahead)
 
 
 async def test_steps_are_known_of_every_version_that_an_engine_may_have_seen(open_bus: BusOpener) -> None:
