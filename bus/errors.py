@@ -148,7 +148,10 @@ class StreamReplaced(BusError):
         self.stream, self.want, self.got = stream, want, got
 
     def __str__(self) -> str:
-        return f"{self.stream}: the cursor is for the stream created at {self.want}, this one was created at {self.got}"
+        return (
+            f"{self.stream}: the cursor is for the stream created at {self.want}, this one was created at {self.got}; "
+            "put the bus's store back, or begin a new run with the newest model (tidemill up --from-checkpoint; docs/recovery.md)"
+        )
 
 
 class StreamTrimmed(BusError):

@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     how = up.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="go on where the run in its directory stopped")
     how.add_argument("--fresh", action="store_true", help="throw away what is in the run's directory, and begin")
+    _from_checkpoint(up)
 
     config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
     _configured(config, positional=True)
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     _on_bus(learner)
     learner.add_argument("--id", default="", help="its name on the bus")
     learner.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
+    _from_checkpoint(learner)
 
     for name, help_ in (("engine", "an inference engine"), ("actor", "a rollout worker")):
         worker = commands.add_parser(name, help=f"{help_}; needs nothing but the bus")
@@ -168,6 +170,17 @@ def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, re
         parser.add_argument("--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
     parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+
+
+def _from_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from-checkpoint",
+        action="append",
+        dest="set",
+        type=lambda directory: f"learner.from_checkpoint={Path(directory).resolve()}",
+        metavar="DIR",
+        help="begin a new run with the weights of this checkpoint: learner.from_checkpoint",
+    )
 
 
 def _looking(parser: argparse.ArgumentParser) -> None:

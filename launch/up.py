@@ -77,6 +77,9 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
     """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken, 78 settings or
     data that no restart can cure.
     """
+    if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
+        kept = config.learner.from_checkpoint
+        raise CannotBegin(f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)")
     console = Console(highlight=False, soft_wrap=True)
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):

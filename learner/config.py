@@ -101,6 +101,8 @@ class LearnerConfig:
     checkpoint_every: int = 20
     """Steps; 0 = only at the end."""
     keep_checkpoints: int = 2
+    from_checkpoint: str = ""
+    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights. The rest begins anew."""
     prefetch: bool = True
     """Plan one batch ahead (never at max_lag 0)."""
     weights_digest: bool = False

@@ -2,6 +2,8 @@
 
 from bus import exit_codes
 
+NEW_RUN = "begin a new run with the model of a checkpoint (tidemill up CONFIG --from-checkpoint CHECKPOINT --set directory=NEW)"
+
 
 class LearnerError(Exception):
     """Something went wrong in the learner."""
@@ -47,6 +49,8 @@ class SampleTooLong(LearnerError, ValueError):
 class ReplayMismatch(LearnerError):
     """What the streams hold does not continue the checkpoint: training on would not repeat what was recorded."""
 
+    exit_code = exit_codes.CONFIG
+
     def __init__(self, where: str, want: object, got: object) -> None:
         super().__init__(where, want, got)
         self.where, self.want, self.got = where, want, got
@@ -87,7 +91,28 @@ class NoCheckpoint(LearnerError):
         self.directory, self.reason = directory, reason
 
     def __str__(self) -> str:
-        return f"{self.directory}: no usable checkpoint: {self.reason}"
+        return (
+            f"{self.directory}: no usable checkpoint: {self.reason}; put a whole copy of one back there, "
+            "or throw the run away (tidemill up CONFIG --fresh)"
+        )
+
+
+class RunLost(LearnerError):
+    """Checkpoints are there, and the bus knows nothing of their run: its place in the data is lost."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, run: str, newest: str) -> None:
+        super().__init__(run, newest)
+        self.run, self.newest = run, newest
+
+    def __str__(self) -> str:
+        onward = NEW_RUN.replace("CHECKPOINT", self.newest)
+        return (
+            f"{self.newest}: want what the bus has recorded of run {self.run} up to this checkpoint, got a bus with no row run/checkpoint "
+            f"and no plan of it: its store was emptied, or it is another bus. Put the bus's store back; or {onward}; "
+            "or throw the checkpoints away (tidemill up CONFIG --fresh)"
+        )
 
 
 class NoProgress(LearnerError):

@@ -41,6 +41,8 @@ class Start:
     """Newest published version; -1 = none yet (publish version 0)."""
     head_step: int
     """Step of its weights; -1 = none yet."""
+    initial: str | None = None
+    """Without ``checkpoint``: directory of the checkpoint whose weights the run begins with, verified; None = the model directory's."""
     recorded_until: int
     """Batches up to this step are recorded plans: no push for them, then head + 1. == step when there are none."""
 

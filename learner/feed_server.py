@@ -99,10 +99,12 @@ class FeedServer:
                 await self._received(identity, frames)
 
     async def _received(self, identity: bytes, frames: Frames) -> None:
-        """Only a rank that has been accepted can end the feeder by what it sends."""
+        """Only a rank that has been accepted, or reports its own failure, can end the feeder by what it sends."""
         rank = self._ranks.get(identity)
         try:
             header = unpack_from_rank(frames[0] if frames else b"", where=f"feed at {self.url}")
+            if header["type"] == "failed":  # also of a rank that fails before its hello
+                raise RankFailed(header["rank"], header["reason"], header["exit_code"])
             if rank is None:
                 self._hello(identity, header)
             else:
@@ -161,8 +163,6 @@ class FeedServer:
             rank.waits, rank.gone = None, True
         elif kind == "next":
             self._asked(rank, header)
-        elif kind == "failed":
-            raise RankFailed(rank.rank, header["reason"], header["exit_code"])
         else:
             self._reported(rank, kind, header)
 

@@ -60,6 +60,7 @@ async def run_feeder(
         vocab_size=vocab_size,
         pad_to=learner.tensor_parallel,
         eos_ids=eos_ids,
+        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
     )
     config = bus or BusConfig()
     world_size = learner.data_parallel * learner.tensor_parallel

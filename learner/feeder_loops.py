@@ -30,6 +30,7 @@ from bus.live import Heartbeat
 from bus.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.patience import cancellable, patiently
 from bus.subjects import EPOCH_KEY
+from learner import checkpoints
 from learner.admission import Wanted
 from learner.batch import build_batches, encode
 from learner.datasource import FateName, Waits
@@ -75,6 +76,8 @@ class FeederRules:
     """Row lengths are multiples of it."""
     eos_ids: frozenset[int] = frozenset()
     """Tokens that end a response; empty = not known."""
+    from_checkpoint: Path | None = None
+    """What the run begins with in place of the model directory's weights."""
 
 
 class Feeder:
@@ -150,10 +153,18 @@ class Feeder:
                 steps=self._data_rules.steps,
                 head_version=version,
                 head_step=step,
+                initial=await self._initial(resumed),
                 recorded_until=self._recorded_until,
             )
         )
         self._note_replayed()
+
+    async def _initial(self, resumed: Resumed) -> str | None:
+        """Raises CheckpointCorrupt."""
+        if resumed.checkpoint is not None or self._rules.from_checkpoint is None:
+            return None
+        await asyncio.to_thread(checkpoints.verify, self._rules.from_checkpoint)
+        return str(self._rules.from_checkpoint)
 
     def _make_outcomes(self, resumed: Resumed) -> Outcomes:
         return Outcomes(

@@ -101,6 +101,8 @@ class Pushes:
         if start.head_version >= 0:
             if start.recorded_until == start.step:
                 self.publish()
+        elif start.initial is not None:  # engines load version 0 from the model directory, which has other weights
+            self.publish()
         elif self._publisher is not None:
             row = self._publisher.publish_initial(self._model_dir)
             self._feed.published(row.version, row.step)

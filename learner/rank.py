@@ -209,11 +209,20 @@ class Rank:
             if start.checkpoint is not None:
                 _, numbers = state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
                 self._trainer.kl_scale = numbers["kl_scale"]
+            elif start.initial is not None:
+                self._begin_with(Path(start.initial))
             log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
             with self.pushes.open(start):
                 self._turns.give()
                 if self._take_steps(start):
                     self._end(start)
+
+    def _begin_with(self, directory: Path) -> None:
+        """Weights of another run's checkpoint. The reference model, if there is one, stays that of the model directory."""
+        step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
+        if self._proximal is not None:
+            self._proximal.refresh()
+        log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
     def _take_steps(self, start: Start) -> bool:
         """All steps to the last; False when drained before it."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from bus.connection import Bus
 from bus.messages import Done, Kind, Plan, Requeue, Settle
 from learner import checkpoints
 from learner.datasource import DataSource
-from learner.errors import ConfigRefused, NoCheckpoint, ReplayMismatch
+from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from learner.rules import DataRules
 
 log = logging.getLogger(__name__)
 
 CHECKPOINT_KEY = "checkpoint"
 """Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain"}`` of the latest checkpoint."""
+_STORE_BACK = f"put the bus's store back, or {NEW_RUN}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,7 +42,7 @@ class Resumed:
 async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
     """Restore the data's state; the caller has raised the epoch and fenced PLAN and TASKS.
 
-    Raises NoCheckpoint, ReplayMismatch, ConfigRefused: nothing of this run can be continued with these files and settings.
+    Raises NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
     checkpoint = None if row is None else await asyncio.to_thread(_usable, root, row[0])
@@ -51,6 +53,8 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
         source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
     versions = await _tell_tasks(bus, source)
     recorded, done = await _records(bus, source, versions)
+    _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
+    await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
     for _, record in recorded:
         _refuse_other_layout(rules, record)
     steps = [record.step for _, record in recorded if isinstance(record, Plan)]
@@ -86,6 +90,18 @@ def _usable(root: Path, row: dict[str, Any]) -> Path:
     return found
 
 
+def _refuse_lost_plans(run: str, root: Path, *, has_place: bool) -> None:
+    if not has_place and (kept := checkpoints.listed(root)):
+        raise RunLost(run, str(kept[0].path))
+
+
+async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Plan | Settle | Requeue]) -> None:
+    named = [int(task) for record in records if isinstance(record, Plan | Settle) for task in record.tasks]
+    wanted, last = max((source.task_floor, *named)), await bus.tasks.last_id()
+    if last < wanted:
+        raise ReplayMismatch("stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}")
+
+
 async def _tell_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
     """Give the source its open tasks; the versions they were issued at, with their steps."""
     now = time.monotonic()
@@ -105,6 +121,7 @@ async def _records(
     """Records behind the state; ``versions`` gets those they name. The last one in it must stand in the log as it is in the state."""
     recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
     done: dict[int, Done] = {}
+    found = source.plan_seq == 0
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if isinstance(record, Plan):
             versions |= record.version_steps
@@ -115,6 +132,10 @@ async def _records(
             recorded.append((seq, record))
         elif isinstance(record, Done):
             done[record.step] = record
+        found = found or seq == source.plan_seq
+    if not found:
+        want = f"the plan of step {source.step}"
+        raise ReplayMismatch(f"log PLAN at {source.plan_seq}", want, f"nothing: it was made anew; {_STORE_BACK}")
     return recorded, done
 
 

@@ -65,7 +65,7 @@ def load(
         raise CheckpointCorrupt(str(directory), "common.pt", "proximal weights (push_every > 1)", "none")
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, is_loading=True)
-        _refuse_another_model(directory, content["model"])
+        _refuse_another_model(directory, content["model"], "model.path", "the model this run began with (another one needs another run)")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             content["rng"] = _rng_object(None)
@@ -82,16 +82,34 @@ def load(
     return int(facts["step"]), dict(facts.get("numbers", {}))
 
 
-def _refuse_another_model(directory: Path, model: dict[str, Any]) -> None:
-    """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there."""
+def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer) -> int:
+    """Put only the weights of a checkpoint in place, whatever layout it was saved with; its step. The optimizer begins with them, anew.
+
+    Raises ConfigRefused for a checkpoint of another model.
+    """
+    facts = load_common_state_dict(str(directory))["facts"]
+    with megatron_device(), policy.memory.region():
+        model = policy.module.sharded_state_dict()
+        _refuse_another_model(directory, model, "learner.from_checkpoint", "a checkpoint of the model in model.path", exactly=True)
+        with plain_torch():
+            loaded = dist_checkpointing.load({"model": model}, str(directory))
+        policy.module.load_state_dict(loaded["model"])
+        optimizer.inner.reload_model_params()
+    return int(facts["step"])
+
+
+def _refuse_another_model(directory: Path, model: Mapping[str, Any], setting: str, want: str, *, exactly: bool = False) -> None:
+    """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there.
+
+    Padding of the vocabulary may differ, as between layouts, unless ``exactly``.
+    """
     there = {name: tuple(part.global_shape) for name, part in dist_checkpointing.load_tensors_metadata(str(directory)).items()}
     for part in model.values():
-        if not isinstance(part, ShardedTensor) or (part.allow_shape_mismatch and part.key in there):
+        if not isinstance(part, ShardedTensor) or (part.allow_shape_mismatch and part.key in there and not exactly):
             continue
         if there.get(part.key) != (shape := tuple(part.global_shape)):
             found = f"has the shape {there[part.key]}" if part.key in there else "is missing"
-            want = f"the model this run began with: {part.key} {found} in {directory} (another model needs another run)"
-            raise ConfigRefused("model.path", want, shape)
+            raise ConfigRefused(setting, f"{want}: {part.key} {found} in {directory}", shape)
 
 
 def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None, *, is_loading: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -10,7 +11,7 @@ import msgpack
 import pytest
 import zmq
 
-from learner.errors import FeederFailed, FeedError
+from learner.errors import FeederFailed, FeedError, RankFailed
 from learner.feed_client import FeedClient
 from learner.feed_gate import admit_by
 from learner.feed_keys import FeedKeys
@@ -112,13 +113,13 @@ async def test_what_holds_the_key_and_is_no_rank_yet_is_refused_whatever_it_send
     rng = random.Random(11)
     async with serving() as (server, running):
         with dealer(server.url, KEYS) as peer:
-            sent = [[message] for message in (*MESSAGES[1:], *ODD)]
+            sent = [[message] for message in (*MESSAGES[1:5], *MESSAGES[6:], *ODD)]
             sent += [[pack("hello", rank=rank, dp_rank=0, dp_size=1)] for rank in (-1, 1, True, None, "0", 0.0, [0], 1 << 63)]
             sent += [[pack("hello", rank=0, dp_rank=0, dp_size=2)], [pack("hello")], [pack("next", step=1, dp_rank=0, more=1)]]
             for frames in sent:
                 peer.send_multipart(frames)
             await until(server, len(sent))
-            peer.send_multipart([b"", *rng.choices(MESSAGES, k=3)])
+            peer.send_multipart([b"", *rng.choices(MESSAGES, k=3)])  # only the first frame counts
             await until(server, len(sent) + 1)
         assert await asyncio.to_thread(ask, server.url) == START
         assert not running.done()
@@ -129,7 +130,7 @@ async def test_mutated_messages_end_nothing_but_by_the_rules() -> None:
     rng = random.Random(3)
     async with serving() as (server, running):
         with dealer(server.url, KEYS) as peer:
-            sent = [frames for frames in (mutated(rng) for _ in range(400)) if frames[0] != MESSAGES[0] and b"hello" not in frames[0]]
+            sent = [frames for frames in (mutated(rng) for _ in range(400)) if not re.search(b"hello|failed", frames[0])]
             for frames in sent:
                 peer.send_multipart(frames)
             await until(server, len(sent))
@@ -148,6 +149,15 @@ async def test_a_rank_that_breaks_the_rules_ends_the_feeder(message: bytes) -> N
             with pytest.raises(ExceptionGroup) as caught:
                 await asyncio.wait_for(running, 20)
         assert caught.group_contains(FeedError)
+
+
+async def test_a_rank_that_fails_before_its_hello_ends_the_feeder_with_its_reason() -> None:
+    async with serving() as (server, running):
+        with FeedClient(server.url, keys=KEYS, rank=1, dp_rank=0, dp_size=1) as client:
+            client.failed("no such model")
+            with pytest.raises(ExceptionGroup) as caught:
+                await asyncio.wait_for(running, 20)
+        assert caught.group_contains(RankFailed, match="rank 1: no such model")
 
 
 async def test_a_second_rank_of_the_same_number_is_refused_and_the_first_goes_on() -> None:

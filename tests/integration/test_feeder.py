@@ -1,6 +1,7 @@
 """The feeder on a real nats-server, with scripted actors and ranks that train nothing."""
 
 import asyncio
+import dataclasses
 import logging
 import math
 from collections.abc import AsyncIterator, Callable
@@ -16,15 +17,16 @@ from bus.config import BusConfig
 from bus.connection import connect
 from bus.cursors import Cursors, Reader
 from bus.epoch import raise_epoch
-from bus.errors import Fenced
+from bus.errors import Fenced, StreamReplaced
 from bus.messages import Done, Plan, Requeue, Sample, Settle, Task, Word
 from bus.server import EmbeddedServer
-from bus.subjects import bucket_stream
+from bus.subjects import BUCKETS, bucket_stream, stream
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
 from learner.datasource import DataSource, read_state
-from learner.errors import ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed
+from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
 from learner.feed_client import FeedClient
+from learner.feed_messages import Start
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes
 from learner.restart import CHECKPOINT_KEY
@@ -579,3 +581,98 @@ async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world:
         assert (restored["version"], restored["step"], restored["fence"]) == (before.version, before.step, before.epoch)
         assert {0, 1, 2, 3} <= (await versions_of(world)).keys()
         await check_history(world)
+
+
+async def remade(world: World, *names: str) -> None:
+    """These streams of the run are deleted, and made again empty: as after the loss of the server's store."""
+    for name in names:
+        await world.bus.jet.call(f"STREAM.DELETE.{name}")
+    await world.bus.create_layout()
+
+
+async def checkpointed(world: World, **changes: Any) -> Start:
+    """A run that stops at its first checkpoint, of step 2; how it began."""
+    async with world.actors(), world.feeder(**changes) as (url, _):
+        start = await world.train(url, stop=lambda did, at: (did, at) == ("checkpoint", 2))
+        async with asyncio.timeout(20):
+            async for row in world.bus.rows("run").watch(CHECKPOINT_KEY):
+                if row is not None:
+                    break
+    return start
+
+
+async def test_a_bus_that_has_lost_its_store_begins_no_run_beside_checkpoints(open_world: OpenWorld) -> None:
+    async with open_world() as world:
+        await checkpointed(world)
+        run = world.run
+        buckets = [bucket_stream(run, bucket) for bucket in BUCKETS]
+        await remade(world, *(stream(run, name) for name in ("TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD")), *buckets)
+        async with world.feeder() as (_, feeding):
+            with pytest.raises(RunLost) as caught:
+                await feeding
+        text = str(caught.value)
+        newest = checkpoints.listed(world.root)[0].path
+        assert caught.value.exit_code == 78
+        for part in (f"{newest}", f"run {run}", "no row run/checkpoint and no plan", f"--from-checkpoint {newest}", "--fresh"):
+            assert part in text, part
+        assert not await world.records()
+
+
+@pytest.mark.parametrize(("lost", "error"), [("PLAN", "log PLAN at"), ("TASKS", "stream TASKS")])
+async def test_a_stream_that_was_made_anew_is_refused_with_the_way_on(open_world: OpenWorld, lost: str, error: str) -> None:
+    async with open_world() as world:
+        await checkpointed(world)
+        await remade(world, stream(world.run, lost))
+        async with world.feeder() as (_, feeding):
+            with pytest.raises(ReplayMismatch, match=error) as caught:
+                await feeding
+        assert caught.value.exit_code == 78
+        assert "--from-checkpoint" in str(caught.value)
+
+
+async def test_samples_that_were_made_anew_are_refused_with_the_way_on(open_world: OpenWorld) -> None:
+    async with open_world() as world:
+        await checkpointed(world)
+        await remade(world, stream(world.run, "SAMPLES"))
+        async with world.feeder() as (_, feeding):
+            with pytest.raises(StreamReplaced, match="--from-checkpoint"):
+                await feeding
+
+
+async def test_checkpoints_that_are_gone_are_named_with_the_way_on(open_world: OpenWorld) -> None:
+    async with open_world() as world:
+        await checkpointed(world)
+        for one in checkpoints.listed(world.root):
+            one.path.rename(world.root.parent / one.path.name)
+        async with world.feeder() as (_, feeding):
+            with pytest.raises(NoCheckpoint, match=r"step-2-epoch-1.*no such file.*put .* back.*--fresh"):
+                await feeding
+
+
+async def test_plans_without_a_checkpoint_row_are_no_loss(open_world: OpenWorld) -> None:
+    """A learner killed between the name of its first checkpoint and the row begins at step 0 and takes the recorded steps again."""
+    async with open_world() as world, world.actors():
+        await checkpointed(world)
+        await world.bus.rows("run").delete(CHECKPOINT_KEY)
+        await finish(world)
+        await check_history(world)
+
+
+async def test_a_run_from_a_checkpoint_begins_anew_with_its_weights(open_world: OpenWorld, tmp_path: Path) -> None:
+    """The ranks get the directory until the run has a checkpoint of its own; one that is damaged is refused."""
+    first = checkpoints.staging(tmp_path / "other", step=9, epoch=1)
+    (first / "weights.bin").write_bytes(b"9")
+    path = checkpoints.commit(first, b"")
+    async with open_world() as world:
+        learner = dataclasses.replace(world.learner, from_checkpoint=str(path))
+        (path / "weights.bin").write_bytes(b"8")
+        async with world.feeder(learner=learner) as (_, feeding):
+            with pytest.raises(CheckpointCorrupt, match=r"weights\.bin: want sha256"):
+                await feeding
+        (path / "weights.bin").write_bytes(b"9")
+        start = await checkpointed(world, learner=learner)
+        assert (start.initial, start.checkpoint, start.step) == (str(path), None, 0)
+        async with world.actors(), world.feeder(learner=learner) as (url, _):
+            start = await world.train(url, stop=lambda did, at: (did, at) == ("batch", 3))
+        assert start.initial is None
+        assert start.step == 2

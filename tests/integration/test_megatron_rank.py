@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from bus.connection import connect
 from bus.messages import Done, Plan, Sample, Task
 from bus.ports import KeptPort
 from bus.server import EmbeddedServer
+from learner.checkpoints import listed
 from learner.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
@@ -29,7 +30,7 @@ from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import ROOT, rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
-from weightstore.registry import VersionRegistry
+from weightstore.registry import HEAD, VersionRegistry
 
 SETTINGS: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2, "max_tokens_per_micro_batch": 16}
 
@@ -248,3 +249,38 @@ async def test_an_engine_lost_in_mid_bucket_holds_up_no_tensor_parallel_rank(ope
             await asyncio.to_thread(here.__exit__, None, None, None)
     final = load_file(tmp_path / "final" / "model.safetensors")
     assert told["digest"] == digest(final)
+
+
+async def test_a_run_begins_with_the_weights_of_another_ones_checkpoint(open_learner: OpenLearner, tmp_path: Path) -> None:
+    """Engines get them before anything is generated: version 0, which they load by themselves, is the model directory's."""
+    async with open_learner(steps=2) as first:
+        await first.finish()
+        saved = load_file(tmp_path / "final" / "model.safetensors")
+        [checkpoint] = listed(first.world.root)
+        (tmp_path / "second").mkdir()
+        settings = {**first.settings, "steps": 3, "from_checkpoint": str(checkpoint.path)}
+        name = f"{first.world.run}-second"
+        async with connect(first.world.url, name, first.world.config, name="test", wait_s=10) as bus:
+            await bus.create_layout()
+            learner = LearnerConfig(**settings)
+            world = replace(first.world, run=name, bus=bus, root=tmp_path / "second", learner=learner, digests={}, batches=[])
+            second = replace(first, world=world, settings=settings, ranks=[])
+            engine = receivers(world.url, name, {"good": Behaviour()})
+            engines = await asyncio.to_thread(engine.__enter__)
+            try:
+                with KeptPort() as kept:
+                    async with world.feeder() as (url, feeding), second._ranks(url, feeding, kept.number):
+                        async with asyncio.timeout(60):
+                            async for row in bus.rows("weights").watch(HEAD):
+                                if row is not None and "version" in row[0]:
+                                    break
+                        assert (row[0]["version"], row[0]["step"]) == (1, 0)
+                        assert (await asyncio.to_thread(state, engines["good"][0]))["digest"] == digest(saved)
+                        async with world.actors():
+                            assert await second.ended() == [0]
+                        await feeding
+            finally:
+                await asyncio.to_thread(engine.__exit__, None, None, None)
+            assert await VersionRegistry(bus).steps() == {1: 0, 2: 1, 3: 2, 4: 3}
+            assert min([task.min_version async for task in bus.tasks.scan(1)]) == 1
+            assert sorted(await second.digests()) == [1, 2, 3]

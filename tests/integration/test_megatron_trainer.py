@@ -48,9 +48,9 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
     """``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
 
     def build(
-        *, with_proximal: bool = True, dtype: str = "float32", **algorithm: Any
+        *, with_proximal: bool = True, dtype: str = "float32", model: Path = model_dir, **algorithm: Any
     ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
-        policy = build_policy(model_dir, dtype=dtype, parallel=here)
+        policy = build_policy(model, dtype=dtype, parallel=here)
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
         proximal = WeightBackup(policy) if with_proximal else None
         settings = AlgorithmConfig(**({"entropy_coef": 0.01} | algorithm))
@@ -199,8 +199,8 @@ def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path, dtype:
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"hidden_size": 64}, r"began with: .* has the shape \(.*\) in .*, got \("),
-        ("llama", {}, r"^model\.path: want the model this run began with: "),
+        ("qwen3", {"hidden_size": 64}, r"began with .*: .* has the shape \(.*\) in .*, got \("),
+        ("llama", {}, r"^model\.path: want the model this run began with "),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(
@@ -214,6 +214,44 @@ def test_a_checkpoint_of_another_model_is_refused(
     with pytest.raises(ConfigRefused, match=message) as error:
         state.load(checkpoint, policy=other, optimizer=PolicyOptimizer(other, OPTIMIZER, steps=10))
     assert error.value.exit_code == 78
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(make: Any, tmp_path: Path, dtype: str) -> None:
+    """As a run does whose model has these weights from the beginning: also in the main weights of the optimizer."""
+    batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4)]
+    trainer, policy, optimizer, proximal = make(dtype=dtype)
+    trainer.train(batches[0])
+    state.save(tmp_path, step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+
+    begun, other, its_optimizer, its_proximal = make(dtype=dtype)
+    assert state.load_weights(tmp_path, policy=other, optimizer=its_optimizer) == 3
+    its_proximal.refresh()
+    assert other.digest() == policy.digest()
+    saved = {name: parameter.detach().clone() for name, parameter in other.module.named_parameters()}
+    began = begun.train(batches[1])
+
+    alike, twin, twin_optimizer, twin_proximal = make(dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in twin.module.named_parameters():
+            parameter.copy_(saved[name])
+    twin_optimizer.inner.reload_model_params()
+    twin_proximal.refresh()
+    _assert_same([began], [alike.train(batches[1])], tolerance=0)
+    assert other.digest() == twin.digest()
+    moved = max(float((parameter.detach() - saved[name]).abs().max()) for name, parameter in other.module.named_parameters())
+    assert 0 < moved < 0.1, "the step was taken from other weights"
+
+
+def test_the_weights_of_another_model_are_refused(make: Any, tmp_path: Path) -> None:
+    _, policy, optimizer, proximal = make()
+    (tmp_path / "checkpoint").mkdir()
+    state.save(tmp_path / "checkpoint", step=3, policy=policy, optimizer=optimizer, proximal=proximal)
+    wider = tmp_path / "wider"
+    write_tiny_model(wider, vocab_size=2 * VOCAB)
+    _, other, its_optimizer, _ = make(model=wider)
+    with pytest.raises(ConfigRefused, match=r"learner\.from_checkpoint: want a checkpoint of the model in model\.path"):
+        state.load_weights(tmp_path / "checkpoint", policy=other, optimizer=its_optimizer)
 
 
 def test_the_proximal_policy_is_the_backed_up_one(make: Any) -> None:
