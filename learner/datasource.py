@@ -405,14 +405,12 @@ class DataSource:
 
     def incomplete(self) -> list[int]:
         """Open training tasks that lack samples."""
-        return [id for id, group in self._groups.items() if not group.full and not group.condemned]
+        return [id for id in self._groups if self.lacks_samples(id)]
 
-    def may_lack(self, id: int) -> bool:
-        """The training task lacks samples, as far as is known: it may have been leased before ``issued`` was called."""
+    def lacks_samples(self, id: int) -> bool:
+        """It is one of them."""
         group = self._groups.get(id)
-        if group is None:
-            return self._tasks.seen_to < id <= self._tasks.seen_to + EARLY_IDS
-        return not group.full and not group.condemned
+        return group is not None and not group.full and not group.condemned
 
     def lack(self, id: int) -> str:
         """What an open task lacks, in words."""

@@ -212,16 +212,14 @@ class Feeder:
     async def _issue(self) -> None:
         await self._replayed.wait()
         while True:
+            await asyncio.sleep(self._senders.pause_s)
             wanted = self._source.wanted()
             if wanted is None:
                 await self._admit.wait(LOOK_AGAIN_S)
                 continue
-            if pause_s := self._senders.pause_s:
-                await asyncio.sleep(pause_s)
             task = self._task(wanted)
             task = replace(task, id=await self._bus.tasks.issue(task))
             self._source.issued(task, time.monotonic())
-            self._lost.issued(task.id)
             self._decide.wake()
 
     def _task(self, wanted: Wanted) -> Task:

@@ -44,11 +44,6 @@ class LostTasks:
         if seq >= self._wanted:
             self._read_on.wake()
 
-    def issued(self, id: int) -> None:
-        """The DataSource knows a task, of which the ack may have been heard before."""
-        if id in self._acked:
-            self._heard.wake()
-
     async def run(self) -> None:
         """For ever, from the time on at which nothing recorded is left to be replayed."""
         async with self._bus.tasks.acks(self._hear):
@@ -58,7 +53,7 @@ class LostTasks:
                 await asyncio.sleep(GRACE_S)
 
     def _hear(self, id: int) -> None:
-        if self._source.may_lack(id):
+        if self._source.lacks_samples(id):
             self._acked.add(id)
             self._heard.wake()
 
@@ -67,11 +62,9 @@ class LostTasks:
             floor = await patiently(self._bus, self._bus.tasks.acked_to)
             self._acked.update(id for id in incomplete if id <= floor)
             self._looked_s = time.monotonic()
-        self._acked = {id for id in self._acked if self._source.may_lack(id)}
-        if not self._acked:
-            return
-        acked = sorted(self._acked)
-        await self._read_everything()
+        acked, self._acked = sorted(id for id in self._acked if self._source.lacks_samples(id)), set()
+        if acked:
+            await self._read_everything()
         for id in acked:
             await self._judge(id)
 
@@ -82,9 +75,9 @@ class LostTasks:
             await self._read_on.wait(LOOK_EVERY_S)
 
     async def _judge(self, id: int) -> None:
-        if id not in self._source.incomplete() or await patiently(self._bus, partial(self._bus.dead.of, id)) is not None:
+        dead = await patiently(self._bus, partial(self._bus.dead.of, id))
+        if dead is not None or not self._source.lacks_samples(id):
             return
-        self._acked.discard(id)
         log.warning("task lost, its prompt is issued again task=%d: acknowledged, and %s", id, self._source.lack(id))
         self._source.lost(id)
         self._on_lost()

@@ -169,7 +169,7 @@ class History(RuleBasedStateMachine):
                 self.source.dead(id)
                 if chance.random() < 0.5:
                     self.ask_again(id)
-            elif self.source.may_lack(id):
+            elif self.source.lacks_samples(id):
                 self.source.lost(id)
                 self.propose()  # nobody will say it again after a restart: it counts once it is recorded
 
