@@ -411,8 +411,8 @@ async def test_parts_named_by_a_manifest_that_is_refused_hold_up_no_trimming(ope
     async with open_bus() as bus:
         for task in range(1, 6):
             await publish(bus, task)
-        await manifest_of(bus, b"x" * 3000, 1)
-        await manifest_of(bus, b"x" * 3000, *range(1, 6), 1, attempt="b")
+        await manifest_of(bus, b"x" * 3000, 1, attempt="b")
+        await manifest_of(bus, b"x" * 3000, *range(1, 6), 1, attempt="c")
         await bus.samples.trim(5)
         assert (await bus.samples.info()).first_seq == 5
 

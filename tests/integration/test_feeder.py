@@ -18,7 +18,7 @@ from bus.connection import connect
 from bus.cursors import Cursors, Reader
 from bus.epoch import raise_epoch
 from bus.errors import Fenced, StreamReplaced
-from bus.messages import Done, Plan, Requeue, Sample, Settle, Task, Word
+from bus.messages import Dead, Done, Plan, Requeue, Sample, Settle, Task, Word
 from bus.server import EmbeddedServer
 from bus.subjects import BUCKETS, bucket_stream, stream
 from learner import checkpoints
@@ -31,6 +31,7 @@ from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes
 from learner.restart import CHECKPOINT_KEY
 from tests import data_kit
+from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
 from tests.data_kit import sample
@@ -286,6 +287,27 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
         (again,) = [task async for task in world.bus.tasks.scan() if task.reissues]
         assert (again.reissue_of, again.reissues, again.offset) == (requeue.task, 1, lease.task.offset)
         assert again.id in {int(id) for plan in await world.plans() for id in plan.tasks}, "and it is trained"
+
+
+async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(open_world: OpenWorld) -> None:
+    """Any actor may write a dead letter; a requeue is recorded, and one that cannot be carried out would end every later feeder, too."""
+    async with open_world(steps=2) as world:
+        async with world.feeder() as (url, feeding):
+            training = asyncio.create_task(world.train(url))
+            async with connect(world.url, world.run, world.config, name="liar") as bus:
+                lease = await bus.tasks.lease(10)
+                assert lease is not None
+                await bus.dead.store(Dead(task=lease.task.id, reason="r", attempts=1, actor="liar", prompt="p", root=1, offset=10**6))
+                await lease.settle()
+            assert await world.bus.dead.say(Word(task=lease.task.id, word="requeue"))
+            async with asyncio.timeout(30):
+                refused = await row_until(world.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"])
+            assert f"requeue of task {lease.task.id}" in refused["unreadable"]
+            async with world.actors():
+                await training
+                await feeding
+        await check_history(world)
+        assert not [record for record in await world.records() if isinstance(record, Requeue)]
 
 
 LONG_LEASE_S = 600.0

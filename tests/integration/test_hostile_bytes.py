@@ -30,7 +30,6 @@ from tests.hostile import Hostile
 ROOT = Path(__file__).resolve().parents[2]
 LOOKING = (
     "status",
-    "status --json",
     "tail",
     "tail --json",
     "tail --reward >=0",

@@ -384,3 +384,25 @@ def test_a_field_that_stands_twice_is_read_as_the_table_reads_it() -> None:
     size = int.from_bytes(whole[1:3], "big")
     twice = whole[:1] + (size + 1).to_bytes(2, "big") + whole[3:] + msgpack.packb("run") + msgpack.packb("other")
     assert codec.decode_sample(twice).run == _by_table(twice).run == "other"
+
+
+def nested(levels: int) -> Any:
+    found: Any = 1
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("field", ["metadata", "label", "prompt", "unknown"])
+def test_what_is_nested_too_deeply_to_be_shown_is_refused(field: str) -> None:
+    fields = msgpack.unpackb(codec.encode_sample(make_sample()))
+    for levels in (30, 60, 66, 400):
+        fields[field] = {"label": nested(levels), "unknown": nested(levels), "prompt": [{"content": nested(levels)}]}.get(
+            field, {"a": nested(levels)}
+        )
+        data = msgpack.packb(fields)
+        if levels < 64:
+            codec.decode_sample(data)
+            continue
+        with pytest.raises(WireError):
+            codec.decode_sample(data)
