@@ -10,6 +10,7 @@ from bus.address import parse
 from bus.config import RUN_NAME
 from bus.errors import BusError, BusUnavailable
 from bus.link import Link, linked
+from bus.outbox import answered
 
 LOOK_EVERY_S = 1.0
 _ANSWER_S = 5.0
@@ -28,7 +29,7 @@ async def runs_on(link: Link) -> list[str]:
     offset = 0
     while True:
         request = json.dumps({"offset": offset}).encode()
-        answer = json.loads((await link.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
+        answer = answered("$JS.API.STREAM.NAMES", (await link.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []

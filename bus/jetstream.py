@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
 from bus.link import Link
-from bus.outbox import Outbox
+from bus.outbox import Outbox, answered
 from bus.refusals import Refusals
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ def unix_time(stamp: str) -> float:
 def _fields(verb: str, data: bytes) -> dict[str, Any]:
     if not data:
         raise BusUnavailable(verb, "nobody answers: JetStream is not enabled, or the server is starting")
-    fields: dict[str, Any] = json.loads(data)
+    fields = answered(verb, data)
     if "error" in fields:
         error = fields["error"]
         code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))

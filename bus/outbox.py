@@ -1,6 +1,7 @@
 """Messages on their way into streams: each waits for the server's word that it is stored."""
 
 import asyncio
+import json
 import logging
 import random
 from collections.abc import Callable
@@ -157,15 +158,30 @@ _NOT_NOW = frozenset({10008, 10158})
 _UNAVAILABLE = 503
 
 
+class _Error(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
 class _Answer(msgspec.Struct):
     """JetStream's answer to a publish."""
 
     seq: int = 0
     duplicate: bool = False
-    error: dict[str, Any] | None = None
+    error: _Error | None = None
 
 
 _ANSWER = msgspec.json.Decoder(_Answer)
+
+
+def answered(where: str, data: bytes) -> dict[str, Any]:
+    """The map in an answer of JetStream's API. Raises BusUnavailable for what the server cannot have said: the question is asked again."""
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(data)
+        if isinstance(fields, dict):
+            return fields
+    raise BusUnavailable(where, f"an answer of {len(data)} bytes that cannot be read")
 
 
 def _read(subject: str, answer: Msg | None) -> Stored:
@@ -175,13 +191,15 @@ def _read(subject: str, answer: Msg | None) -> Stored:
         raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
     try:
         stored = _ANSWER.decode(answer.data)
-    except msgspec.DecodeError as error:
-        raise BusUnavailable(subject, f"an answer that is none of JetStream's: {error}") from None
+    except (msgspec.DecodeError, RecursionError):
+        raise BusUnavailable(subject, f"an answer of {len(answer.data)} bytes that cannot be read") from None
     if stored.error is not None:
-        code, reason = int(stored.error.get("err_code", 0)), str(stored.error.get("description", ""))
+        code, reason = stored.error.err_code, stored.error.description
         if code in _NO_ROOM:
             raise BusUnavailable(subject, f"the server has no room, is its disk full? {reason} ({code})")
-        if code in _NOT_NOW or (stored.error.get("code") == _UNAVAILABLE and code != STREAM_FULL):
+        if code in _NOT_NOW or (stored.error.code == _UNAVAILABLE and code != STREAM_FULL):
             raise BusUnavailable(subject, f"{reason} ({code})")
         raise Refused(subject, code, reason)
+    if stored.seq < 1:
+        raise BusUnavailable(subject, "an answer that names no sequence")
     return Stored(stored.seq, stored.duplicate)

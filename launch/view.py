@@ -227,7 +227,7 @@ def _well(row: LiveRow, age: float) -> bool:
 def _sample(sample: Sample | None) -> Text:
     if sample is None:
         return Text("no sample yet", style="dim")
-    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", ""))
+    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", "")) if sample.prompt else ""
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("last sample ", style="dim")
     text.append(_one_line(prompt, 60))

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bus import parts, subjects
-from bus.errors import WireError
+from bus.errors import BusUnavailable, WireError
 from bus.jetstream import parse_headers, unix_time
 from bus.messages import Span
+from bus.outbox import answered
 from bus.samples import headers_of, told_by
 from tests.bus_kit import join, make_sample
 
@@ -142,3 +143,9 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
 def test_what_an_import_brings_along(module: str, banned: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {banned!r} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("data", [b"", b"junk", b"[1]", b"3", b"[" * 100_000, b"\xff"])
+def test_an_answer_that_the_server_cannot_have_given_is_no_answer(data: bytes) -> None:
+    with pytest.raises(BusUnavailable, match="cannot be read"):
+        answered("STREAM.INFO.x", data)
