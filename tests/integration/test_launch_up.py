@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -10,11 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.ports import KeptPort
 from bus.server import EmbeddedServer
+from launch.settings import load
+from launch.up import Up
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
 from tests.whole.running import ROOT, SMOKE, live, until_step, up
@@ -104,3 +108,18 @@ def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subp
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+async def test_what_is_at_work_still_is_named_when_it_was_not_drained_in_time(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 8}')
+    (tmp_path / "prompts.jsonl").touch()
+    sets = [f"directory={tmp_path}/run", "run=r", f"model.path={tmp_path}", f"data.path={tmp_path}/prompts.jsonl"]
+    run = Up(load([], sets).config, Console(file=io.StringIO()), resume=False)
+    work = asyncio.create_task(run.run(asyncio.Event()))
+    while "bus" not in run._supervisor.running:  # noqa: ASYNC110 - another process has no event here
+        await asyncio.sleep(0.01)
+    work.cancel()  # as the second SIGTERM does, and the deadline
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert run.failure == "not drained in time; at work still: bus"
+    assert run._supervisor.running == {}
