@@ -2,6 +2,7 @@
 
 import random
 import time
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -20,8 +21,17 @@ SURE_ROWS = 500
 CURE = "mend the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
-def check_data(report: Report, config: RunConfig, model: Model | None, tokenize: Tokenize | None, *, made: bool) -> Row | None:
-    """Find what is wrong with ``data``, which ``prepare`` makes if ``made``; gives its first row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What the other checks need to know of the prompts."""
+
+    first: Row
+    longest: int = 0
+    """Tokens of the longest that is used; 0 = not all of them were counted."""
+
+
+def check_data(report: Report, config: RunConfig, model: Model | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
+    """Find what is wrong with ``data``, which ``prepare`` makes if ``made``."""
     try:
         refuse_template(config.data.template)
         if made:
@@ -38,20 +48,23 @@ def check_data(report: Report, config: RunConfig, model: Model | None, tokenize:
         report.error("data", where, want=error.want, got=error.got, cure=f"{CURE} ({report.at(SETTING)})")
         return None
     size = f"{len(rows)} prompts" if complete else f"the first {len(rows)} prompts"
-    if model is not None and tokenize is not None and not _check_lengths(report, config, model, rows, tokenize):
-        return rows[0]
-    report.good("data", f"{config.data.path}: {size} read")
-    return rows[0]
+    longest, before = 0, len(report.errors)
+    if model is not None and tokenize is not None:
+        longest = _check_lengths(report, config, model, rows, tokenize)
+    if len(report.errors) == before:
+        report.good("data", f"{config.data.path}: {size} read" + (f", of up to {longest} tokens" if longest else ""))
+    return Prompts(first=rows[0], longest=longest if complete else 0)
 
 
 def _keys(config: RunConfig) -> tuple[str, str, str]:
     return config.data.prompt_key, config.data.label_key, config.data.metadata_key
 
 
-def _check_prepared(report: Report, config: RunConfig) -> Row:
+def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     """Its rows are known before they are written. Raises PromptError."""
     assert config.prepare is not None
     row = row_of(Path(config.data.path), 0, next(prompts(config.prepare)), _keys(config))
+    tokens = 0
     if config.prepare.kind == "digits":  # a token a character
         tokens = len(templated(Row(number=0, prompt="0" * config.prepare.max_digits + "="), config.data.template).prompt)
         room = config.prepare.max_position - config.sampling.max_new_tokens
@@ -59,7 +72,7 @@ def _check_prepared(report: Report, config: RunConfig) -> Row:
             want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
             report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure="raise prepare.max_position")
     report.good("data", f"made at the start: {config.prepare.kind}")
-    return row
+    return Prompts(first=row, longest=tokens)
 
 
 def _read(config: RunConfig) -> tuple[list[Row], bool]:
@@ -73,13 +86,13 @@ def _read(config: RunConfig) -> tuple[list[Row], bool]:
     return rows, True
 
 
-def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[Row], tokenize: Tokenize) -> bool:
-    """Turn the first row and others by chance into tokens; False when no prompt can be used."""
+def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[Row], tokenize: Tokenize) -> int:
+    """Turn the first row and others by chance into tokens; the most that one has which is used, 0 if not all were counted."""
     limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model
-        return True
+        return 0
     others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
-    until, long, looked_at = time.monotonic() + READ_S, [], 0
+    until, long, longest, looked_at = time.monotonic() + READ_S, [], 0, 0
     for number in chain([0], others):
         row = templated(rows[number], config.data.template)
         place = f"{config.data.path}:{row.number + 1}"
@@ -90,14 +103,16 @@ def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[R
         except CannotRender as error:
             want = "a prompt that tokenizer and chat template take"
             report.error("data", place, want=want, got=str(error), cure="mend the row, data.template or the model's chat template")
-            return False
+            return 0
         looked_at += 1
         if length > limit:
             long.append((row.number + 1, length))
+        else:
+            longest = max(longest, length)
         if looked_at >= SURE_ROWS and time.monotonic() > until:
             break
     _report_long(report, config, limit, sorted(long), looked_at)
-    return len(long) < looked_at
+    return longest if looked_at == len(rows) else 0
 
 
 def _report_long(report: Report, config: RunConfig, limit: int, long: list[tuple[int, int]], looked_at: int) -> None:

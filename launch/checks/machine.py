@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from bus.address import parse
 from bus.config import OLDEST_SERVER
+from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import Model
 from launch.config import RunConfig
@@ -38,9 +39,9 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         severity("engine", where, want=want, got=got, cure=cure)
 
 
-def check_bus(report: Report, config: RunConfig, model: Model | None, *, reach: bool) -> None:
+def check_bus(report: Report, config: RunConfig, model: Model | None, data: Prompts | None, *, reach: bool) -> None:
     """Find what is wrong with ``bus``; ``reach``: ask the server that ``bus.url`` names for its version."""
-    _check_stream(report, config, model)
+    _check_stream(report, config, model, data)
     for name in ("tls_cert", "tls_key", "tls_ca"):
         file = getattr(config.bus, name)
         if file and not Path(file).is_file():
@@ -70,16 +71,18 @@ def _wrong_servers(url: str) -> str:
     return ""
 
 
-def _check_stream(report: Report, config: RunConfig, model: Model | None) -> None:
-    """Room for the samples between the kept checkpoints, counted by the longest that there can be."""
-    longest = config.data.max_prompt_tokens
-    if not longest and model is not None:
-        longest = max(0, model.context - config.sampling.max_new_tokens)
-    needed = config.stream_bytes(longest)
+def _check_stream(report: Report, config: RunConfig, model: Model | None, data: Prompts | None) -> None:
+    """Room for the samples between the kept checkpoints, by the longest prompt; where that is not known, by the longest there can be.
+
+    Only the first is an error: what fits a context of 100,000 tokens is many times what prompts of 200 need.
+    """
+    known = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
+    longest = known or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
+    needed, severity = config.stream_bytes(longest), report.error if known else report.warning
     if config.bus.samples_max_bytes < needed:
         want = f">= {needed} for what lies between the kept checkpoints, the lag and the history, in samples of {longest} prompt tokens"
         cure = "raise it, or lower data.max_prompt_tokens, learner.checkpoint_every or bus.history_samples"
-        report.error("bus", report.at("bus.samples_max_bytes"), want=want, got=config.bus.samples_max_bytes, cure=cure)
+        severity("bus", report.at("bus.samples_max_bytes"), want=want, got=config.bus.samples_max_bytes, cure=cure)
 
 
 def _reach(report: Report, where: str, url: str) -> None:

@@ -34,12 +34,12 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
-    row = check_data(report, config, model, tokenize, made=made.prompts)
+    data = check_data(report, config, model, tokenize, made=made.prompts)
     actors_here = purpose.starts_workers and config.up.actors > 0
-    check_reward(report, config, row, here=actors_here, call=purpose.call_reward)
+    check_reward(report, config, None if data is None else data.first, here=actors_here, call=purpose.call_reward)
     check_algorithm(report, config)
     check_engine(report, config, here=purpose.starts_workers and config.up.engines > 0)
-    check_bus(report, config, model, reach=purpose.uses_bus)
+    check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model)
     check_memory(report, config, model, engines=config.up.engines if purpose.starts_workers else 0)
     if purpose.resumes:

@@ -105,15 +105,17 @@ def test_what_is_doubtful_is_a_warning(tmp_path: Path, settings: list[str], comp
         assert part in warning
 
 
-def test_the_stream_is_measured_by_the_longest_prompts_there_can_be(tmp_path: Path) -> None:
-    """Without data.max_prompt_tokens these are as long as the context allows, not of no token; lowering the limit needs less."""
-    (whole,) = texts(checked(tmp_path, "bus.samples_max_bytes=1000").errors)
-    (short,) = texts(checked(tmp_path, "bus.samples_max_bytes=1000", "data.max_prompt_tokens=10").errors)
-    needed = [int(re.findall(r"want >= (\d+)", text)[0]) for text in (whole, short)]
-    assert "samples of 240 prompt tokens" in whole and "samples of 10 prompt tokens" in short
+def test_the_stream_is_measured_by_the_longest_prompt(tmp_path: Path) -> None:
+    """That of the file, or the limit; where neither is known, the context, which may be far more than there will be: a warning."""
+    small = "bus.samples_max_bytes=1000"
+    (measured,) = texts(checked(tmp_path, small).errors)
+    (limited,) = texts(checked(tmp_path, small, "data.max_prompt_tokens=10").errors)
+    (doubted,) = texts(checked(tmp_path, small, "prepare.kind=gsm8k", "data.path=").warnings)[1:]
     config = load(tmp_path / "run.yaml").config
-    assert needed == [config.stream_bytes(240), config.stream_bytes(10)]
-    assert needed[0] > needed[1]
+    for text, tokens in ((measured, 5), (limited, 10), (doubted, 240)):
+        assert f"want >= {config.stream_bytes(tokens)} for what lies" in text
+        assert f"in samples of {tokens} prompt tokens, got 1000; raise it, or lower data.max_prompt_tokens" in text
+    assert config.stream_bytes(240) > config.stream_bytes(10) > config.stream_bytes(5) > config.stream_bytes(0)
 
 
 def test_a_model_whose_weights_are_not_its_own_is_refused(tmp_path: Path) -> None:
