@@ -48,6 +48,16 @@ def in_use(directory: Path) -> bool:
     return False
 
 
+def end_reader(directory: Path) -> None:
+    """End the process that has this store open for reading alone, if there is one. Raises ServerFailed when it does not end."""
+    pid, deadline = holder(directory), time.monotonic() + _STOP_S
+    ask_to_end(directory)
+    while pid and holder(directory) == pid:
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"the store in {directory} is in use{_of_reader(pid)}")
+        time.sleep(0.02)
+
+
 class EmbeddedServer:
     """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context manager."""
 

@@ -24,8 +24,9 @@ from rich.console import Console
 
 from bus import exit_codes
 from bus.connection import Bus, connect
-from bus.errors import BusError
+from bus.errors import BusError, ServerFailed
 from bus.messages import VersionRow
+from bus.server import end_reader
 from launch import audit_progress, process, roles, summary, view, wanted
 from launch.audit import audit, read_claims
 from launch.checks.findings import CheckFailed
@@ -107,6 +108,7 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
         _lock(lock, root)
         if there and not resume and not fresh:
             raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
+        _end_look(root)
         if fresh:
             _clear(root)
         yield
@@ -123,6 +125,15 @@ def _lock(lock: IO[str], root: Path) -> None:
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
+
+
+def _end_look(root: Path) -> None:
+    """A command that looks at the run while it is over has its store open (``launch.ended``): that must end first."""
+    try:
+        for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
+            end_reader(directory)
+    except ServerFailed as error:
+        raise CannotBegin(str(error)) from None
 
 
 def _clear(root: Path) -> None:

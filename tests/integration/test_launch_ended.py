@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bus import readonly
 from bus.address import parse
 from bus.auth import ACCOUNT, credentials_file, read_credentials
 from bus.cluster import EmbeddedBus
@@ -23,6 +24,7 @@ from launch import ended
 from launch.access import AUTH_DIR
 from launch.config import RunConfig
 from launch.settings import to_map
+from launch.up import directory_of_one
 from tests import data_kit
 from tests.integration.test_launch_looking import ROOT, make_run, tidemill
 
@@ -169,6 +171,18 @@ async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path)
         assert (code, json.loads(out)["seq"], words) == (0, 7, ""), "the bus of the run itself is used"
     finally:
         await asyncio.to_thread(servers.stop)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+async def test_a_directory_in_which_up_begins_is_looked_at_by_nothing(tmp_path: Path, fresh: bool) -> None:
+    """A server of before must not write into what is made anew."""
+    await make_ended(tmp_path)
+    look = await looker(tmp_path)
+    with directory_of_one(tmp_path, resume=not fresh, fresh=fresh):
+        assert not readonly.holder(tmp_path / "bus")
+        assert (tmp_path / "bus").exists() is not fresh
+    _, errors = await look.communicate()
+    assert b"look again" in errors
 
 
 async def test_a_reader_of_the_output_that_ends_early_ends_the_look(tmp_path: Path) -> None:

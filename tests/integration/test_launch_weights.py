@@ -40,7 +40,7 @@ async def test_engines_that_differ_are_named(
                 await asyncio.sleep(0.01)
 
         async def asked() -> tuple[int, dict[str, list[str]], dict[str, str]]:
-            code = await show_weights(bus, argparse.Namespace(json=True))
+            code = await show_weights(bus, argparse.Namespace(json=True, ended=False))
             rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
             return code, {row["engine"]: row["differs"] for row in rows}, {row["engine"]: row["silent"] for row in rows}
 
@@ -51,6 +51,6 @@ async def test_engines_that_differ_are_named(
         code, differs, _ = await asked()
         assert code == 1
         assert differs["e0"] == [LOST] and differs["e1"] == ([LOST] if count == 2 else [])
-        await show_weights(bus, argparse.Namespace(json=False))
+        await show_weights(bus, argparse.Namespace(json=False, ended=False))
         shown = " ".join(capsys.readouterr().out.split())
         assert f"engine e0 version 4 DIFFERS in 1 of 25 tensors: {LOST}" in shown
