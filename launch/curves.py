@@ -50,7 +50,7 @@ def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
 
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest reward of the panel: 0 to 1, and as far beyond as the rewards go (-1 to 1, say), with a margin there."""
+    """Return the lowest and the highest reward of the panel: 0 and 1, or those of the rewards where they go beyond, with a margin."""
     low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
     margin = 0.02 * (high - low)
     return (low - margin if low < 0 else 0.0), high + margin

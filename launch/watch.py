@@ -73,7 +73,7 @@ class Watch:
         return self.outcomes[self.step].metrics.get(name, otherwise) if self.outcomes else otherwise
 
     def _recent(self) -> list[tuple[int, float]]:
-        """(step, seconds) of the last steps of this start; the pause before it says nothing about their pace."""
+        """(step, seconds) of the last steps of this start; the pause before it is no part of their pace."""
         return sorted(item for item in self.reached_s.items() if item[0] > self._resumed_at)[-RECENT_STEPS:]
 
     @property

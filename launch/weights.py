@@ -89,7 +89,7 @@ def _tell(found: Sequence[Served], *, as_json: bool) -> None:
                 )
             )
             continue
-        others = sum(bool(other.sums) for other in found if other.version == one.version and other is not one)
+        others = sum(bool(other.sums) and not other.differs for other in found if other.version == one.version and other is not one)
         compared = f"the same as {others} other{'s' * (others > 1)} of this version" if others else "no other engine serves this version"
         told = one.silent or f"{len(one.sums)} tensors; {compared}"
         if one.differs:

@@ -249,7 +249,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """The type of a value of JSON, in the words of JSON and YAML."""
+    """Name the type of a value in the words of JSON and YAML."""
     names = {dict: "a map", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 

@@ -25,7 +25,7 @@ IN_THREAD = "in_thread"
 """Option of every plain (not async) reward: run it in a thread of its own. Default: yes for import paths, no for rewards of the house."""
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""Annotations that options are held to, as messages call them."""
+"""Option types that are checked, in the words of a configuration."""
 
 MAX_THREADS = 256
 """Threads of one reward at once. A thread cannot be stopped: calls that hang for ever would else add up without bound."""

@@ -32,7 +32,7 @@ KEEP_EVERY_S = 1.0
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Until ``draining`` is set, or with ``args.until_end``, and of a run that is over, until it has what there is now.
+    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until all samples there are now are archived.
 
     Raises BusError, ValueError.
     """

@@ -43,7 +43,7 @@ async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]
 
 
 def _follows(args: argparse.Namespace) -> bool:
-    """Of a run that is over nothing more will come."""
+    """Return whether to wait for more; nothing more will come of a run that is over."""
     return args.follow and not args.ended
 
 

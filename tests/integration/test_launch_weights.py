@@ -54,3 +54,6 @@ async def test_engines_that_differ_are_named(
         await show_weights(bus, argparse.Namespace(json=False, ended=False))
         shown = " ".join(capsys.readouterr().out.split())
         assert f"engine e0 version 4 DIFFERS in 1 of 25 tensors: {LOST}" in shown
+        assert "engine newer version 5 25 tensors; no other engine serves this version" in shown
+        if count == 3:
+            assert "engine e1 version 4 25 tensors; the same as 1 other of this version" in shown
