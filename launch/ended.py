@@ -77,7 +77,10 @@ def started(ended: EndedBus) -> Iterator[str]:
     Raises ValueError when the server cannot be started, RunGoesOn on SIGTERM.
     """
     password = "" if ended.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
-    servers = EmbeddedBus(ended.directory, ended.run, ended.config, ended.auth_dir, read_only=True, viewer=password)
+    try:
+        servers = EmbeddedBus(ended.directory, ended.run, ended.config, ended.auth_dir, read_only=True, viewer=password)
+    except OSError as error:
+        raise ValueError(f"{ended.auth_dir}: the users of the bus cannot be read: {error.strerror}") from None
     asked = False
 
     def give_way(number: int, frame: FrameType | None) -> None:
@@ -88,10 +91,8 @@ def started(ended: EndedBus) -> Iterator[str]:
 
     before = signal.signal(signal.SIGTERM, give_way)
     try:
-        url = servers.start()
+        url = _start(servers)
         yield replace(parse(url), user=VIEWER, password=password).line() if password else _with_user(url, ended)
-    except ServerFailed as error:
-        raise ValueError(str(error)) from None
     except BaseException:
         if asked:
             raise RunGoesOn from None
@@ -99,6 +100,15 @@ def started(ended: EndedBus) -> Iterator[str]:
     finally:
         signal.signal(signal.SIGTERM, before)
         servers.stop()
+
+
+def _start(servers: EmbeddedBus) -> str:
+    try:
+        return servers.start()
+    except ServerFailed as error:
+        raise ValueError(str(error)) from None
+    except OSError as error:
+        raise ValueError(f"{error.filename}: the store of the run cannot be opened: {error.strerror}") from None
 
 
 def _with_user(url: str, ended: EndedBus) -> str:

@@ -36,6 +36,8 @@ class Sink(Protocol):
 
 async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
     """From a run."""
+    if args.ended and args.to_run and not args.to_bus:
+        raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not at work is only read")
     search, state = Search(bus, filter_of(args)), await bus.samples.info()
 
     async def samples() -> AsyncIterator[Stored]:

@@ -99,6 +99,9 @@ async def test_what_changes_a_run_needs_one_that_is_at_work(tmp_path: Path) -> N
         code, _, errors = await tidemill(*words, "--run-dir", str(tmp_path))
         assert code == 2
         assert "no bus is running here" in errors
+    code, _, errors = await tidemill("replay", "--to-run", "x", "--run-dir", str(tmp_path))
+    assert code == 2
+    assert "--to-run: want --to-bus URL as well" in errors
 
 
 async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(tmp_path: Path) -> None:
