@@ -30,7 +30,8 @@ class RewardRequest:
 
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
-"""A plain or an async callable. Its keyword parameters are its options. It may raise: the sample is FAILED then, with the reason."""
+"""A plain or an async callable. Its keyword parameters are its options. It may raise, or
+give a number that no sample may have (not within +-1e6, ``bus/invariants.py``): the sample is FAILED then, with the reason."""
 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as ``rewards.registry.load`` gives it: options bound, always awaitable, its result checked."""
