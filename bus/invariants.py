@@ -3,8 +3,7 @@
 The bounds of numbers are here and nowhere else. What passes can be computed with: no later sum, square or exponential leaves the floats.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,7 @@ MAX_SECONDS = 1e10
 """Largest absolute value of a time in seconds: as Unix time the year 2286; sums over all samples of a run are finite."""
 _TOKEN_LIMIT = 2**31
 _ID_LIMIT = 2**63
-_TIMINGS = tuple(field.name for field in fields(Timings))
+_SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.tools_s", "timings.reward_s")
 
 
 def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
@@ -124,21 +123,20 @@ def _check_covered(spans: Sequence[Span], length: int) -> None:
         raise WireError("spans", f"to cover response_length = {length} tokens", covered)
 
 
-def check_reward(reward: float | Mapping[str, float]) -> None:
+def check_reward(reward: float | dict[str, float]) -> None:
     """Hold the bounds of a reward, or of its parts and the score made of them. Raises WireError naming the part."""
-    parts = reward if isinstance(reward, Mapping) else {"": reward}
+    parts = reward if isinstance(reward, dict) else {"": reward}
     if not parts:
         raise WireError("reward", "a number or a map that is not empty", "an empty map")
     for name, value in parts.items():
         if not abs(value) <= MAX_REWARD:  # NaN fails it too
             raise WireError(f"reward.{name}".rstrip("."), f"a finite number within +-{MAX_REWARD:g}", value)
-    if not abs(score := score_of(parts)) <= MAX_REWARD:
+    if not abs(score := score_of(reward)) <= MAX_REWARD:
         raise WireError("reward", f"parts whose sum is within +-{MAX_REWARD:g}", score)
 
 
 def _check_seconds(timings: Timings, created_s: float = 0.0) -> None:
-    if abs(created_s) <= MAX_SECONDS and all(abs(getattr(timings, name)) <= MAX_SECONDS for name in _TIMINGS):
-        return
-    seconds = {"created_s": created_s} | {f"timings.{name}": getattr(timings, name) for name in _TIMINGS}
-    field = next(field for field, value in seconds.items() if not abs(value) <= MAX_SECONDS)
-    raise WireError(field, f"a finite number within +-{MAX_SECONDS:g} s", seconds[field])
+    seconds = (created_s, timings.queued_s, timings.generating_s, timings.tools_s, timings.reward_s)
+    for field, value in zip(_SECONDS, seconds, strict=True):
+        if not abs(value) <= MAX_SECONDS:  # NaN fails it too
+            raise WireError(field, f"a finite number within +-{MAX_SECONDS:g} s", value)

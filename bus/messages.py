@@ -3,7 +3,6 @@
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, G = groups of a step.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -156,9 +155,9 @@ class Sample:
         return max((span.version for span in self.spans), default=-1)
 
 
-def score_of(reward: float | Mapping[str, float]) -> float:
+def score_of(reward: float | dict[str, float]) -> float:
     """The scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
-    if not isinstance(reward, Mapping):
+    if not isinstance(reward, dict):
         return float(reward)
     for name in ("score", "reward"):
         if name in reward:
