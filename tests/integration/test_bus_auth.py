@@ -87,7 +87,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
     ):
         await learner.tasks.fence(1)
         await learner.plans.fence(1)
-        await learner.rows("weights").put("head", {"version": 0})
+        await learner.rows("weights").put("head", {"version": 0, "step": 0, "epoch": 1})
         await learner.rows("wanted").put("pool", {"actors": 1})
         ids = [await learner.tasks.issue(make_task(RUN, offset=offset)) for offset in range(2)]
         await learner.plans.append(Done(epoch=1, step=1, metrics={}))
@@ -107,7 +107,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
                 await asyncio.sleep(0.02)
             await told.aclose()  # type: ignore[attr-defined]
             watching = engine.rows("weights").watch("head")
-            assert await take(watching, 1) == [({"version": 0}, 1)]
+            assert await take(watching, 1) == [({"version": 0, "step": 0, "epoch": 1}, 1)]
             await watching.aclose()  # type: ignore[attr-defined]
             await engine.rows("weights").put("want", {"version": 0})
             assert (await host.rows("wanted").get("pool")) is not None
