@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.cli import main
 from launch.up import CONFIG_FILE, LOCK_FILE, CannotBegin, directory_of_one
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,3 +82,13 @@ def test_a_directory_at_work_is_not_touched_until_its_process_is_gone(tmp_path: 
         assert (root / CONFIG_FILE).exists()
         holder.kill()
     opened(root, fresh=True)
+
+
+def test_a_checkpoint_to_begin_with_is_not_thrown_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = tmp_path / "r" / "checkpoints" / "step-500-epoch-3"
+    checkpoint.mkdir(parents=True)
+    smoke = Path(__file__).resolve().parents[2] / "launch" / "configs" / "smoke.yaml"
+    command = ["up", str(smoke), "--fresh", "--set", f"directory={tmp_path / 'r'}", "--from-checkpoint", str(checkpoint)]
+    assert main(command) == 2
+    assert f"--fresh: would remove the checkpoint to begin with, {checkpoint}; set another directory" in capsys.readouterr().err
+    assert checkpoint.exists()
