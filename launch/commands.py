@@ -51,7 +51,7 @@ def _config(args: argparse.Namespace) -> RunConfig | None:
 
 
 def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
-    """Say aloud what is doubtful. Raises CheckFailed for what cannot work."""
+    """Print what is doubtful to stderr. Raises CheckFailed for what cannot work."""
     from launch.checks.run import Purpose, check
 
     report = check(loaded, Purpose(**purpose))

@@ -1,4 +1,4 @@
-"""Checks of the prompt file: can it be read, are its keys those that the settings name, do its prompts fit. Reads for a second at most."""
+"""Checks of the prompt file: its rows, the keys that settings name, the lengths of its prompts. Reads for a second at most."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Checks of ``prepare``: is what it makes used, and does it agree with what was made before?"""
+"""Checks of ``prepare``: what it makes must be used, and agree with what was made before."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Is what goes on in a directory the run that began there? Compares what must not change; reads checkpoints, never the bus."""
+"""Compares a run that goes on with the one that began in its directory: model, prompts, sampling. Reads checkpoints, never the bus."""
 
 import hashlib
 import json
@@ -64,7 +64,7 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def model_identity(model: Path) -> str:
-    """Say which model a directory holds, in words and digests of its sizes and its tokenizer; empty for one that cannot be read."""
+    """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be read."""
     try:
         shape = ModelShape.of(json.loads((model / "config.json").read_text(encoding="utf-8")), where=str(model))
     except (OSError, ValueError, UnsupportedModel, AttributeError):

@@ -207,7 +207,7 @@ def test_an_identity_is_that_of_the_sizes_and_the_tokenizer(tmp_path: Path) -> N
 
 def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(write_run(tmp_path))
-    assert cli.main(["check", file]) == 0
+    assert cli.main(["check", file, "--set", "learner.device=cpu"]) == 0
     topics = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert topics == [["ok", topic] for topic in ("model", "tokenizer", "data", "reward", "disk", "memory")]
     assert cli.main(["check", file, "--set", "actor.reward=nosuch"]) == 78
