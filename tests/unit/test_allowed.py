@@ -17,6 +17,7 @@ OPEN = {
     "actor.reward_options": "values for a reward that is allowed",
     "engine.kind": "a name of a table",
     "engine.host": "an address it listens at",
+    "engine.advertise": "the address others find it at; never taken from the bus",
     "engine.device": "one of three",
     "engine.dtype": "one of two",
     "engine.sglang": "its parts, each by itself",

@@ -24,7 +24,7 @@ ONLOOKERS = ("bus/history.py", "launch/samples/")
 """They show, search and count what the server has stamped (its clock alone), for a person; the run does not know of them."""
 STAMPS = {
     "created_s": {"actors/actor.py", "launch/looking.py", "bus/invariants.py"},
-    "stored_s": {"bus/jetstream.py", "bus/pull.py", "bus/samples.py"},
+    "stored_s": {"bus/jetstream.py", "bus/pull.py", "bus/rows.py", "bus/samples.py"},
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound, carry or show them."""
 
