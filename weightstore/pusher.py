@@ -223,11 +223,8 @@ class Pusher:
         while True:
             try:
                 async for row in self._bus.rows("weights").watch(WANT, _LOOK_S):
-                    version = None if row is None else row[0].get("version")
-                    if isinstance(version, int):
-                        await self._answer_want(version)
-                    elif row is not None:
-                        _log.warning("a want is passed over: version: want a number, got %r by=%s", version, row[0].get("by"))
+                    if row is not None:
+                        await self._answer_want(row[0]["version"])
             except BusError as error:
                 _log.warning("wants not read error=%s", error)
             await asyncio.sleep(_LOOK_S)
