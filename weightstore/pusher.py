@@ -118,6 +118,7 @@ class Pusher:
             if len(updated) < self._config.min_engines:
                 raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(updated)} took it", evicted)
             await self._publish(row, staging)
+            await self._note_evicted()
         except (PushFailed, BusError) as error:
             await self._give_up(row, error)
             if isinstance(error, PushFailed | Fenced):
@@ -125,7 +126,6 @@ class Pusher:
             raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
         finally:
             staging.release()
-            await self._note_evicted()
         return _told(
             PushReport(
                 version=row.version,
@@ -296,7 +296,7 @@ class Pusher:
         try:
             await self._registry.set_evicted(evicted)
             self._noted = evicted
-        except BusError as error:
+        except BusError as error:  # the version is published all the same
             _log.warning("evicted engines not recorded error=%s", error)
 
     async def _give_up(self, row: VersionRow | None, error: Exception) -> None:
@@ -305,6 +305,7 @@ class Pusher:
             return
         try:
             await self._registry.fail(row)
+            await self._note_evicted()
         except BusError as second:
             _log.warning("failed push not recorded version=%d error=%s", row.version, second)
 
