@@ -23,7 +23,7 @@ from rewards.registry import load
 
 TELL_EVERY_S = 1.0
 REFUSAL_EVERY_S = 5.0
-"""A refusal that was not heard of when it was written is found so late at the latest."""
+"""A refusal whose wake-up was missed is found so late at the latest."""
 
 
 async def run_actor(
@@ -75,7 +75,7 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
 
 
 async def _heed_refusal(bus: Bus, id: str) -> None:
-    """Raise ActorRefused when the learner refuses this actor; a row that was there before speaks of an earlier process of this name."""
+    """Raise ActorRefused when the learner refuses this actor; a row that was there before is about an earlier process of this name."""
     before: int | None = None
     async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
         revision = 0 if row is None else row[1]

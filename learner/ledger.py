@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from bus.errors import WireError
 
 MAX_NAMES = 64
-"""Names from outside that are counted one by one; the others together, so that nobody fills the memory with names."""
+"""Names from outside that are counted one by one; the others together, so that names cannot fill the memory."""
 OTHERS = "(others)"
 
 

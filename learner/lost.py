@@ -4,8 +4,8 @@
                     +--> read SAMPLES to the end there is now --> still incomplete, and not dead --> lost(): the prompt is issued again
     ack floor ------+
 
-An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, nobody works on the task any
-more, and it would keep its place for ever.
+An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, the task is delivered to no
+actor again, and would keep its place for ever.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from learner.datasource import DataSource
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""How often the ack floor is asked for: acks are heard as they are sent, and one that was missed is found there."""
+"""How often the ack floor is asked for: acks are received as they are sent, and one that was missed is found there."""
 GRACE_S = 0.05
 """After an ack, before anything is asked: nearly always the samples are read by then. Also bounds how often the server is asked."""
 

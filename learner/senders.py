@@ -2,7 +2,7 @@
 
 An actor that sends ``INVALID_IN_A_ROW`` invalid samples and no usable one between them is *refused*: it is named in the log and in the
 feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` asks it to end. Whether a sample is trained depends on the sample
-alone, so a refusal changes no plan, and one usable sample takes it back. While nobody sends anything usable, tasks are issued slowly.
+alone, so a refusal changes no plan, and one usable sample takes it back. While no usable sample comes, tasks are issued slowly.
 """
 
 import logging
@@ -28,7 +28,7 @@ MAX_ACTORS = 256
 MAX_WORDS = 300
 """Characters of a reason: parts of it come from outside."""
 SLOW_S = 1.0
-"""Time between two tasks while nobody sends anything usable."""
+"""Time between two tasks while no usable sample comes."""
 _IDLE_S = 60.0
 
 
@@ -44,7 +44,7 @@ class Refusal:
 
 
 class Senders:
-    """Counts of samples by actor, as far as they decide who is refused. Not part of the data's state: a restart begins anew."""
+    """Counts of samples by actor, as far as they decide which actor is refused. Not part of the data's state: a restart begins anew."""
 
     def __init__(self, earlier: tuple[str, ...] = ()) -> None:
         """``earlier``: actors that an earlier start has refused."""

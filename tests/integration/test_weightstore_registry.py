@@ -160,7 +160,7 @@ async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener
 
 
 async def test_a_version_comes_after_the_samples_there_are(open_bus: BusOpener) -> None:
-    """Whoever sets it first: the publisher before it pushes, or the feeder for a sample that names a number without anything pushed."""
+    """The first to set it counts: the publisher before it pushes, or the feeder, for a sample that names what is not pushed yet."""
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         initial = await registry.publish_initial("model", 1)
