@@ -114,13 +114,13 @@ class Rows:
                     seen = revision
                 await waiter.wait(every_s)
 
-    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[dict[str, Any], float]]:
-        """(value, Unix time at which it was stored) of the rows of these keys (``v.*``) with revisions >= ``start``, as they are now."""
+    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[dict[str, Any], Delivered]]:
+        """(value, the message that wrote it) of the rows of these keys (``v.*``) with revisions >= ``start``, as they are now."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
             value, _, _ = self._decoded(delivered.subject.removeprefix(prefix), delivered)
             if value is not None:
-                yield value, delivered.stored_s
+                yield value, delivered
 
     @asynccontextmanager
     async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:

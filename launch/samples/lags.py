@@ -51,10 +51,10 @@ class Lags:
         info = await self._bus.jet.call(f"STREAM.INFO.{self._stream}")
         last = int(info["state"]["last_seq"])
         if last > self._read:
-            async for row, stored_s in self._bus.rows("weights").written("v.*", self._read + 1):
+            async for row, written in self._bus.rows("weights").written("v.*", self._read + 1):
                 self._steps[row["version"]] = row["step"]
                 if row.get("state") == "published":
-                    self._published[row["version"]] = stored_s
+                    self._published[row["version"]] = written.stored_s
             self._read = last
             self._order()
         self._known_until_s = unix_time(info["ts"])
