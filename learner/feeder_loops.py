@@ -299,13 +299,15 @@ class Feeder:
             self._refuse_newer(0 if row is None else int(row[0]["epoch"]))
 
     async def _follow_head(self) -> None:
-        async for row in self._bus.rows("weights").watch(HEAD):
-            version = -1 if row is None else int(row[0].get("version", -1))
-            known, _ = self._source.head or (-1, -1)
-            if row is not None and version >= max(known, 0):
-                self._published(version, int(row[0]["step"]))
-            elif version < known:
-                await patiently(self._bus, partial(VersionRegistry(self._bus).restore, self._source.versions, self._epoch))
+        """Produces published(); writes the registry's rows again when it is behind what was published before it was read."""
+        registry = VersionRegistry(self._bus)
+        async for _ in self._bus.rows("weights").watch(HEAD):
+            known = -1 if self._source.head is None else self._source.head[0]
+            head = await patiently(self._bus, registry.head)
+            if head is not None and head.version >= known:
+                self._published(head.version, head.step)
+            elif known >= 0:
+                await patiently(self._bus, partial(registry.restore, self._source.versions, self._epoch))
 
     def _published(self, version: int, step: int) -> None:
         self._source.published(version, step)
