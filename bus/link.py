@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 from bus.address import Address, parse
 from bus.config import OLDEST_SERVER
 from bus.errors import BusError, BusUnavailable, Denied, Forbidden
+from bus.repeated import Repeated
 
 _log = logging.getLogger(__name__)
 
@@ -38,13 +39,20 @@ FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """The client library, which for ever stops reading from a connection on which headers came that it cannot parse."""
+    """The client library, which for ever stops reading from a connection on which headers came that it cannot parse.
+
+    There is no public hook for them: see ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unparsed = Repeated(_log)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             return await super()._process_headers(headers)
         except Exception as error:  # whatever the parser meets: the message is there, and has no headers
-            _log.warning("bus: headers not understood headers=%r error=%r", headers[:40], error)
+            self._unparsed("bus: headers that cannot be parsed", f"{headers[:40]!r} ({error!r})")
             return None
 
 
