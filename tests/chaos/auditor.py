@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgpack
 import nats
@@ -69,7 +70,9 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
 
     ``foreign``: what a hostile actor meant by each of its message ids (see ``hostile``): a defect must not be trained, and is no loss.
     """
-    nc = await nats.connect(url, max_reconnect_attempts=1)
+    user = urlsplit(url).username
+    inbox = f"_INBOX_{user}" if user else "_INBOX"  # where docs/security.md lets a user take its answers
+    nc = await nats.connect(url, max_reconnect_attempts=1, inbox_prefix=inbox.encode())
     try:
         audit = _Audit(foreign or {})
         fence = 0
