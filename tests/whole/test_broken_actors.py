@@ -1,0 +1,57 @@
+"""Foreign actors that send samples that cannot be trained, and acknowledge their tasks: the run goes on without them and counts them."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from bus.connection import Bus
+from bus.messages import Sample, Task
+from bus.samples import headers_of
+from bus.subjects import MESSAGE_ID
+from bus.tasks import Lease
+from tests import data_kit
+from tests.whole.running import Up, assert_books_balance, up
+
+KINDS = ("above-zero", "prophet", "garbage")
+TASKS_EACH = 24
+
+
+def broken(kind: str, task: Task, index: int) -> Sample:
+    good = data_kit.sample(task, index, ((task.min_version, 3),), actor=kind, attempt=kind)
+    if kind == "prophet":
+        return replace(good, spans=(replace(good.spans[0], version=task.min_version + 1000 + task.id % 3),))
+    return replace(good, rollout_log_probs=np.ones(3, np.float32))
+
+
+async def spoil(run: Up, kind: str) -> None:
+    """Be an actor of this kind for some tasks."""
+    async with run.bus() as bus:
+        spoiled = 0
+        while spoiled < TASKS_EACH and run.process.poll() is None:
+            lease = await bus.tasks.lease(5)
+            if lease is not None:
+                for index in range(lease.task.group_size):
+                    await publish(bus, kind, lease, index)
+                await lease.settle()
+                spoiled += 1
+
+
+async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:
+    sample = broken(kind, lease.task, index)
+    if kind == "garbage":
+        headers = {MESSAGE_ID: headers_of(sample)[MESSAGE_ID]}
+        await bus.samples.publish_bytes(b"\xc1", f"tm.{sample.run}.sample.train.0.{kind}", headers)
+    else:
+        await bus.samples.publish(sample)
+
+
+async def test_broken_actors_hold_nothing_up(tmp_path: Path) -> None:
+    with up(tmp_path, "learner.steps=20", "bus.lease_s=600", "staleness.max_reissues=1000") as run:
+        await asyncio.gather(*(spoil(run, kind) for kind in KINDS))
+        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    summary = run.summary
+    assert_books_balance(summary, max_lag=2)
+    assert summary["books_balance"], summary
+    assert summary["samples_invalid_by_actor"] == dict.fromkeys(sorted(KINDS), 4 * TASKS_EACH), summary
