@@ -272,8 +272,9 @@ async def _messages(nc: Client, stream: str) -> AsyncIterator[Message]:
     if not wanted:
         return
     config = {"deliver_policy": "all", "ack_policy": "none", "mem_storage": True, "inactive_threshold": 60_000_000_000}
-    name = (await _ask(nc, f"CONSUMER.CREATE.{stream}", {"stream_name": stream, "config": config}))["name"]
     inbox = nc.new_inbox()
+    name = f"audit-{inbox.rsplit('.', 1)[1]}"
+    await _ask(nc, f"CONSUMER.CREATE.{stream}.{name}", {"stream_name": stream, "config": {**config, "name": name}})
     sub = await nc.subscribe(inbox)
     while wanted:
         batch = min(256, wanted)
