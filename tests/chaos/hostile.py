@@ -132,8 +132,6 @@ class Hostile:
     head: int = -1
     engines: dict[str, str] = field(default_factory=dict)
     """Addresses by id."""
-    tokens: tuple[str, ...] = ("", "wrong")
-    """Bearer tokens it tries at the engines; "" = none."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -318,7 +316,7 @@ class Hostile:
         if not self.engines:
             return
         address = self._random.choice(list(self.engines.values()))
-        path, token = self._random.choice(PATHS), self._random.choice(self.tokens)
+        path, token = self._random.choice(PATHS), self._random.choice(("", "wrong", self._api_key()))
         value: Any = self._random.choice((1e30, -1, 2**70, "1", None, True, [], {}, math.nan, 10**6))
         body = {
             "epoch": value,
@@ -338,6 +336,11 @@ class Hostile:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
             async with session.request(self._random.choice(("POST", "GET", "PUT")), f"{address}/{path}", data=payload, headers=headers):
                 pass
+
+    def _api_key(self) -> str:
+        """The key that every process of the run may present: it opens no command. Empty while there is none."""
+        file = self.directory / "auth/api-key"
+        return file.read_text().strip() if file.exists() else ""
 
     async def _frames(self, nc: Client) -> None:
         """To every TCP port that a process of the learner listens on."""
