@@ -4,7 +4,7 @@ It leases tasks as user ``actor-<n>`` of a bus with users and publishes good sam
 it writes junk on every subject that its user may publish to, sends random HTTP to the engines, and random frames to every TCP port
 of the feeder. What it does is drawn from a seed, at a bounded rate; it ends when it is cancelled.
 
-Consumes TASKS and the rows ``live/engine.*``, ``weights/head``; produces junk. Waits for nothing longer than ``ANSWER_S``.
+Consumes TASKS and the rows ``live/engine.engine-0``, ``weights/head``; produces junk. Waits for nothing longer than ``ANSWER_S``.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from nats.aio.msg import Msg
 ANSWER_S = 2.0
 PAUSE_S = 0.02
 """Between two actions of one loop, in the mean."""
+ENGINE = "engine-0"
 GOOD, DUPLICATE = "good", "duplicate"
 PATHS = (
     "generate",
@@ -130,8 +131,6 @@ class Hostile:
     kinds: dict[str, str] = field(default_factory=dict)
     """What a message id of SAMPLES stands for: ``good``, ``duplicate`` or the name of a defect."""
     head: int = -1
-    engines: dict[str, str] = field(default_factory=dict)
-    """Addresses by id."""
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -169,7 +168,6 @@ class Hostile:
             error_cb=ignore,
             connect_timeout=2,
         )
-        await nc.subscribe(f"$KV.TM_{self.run}_live.engine.*", cb=self._engine_row)
         await nc.subscribe(f"$KV.TM_{self.run}_weights.>", cb=self._weights_row)
         return nc
 
@@ -183,11 +181,6 @@ class Hostile:
             with contextlib.suppress(*_FOREIGN):
                 await act(nc)
             await asyncio.sleep(self._random.expovariate(1 / PAUSE_S))
-
-    async def _engine_row(self, message: Msg) -> None:
-        with contextlib.suppress(ValueError, KeyError):
-            row = json.loads(message.data)
-            self.engines[row["id"]] = row["address"]
 
     async def _weights_row(self, message: Msg) -> None:
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -312,10 +305,9 @@ class Hostile:
             await nc.request(subject, payload, timeout=0.5, headers={"Nats-Msg-Id": f"j{self._random.getrandbits(60)}", **extra})
 
     async def _http(self, nc: Client) -> None:
-        del nc
-        if not self.engines:
+        address = await self._engine(nc)
+        if not address:
             return
-        address = self._random.choice(list(self.engines.values()))
         path, token = self._random.choice(PATHS), self._random.choice(("", "wrong", self._api_key()))
         value: Any = self._random.choice((1e30, -1, 2**70, "1", None, True, [], {}, math.nan, 10**6))
         body = {
@@ -336,6 +328,15 @@ class Hostile:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
             async with session.request(self._random.choice(("POST", "GET", "PUT")), f"{address}/{path}", data=payload, headers=headers):
                 pass
+
+    async def _engine(self, nc: Client) -> str:
+        """Where an engine answers; empty while none says so."""
+        request = json.dumps({"last_by_subj": f"$KV.TM_{self.run}_live.engine.{ENGINE}"}).encode()
+        answer = await nc.request(f"$JS.API.DIRECT.GET.KV_TM_{self.run}_live", request, timeout=ANSWER_S)
+        try:
+            return str(json.loads(answer.data)["address"])
+        except (ValueError, KeyError):
+            return ""
 
     def _api_key(self) -> str:
         """The key that every process of the run may present: it opens no command. Empty while there is none."""

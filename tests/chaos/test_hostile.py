@@ -50,7 +50,7 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
     assert not [line for line in run.log.splitlines() if "started again" in line or "ended with code" in line], run.log[-4000:]
     assert max(grown.values()) < ROOM_BYTES, (seed, grown)
     assert sum(hostile.sent[f"sample: {kind}"] > 0 for kind in DEFECTS) > len(DEFECTS) // 2, hostile.sent
-    assert verdict.refused > 0, verdict
+    assert verdict.refused > 0 and hostile.sent["http"] > 0 and hostile.sent["frames"] > 0, (verdict, hostile.sent)
     assert run.summary["samples_invalid_by_actor"] == {USER: run.summary["samples_invalid"]}, run.summary
     print(run.summary["samples_invalid_by_field"])
 
