@@ -1,18 +1,17 @@
 """Messages, rows and commands that were passed over because they could not be read: counted, and logged."""
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
 from bus.errors import WireError
+from bus.repeated import Repeated
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOG_EVERY_S = 60.0
 _MOST_KNOWN = 4096
 """Places remembered, so that a message read again, or a row looked at every second, is counted once."""
 _MOST_TEXT = 160
@@ -31,8 +30,7 @@ class Refusals:
         """By stream (``DEAD``), bucket (``live``) or ``commands``."""
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
-        self._logged: dict[str, tuple[float, int]] = {}
-        """When a place was last in the log, and its count then."""
+        self._repeated = Repeated(_log)
 
     def read(self, place: str, at: object, decode: Callable[[], T]) -> T | None:
         """Return what ``decode`` gives; None, and count a refusal, where it raises WireError.
@@ -55,14 +53,7 @@ class Refusals:
             del self._known[next(iter(self._known))]
         self.counts[place] += 1
         self.newest = _short(f"{place} {at}: {reason}")
-        self._log(place)
-
-    def _log(self, place: str) -> None:
-        now = time.monotonic()
-        logged_s, count = self._logged.get(place, (float("-inf"), 0))
-        if now - logged_s >= _LOG_EVERY_S:
-            self._logged[place] = (now, self.counts[place])
-            _log.warning("unreadable, passed over: %s (%d in %s since the last such line)", self.newest, self.counts[place] - count, place)
+        self._repeated(f"unreadable in {place}, passed over", self.newest)
 
     def __str__(self) -> str:
         """``3 unreadable messages (DEAD 2, live 1), newest: DEAD 17: ...``; empty for none."""

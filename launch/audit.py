@@ -64,8 +64,6 @@ class Books:
     """Trained tokens by lag."""
     tokens_generated: int = 0
     tokens_trained: int = 0
-    generated_s: float = 0.0
-    """Sum of the time samples spent in generation."""
     trained_here: int = 0
     """Of the trained ones, those whose samples were published (found, or trimmed)."""
     unrecorded: int = 0
@@ -232,7 +230,6 @@ class _Audit:
         books = self.books
         books.published += 1
         books.tokens_generated += sample.response_length
-        books.generated_s += sample.timings.generating_s
         books.aborted += sample.status is Status.ABORTED
         if seq in self._step_of_seq:
             books.trained_here += 1

@@ -72,7 +72,6 @@ def config(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     from launch.checks import run
-    from launch.checks.findings import WRONG_CONFIG
 
     loaded = _loaded(args)
     if args.print_config:
@@ -81,7 +80,7 @@ def check(args: argparse.Namespace) -> int:
     report = run.check(loaded, run.Purpose(uses_bus=True, call_reward=args.check_reward))
     for finding in report.findings:
         print(finding)
-    return WRONG_CONFIG if report.errors else 0
+    return exit_codes.CONFIG if report.errors else 0
 
 
 def up(args: argparse.Namespace) -> int:

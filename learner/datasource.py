@@ -1,4 +1,4 @@
-"""The mill pond: which tasks to hand out, which groups make the next step, and what has become of every sample.
+"""Buffered data source: which tasks to hand out, which groups make the next step, and what has become of every sample.
 
 A pure state machine: no input or output, no clock (``now`` is passed in, monotonic seconds). What settles anything is a *record*
 (a Plan, Settle or Requeue): ``plan`` only proposes one, the caller writes it to the log, and ``apply`` makes it true. A restart reads

@@ -35,17 +35,6 @@ class PromptError(LearnerError, ValueError):
         return f"{self.where}: want {self.want}, got {self.got}"
 
 
-class SampleTooLong(LearnerError, ValueError):
-    """A sample has more tokens than the model's context."""
-
-    def __init__(self, where: str, tokens: int, max_tokens: int) -> None:
-        super().__init__(where, tokens, max_tokens)
-        self.where, self.tokens, self.max_tokens = where, tokens, max_tokens
-
-    def __str__(self) -> str:
-        return f"{self.where}: want <= {self.max_tokens} tokens, got {self.tokens}"
-
-
 class ReplayMismatch(LearnerError):
     """What the streams hold does not continue the checkpoint: training on would not repeat what was recorded."""
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bus import exit_codes
+
 OK, WARNING, ERROR = "ok", "warning", "error"
-WRONG_CONFIG = 78
-"""Exit code of a process whose configuration or data cannot work. Source: EX_CONFIG of sysexits.h."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class Report:
 class CheckFailed(ValueError):
     """A run that cannot work as it is configured: all of the reasons."""
 
-    exit_code = WRONG_CONFIG
+    exit_code = exit_codes.CONFIG
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__(reasons)

@@ -32,8 +32,8 @@ def test_each_message_is_counted_once_and_each_place_logged_once(caplog: pytest.
         refusals.refuse("live", "engine.e (revision 4)", "of \x1b[31mno\nuse")
     assert str(refusals) == "3 unreadable messages (DEAD 2, live 1), newest: live engine.e (revision 4): of ?[31mno?use"
     assert [record.getMessage() for record in caplog.records] == [
-        "unreadable, passed over: DEAD 17: task: want an integer, got 'x' (1 in DEAD since the last such line)",
-        "unreadable, passed over: live engine.e (revision 4): of ?[31mno?use (1 in live since the last such line)",
+        "unreadable in DEAD, passed over: DEAD 17: task: want an integer, got 'x'",
+        "unreadable in live, passed over: live engine.e (revision 4): of ?[31mno?use",
     ]
 
 
