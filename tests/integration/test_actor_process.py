@@ -101,7 +101,7 @@ async def test_refused_by_the_learner_it_ends_with_the_reason(
     async with open_bus() as bus, engine(bus):
         refused = bus.rows("run")
         await refused.put("refused.a1", {"actor": "a1", "invalid": 64, "reason": "spans: of yesterday"})
-        async with actor_process(nats_server.url, bus.run, ActorConfig(), id="a1") as actor:
+        async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1") as actor:
             await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "waiting" and "a task" in row["waits_for"])
             (task,) = await issue(bus, await take_over(bus))
             await samples_until(bus, complete([task]))
