@@ -6,6 +6,7 @@ back-off; unblocked by the child's end or by the supervisor's.
 
 import asyncio
 import logging
+import re
 import signal
 import time
 from collections import deque
@@ -42,8 +43,8 @@ class GaveUp(RuntimeError):
         return self.reason or next((line.strip() for line in reversed(self.last_lines.splitlines()) if line.strip()), "it wrote nothing")
 
     def __str__(self) -> str:
-        if self.code == exit_codes.CONFIG and self.reason:
-            return f"{self.name}: {self.reason}"
+        if self.code == exit_codes.CONFIG:  # a command that found it before it began has written all of it, behind its name
+            return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
         ended = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
         return f"{ended}{': ' + self.reason if self.reason else ''}; its last lines:\n{self.last_lines}"

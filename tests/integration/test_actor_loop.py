@@ -227,7 +227,7 @@ async def test_a_reward_that_gives_no_usable_number_ends_in_dead_and_the_run_goe
             await settled(bus)
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
         said = row["trouble"].removeprefix(f"4 of 4 samples failed, the last: reward '{__name__}:{reward}': ")
-        assert said in (reason, f"ConnectionError('{reason}')")
+        assert reason in said
         dead = [letter async for _, letter in bus.dead.scan()]
         assert [(letter.task, letter.attempts, letter.actor) for letter in dead] == [(tasks[0], 2, "a1")]
         assert reason in dead[0].reason

@@ -50,10 +50,10 @@ async def test_buckets_of_an_older_release_are_changed_where_they_are(open_bus: 
         name = subjects.bucket_stream(bus.run, "weights")
         config = (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]
         await bus.jet.call(f"STREAM.UPDATE.{name}", {**config, "allow_rollup_hdrs": True})
-        revision = await bus.rows("weights").put("head", {"version": 7})
+        revision = await bus.rows("weights").put("head", {"fence": 7})
         await bus.create_layout()
         assert (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]["allow_rollup_hdrs"] is False
-        assert await bus.rows("weights").get("head") == ({"version": 7}, revision)
+        assert await bus.rows("weights").get("head") == ({"fence": 7}, revision)
         await bus.rows("weights").delete("head")  # needs none
         assert await bus.rows("weights").get("head") is None
 

@@ -48,7 +48,7 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
             await make_run(bus)
             long = replace(data_kit.sample(data_kit.task(9), 0), run=bus.run, response="x" * 1_000_000)
             await bus.samples.publish(long)
-            await bus.rows("weights").put("head", {"version": 7, "step": 7})
+            await bus.rows("weights").put("head", {"version": 7, "step": 7, "epoch": 1})
     finally:
         await asyncio.to_thread(servers.stop)
     return config

@@ -143,7 +143,7 @@ async def test_a_process_whose_settings_are_wrong_is_not_started_again(tmp_path:
     for always in (False, True):
         with pytest.raises(GaveUp) as error:
             await supervisor.keep(f"learner{always}", ["learner", "--config", str(file), "--bus", nats_server.url], always=always)
-        assert str(error.value).startswith(f"learner{always}: model.path: want a directory with a Hugging Face model")
+        assert str(error.value).startswith(f"learner{always}: {file}:3: model.path: want a directory with a Hugging Face model")
         assert error.value.exit_code == 78
     assert events == []
     assert supervisor.restarted == {}
@@ -167,7 +167,7 @@ async def test_the_reason_is_of_the_last_start(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("error: of an earlier one\n")
     child = Child("config", ["config", "/no/such.yaml"], tmp_path / "log")
     await child.start()
-    assert await child.wait() == 2
+    assert await child.wait() == 78
     assert child.reason() == ""
     assert child.last_lines() == "tidemill config: /no/such.yaml: cannot be read: No such file or directory"
 

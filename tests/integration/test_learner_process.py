@@ -67,10 +67,10 @@ async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_wa
 
 async def test_the_message_of_a_child_that_ends_last_is_read() -> None:
     """A rank that heard of the feeder's error may end before the feeder does: the feeder's message counts."""
-    feeder = await process._start("feeder", [sys.executable, "-c", LATE], {})
+    feeder = await process._start("feeder", [sys.executable, "-c", LATE], {}, KEYS)
     assert feeder.process.stdout is not None
     assert await feeder.process.stdout.readline() == b"late\n"
-    rank = await process._start("rank 0", [sys.executable, "-c", "raise SystemExit(1)"], {})
+    rank = await process._start("rank 0", [sys.executable, "-c", "raise SystemExit(1)"], {}, KEYS)
     with pytest.raises(ChildFailed, match=r"^rank 0 ended with code 1$"):
         await process._watch(feeder, [rank], asyncio.Event(), 30)
     await process._end([feeder, rank])

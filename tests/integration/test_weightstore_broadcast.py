@@ -147,7 +147,7 @@ async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
     with child(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
-        channel = GroupChannel(group, [], thread, deadline_s=1.5)
+        channel = GroupChannel(group, [], thread, deadline_s=1.5, address="127.0.0.1")
         await channel.send(pattern(SMALL))
         os.kill(told(pipe), signal.SIGSTOP)
         began = time.monotonic()
