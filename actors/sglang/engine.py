@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.authority import Authority
 from actors.builtin.request import Limits
@@ -33,7 +33,9 @@ from actors.sglang.releases import NEWEST_TRIED, Release, release_of
 from actors.sglang.updates import WeightUpdates
 from bus.ports import KeptPort
 from bus.server import write_private
-from weightstore.listener import Listener
+
+if TYPE_CHECKING:
+    from actors.sglang.guard import Guard
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class SglangEngine:
         self._changed = asyncio.Event()
         self._child: ServerChild | None = None
         self._port: KeptPort | None = None
-        self._guard: Listener | None = None
+        self._guard: Guard | None = None
         self._cache = secrets.token_hex(4)
         self.pieces: Pieces | None = None
         self._lost = asyncio.Event()
@@ -139,8 +141,8 @@ class SglangEngine:
             await self.updates.carry_out(self.updates.free())
         self._listener = HandleListener(self.updates, self.authority)
         self.handles = await self._listener.start()
-        self._guard = Guard(self).listener
-        self.url = await listen(self._guard, self.config, host, port)
+        self._guard = Guard(self)
+        self.url = await listen(self._guard.listener, self.config, host, port)
         self._looking = asyncio.create_task(self._look(), name="sglang health")
         return self.url
 
@@ -220,7 +222,7 @@ class SglangEngine:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
         if self._guard is not None:
-            await self._guard.close()
+            await self._guard.listener.close()
         if self._listener is not None:
             await self._listener.close()
             await self.updates.close()

@@ -116,7 +116,9 @@ async def test_an_actor_works_on_among_hostile_bytes(nats_server: EmbeddedServer
         epoch = await take_over(bus)
         await hostile.write(200, hostile.everything)
         tasks = await issue(bus, epoch, 2)
-        acting = asyncio.create_task(run_actor(nats_server.url, bus.run, ActorConfig(reward="digits", generate_timeout_s=60.0), bus.config, draining, "a1"))
+        acting = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits", generate_timeout_s=60.0), bus.config, draining, "a1")
+        )
         try:
             while True:
                 await hostile.write(20, hostile.everything)
