@@ -73,7 +73,7 @@ class Table:
         self._compiled: Compiled | None = None
 
     def compile(self) -> Self:
-        """Decode what is whole and has nothing unknown by msgspec: for the messages whose number costs time."""
+        """Have msgspec decode the messages that have every field and no unknown one. Worth its memory for samples."""
         self._compiled = Compiled(self.message, self._forms, {"schema": SCHEMA, "type": self.name})
         return self
 

@@ -1,7 +1,7 @@
 """A message compiled for msgspec, which checks types while it decodes: several times as fast as field by field in Python.
 
-It decodes what our own encoder writes: every field there, none unknown. Whatever else comes, sound or not, is left to the table
-(``bus.codec``), which knows defaults, unknown fields, and how to name what is wrong. A test holds both to the same results.
+It decodes messages as our own encoder writes them, with every field and no unknown one. All others are left to the table
+(``bus.codec``), which knows defaults and unknown fields and names the field that is wrong. A test holds both to the same results.
 """
 
 from collections.abc import Mapping

@@ -86,7 +86,7 @@ def own_address(config: RunConfig, url: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """What the machine of an engine or actor says itself, beside the configuration that the run has written to the bus."""
+    """Settings of an engine's or actor's own machine, which stand above the configuration that the run has written to the bus."""
 
     allowed: Sequence[str] = ()
     """What of that configuration may name code and files of this machine (``actors/allowed.py``)."""

@@ -262,7 +262,7 @@ class Hostile:
             await self._manifest(nc, id)
 
     async def _manifest(self, nc: Client, id: str) -> None:
-        """Names one part many times, or what is not there, or states a size that nobody has."""
+        """A manifest that names one part many times, or parts that are missing, or a size that no sample has."""
         part = f"tm.{self.run}.part.train.{id.split('.')[0]}"
         stored = json.loads((await nc.request(part, b"x" * 200_000, timeout=ANSWER_S, headers={"Nats-Msg-Id": f"{id}.chunk/0"})).data)
         seqs = self._random.choice(([stored["seq"]] * 3000, [2**40], [], [-1], list(range(1, 3000)), [stored["seq"]], ["1"], 7))
