@@ -1,6 +1,7 @@
 """Foreign actors that send samples that cannot be trained, and acknowledge their tasks: the run goes on without them and counts them."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,17 +26,17 @@ def broken(kind: str, task: Task, index: int) -> Sample:
     return replace(good, rollout_log_probs=np.ones(3, np.float32))
 
 
-async def spoil(run: Up, kind: str) -> None:
-    """Be an actor of this kind for some tasks."""
+async def spoil(run: Up, kind: str, stored: Counter[str]) -> None:
+    """Be an actor of this kind for some tasks; counts the samples that are stored for certain."""
     async with run.bus() as bus:
-        spoiled = 0
-        while spoiled < TASKS_EACH and run.process.poll() is None:
-            lease = await bus.tasks.lease(5)
-            if lease is not None:
-                for index in range(lease.task.group_size):
-                    await publish(bus, kind, lease, index)
-                await lease.settle()
-                spoiled += 1
+        for _ in range(TASKS_EACH):
+            lease = None
+            while lease is None:
+                lease = await bus.tasks.lease(5)
+            for index in range(lease.task.group_size):
+                await publish(bus, kind, lease, index)
+                stored[kind] += 1
+            await lease.settle()
 
 
 async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:
@@ -48,10 +49,19 @@ async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:
 
 
 async def test_broken_actors_hold_nothing_up(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=20", "bus.lease_s=600", "staleness.max_reissues=1000") as run:
-        await asyncio.gather(*(spoil(run, kind) for kind in KINDS))
-        assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+    stored: Counter[str] = Counter()
+    with up(tmp_path, "learner.steps=30", "bus.lease_s=600", "staleness.max_reissues=1000") as run:
+        spoiling = [asyncio.create_task(spoil(run, kind, stored)) for kind in KINDS]
+        try:
+            assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
+        finally:  # one that is not through its tasks when the run ends waits for a bus that has gone
+            for task in spoiling:
+                task.cancel()
+            await asyncio.gather(*spoiling, return_exceptions=True)
     summary = run.summary
     assert_books_balance(summary, max_lag=2)
     assert summary["books_balance"], summary
-    assert summary["samples_invalid_by_actor"] == dict.fromkeys(sorted(KINDS), 4 * TASKS_EACH), summary
+    invalid = summary["samples_invalid_by_actor"]
+    assert invalid.keys() == set(KINDS), summary
+    for kind in KINDS:
+        assert 1 <= stored[kind] <= invalid[kind] <= stored[kind] + 1, (stored, summary)  # one may have been on its way
