@@ -87,6 +87,8 @@ def started(ended: EndedBus) -> Iterator[str]:
         nonlocal asked
         asked = True
         servers.stop()  # here and now: this process may be blocked by a pager that reads no further
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is put into the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, give_way)

@@ -160,9 +160,11 @@ async def test_however_a_look_ends_its_server_ends_too(tmp_path: Path, how: sign
         await asyncio.to_thread(wait_until_free, tmp_path)
 
 
-async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path, interrupt: signal.Handlers) -> None:
+    """Also from one that a script has put into the background, where shells have SIGINT ignored."""
     config = await make_ended(tmp_path)
-    look = await looker(tmp_path)
+    look = await looker(tmp_path, interrupt)
     servers = EmbeddedBus(tmp_path / "bus", config.run, config.bus, tmp_path / AUTH_DIR)
     try:
         url = await asyncio.to_thread(servers.start)
@@ -197,13 +199,14 @@ async def test_a_reader_of_the_output_that_ends_early_ends_the_look(tmp_path: Pa
     assert not in_use(tmp_path / "bus")
 
 
-async def looker(root: Path) -> asyncio.subprocess.Process:
+async def looker(root: Path, interrupt: signal.Handlers = signal.SIG_DFL) -> asyncio.subprocess.Process:
     """A command that looks at an ended run and cannot go on: nothing reads what it prints, as behind a pager."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "launch", "tail", "--run-dir", str(root), "--full"),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, interrupt),
     )
     assert child.stdout is not None
     await child.stdout.readexactly(1)
