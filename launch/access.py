@@ -4,7 +4,7 @@ A password comes from the environment, or from a file of the run; never from a c
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,14 +95,16 @@ def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
     return name, password
 
 
-def allowed(patterns: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: Iterable[str] = ()) -> tuple[str, ...]:
     """What the bus may name of this machine: ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell) together.
 
+    Settings whose paths are in ``replaced`` are set on this machine: their values on the bus are not used, and so not refused.
     Raises ValueError for what no setting can fit.
     """
     from actors.allowed import checked
 
-    return checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
+    given = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
+    return (*given, *(f"{path}[.=]*" for path in replaced))
 
 
 def _user_of_run(directory: Path, user: str) -> tuple[str, str]:

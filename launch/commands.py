@@ -142,9 +142,8 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
     work = roles.run_engine if role == "engine" else roles.run_actor
-    overridden = tuple(f"{path}[.=]*" for path in changed)  # what stands in the row there is not used
     own = roles.Own(
-        allowed=(*allowed(args.allow, os.environ), *overridden),
+        allowed=allowed(args.allow, os.environ, replaced=changed),
         changed=changed,
         host=getattr(args, "host", ""),
         advertise=getattr(args, "advertise", ""),

@@ -10,7 +10,7 @@ from actors.config import ActorConfig, EngineConfig, SglangConfig
 from actors.errors import NotAllowed
 from launch.access import allowed
 from launch.config import RunConfig
-from launch.settings import load, to_map
+from launch.settings import changes, from_map, load, to_map
 
 OPEN = {
     "actor.engines": "addresses it asks",
@@ -95,3 +95,16 @@ def test_the_environment_allows_as_well_and_is_no_setting() -> None:
         "engine.sglang.log=/var/log/a b",
     )
     load([], [], environment)
+
+
+def test_what_this_machine_sets_itself_is_not_refused_and_counts() -> None:
+    """Of a map all or one entry: the others of the row stay refused."""
+    row = {"engine": {"sglang": {"python": "/row", "environment": {"A": "row"}}}}
+    mine = changes(["engine.sglang.python=/mine", "engine.sglang.environment={B: mine}"], {})
+    refuse_foreign(row, "engine", allowed([], {}, replaced=mine), where="row")
+    sglang = from_map(
+        {**row, "actor": {"reward": "exact"}, "model": {"path": "m"}, "data": {"path": "d"}, "run": "r"}, "row", mine
+    ).engine.sglang
+    assert (sglang.python, sglang.environment) == ("/mine", {"B": "mine"})
+    with pytest.raises(NotAllowed, match=r"environment\.A=row"):
+        refuse_foreign(row, "engine", allowed([], {}, replaced=["engine.sglang.python", "engine.sglang.environment.B"]), where="row")
