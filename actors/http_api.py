@@ -167,7 +167,7 @@ def of_update_in(body: Mapping[str, Any]) -> bool:
 
 
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener as its settings say; its URL. An engine that nobody has told where the bus is is for this machine."""
+    """Start an engine's listener as its settings say; its URL. An engine without a bus serves this machine only."""
     bind = config.host if host is None else host
     return await listener.start(
         LOOPBACK if bind == AUTO else bind,

@@ -112,7 +112,7 @@ def natural(text: str) -> int | None:
 
 
 class Delivery(NamedTuple):
-    """What the server's acknowledgement subject says about a message."""
+    """Numbers of a message in the acknowledgement subject that the server gave it."""
 
     deliveries: int
     seq: int

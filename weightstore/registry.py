@@ -225,7 +225,7 @@ class VersionRegistry:
                 continue
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:
-        """Say which engines are not pushed to, and why: for who looks at the run."""
+        """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
         await self._rows.put(EVICTED, {"engines": dict(reasons)})
 
     async def evicted(self) -> dict[str, str]:
