@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgpack
 
-from bus.compiled import Compiled, nested
+from bus.compiled import Compiled, nested, pair
 from bus.errors import UnknownSchema, WireError
 from bus.forms import ANY, FLOAT, INT, MAP, MOST_LEVELS, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional, shallow
 from bus.invariants import check_sample
@@ -73,11 +73,13 @@ class Table:
         self._compiled: Compiled | None = None
 
     def compile(self) -> Self:
-        """Have msgspec decode the messages that have every field and no unknown one. Worth its memory for samples."""
+        """Have msgspec encode and decode the messages that have every field and no unknown one. Worth its memory for samples."""
         self._compiled = Compiled(self.message, self._forms, {"schema": SCHEMA, "type": self.name})
         return self
 
     def encode(self, value: Any) -> bytes:
+        if self._compiled is not None and not value.extra and (found := self._compiled.encode(value)) is not None:
+            return found
         packed: dict[str, Any] = {"schema": SCHEMA, "type": self.name}
         self._pack(value, packed)
         if self._keeps_unknown:
@@ -162,8 +164,7 @@ class Table:
                 raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(value[unknown]))
             return self.message(**found)
 
-        wire, taken = nested(self.message, self._forms)
-        return Form(f"a map ({self.message.__name__})", self.pack, unpack, wire=wire, taken=taken)
+        return Form(f"a map ({self.message.__name__})", self.pack, unpack, wire=nested(self.message, self._forms))
 
 
 def _name(key: Any) -> str:
@@ -200,7 +201,7 @@ def _span(pair: Any) -> Span:
 
 
 _I4, _I8, _F4, _U1 = array("<i4"), array("<i8"), array("<f4"), array("u1")
-_SPAN = Form("a pair [version, num_tokens]", _pair, _span, wire=list[int])
+_SPAN = Form("a pair [version, num_tokens]", _pair, _span, wire=pair(Span, ("version", int), ("num_tokens", int)))
 _REWARD = either(FLOAT, keyed(TEXT, FLOAT))
 _NUMBERS = keyed(TEXT, FLOAT)
 _KIND, _STATUS = choice(Kind), choice(Status)

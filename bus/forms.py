@@ -22,11 +22,11 @@ class Form:
     exact: type | None = None
     """A value of exactly this type is packed and unpacked as it is, without a call."""
     wire: Any = Any
-    """The type of the packed value, as msgspec checks it while it decodes (``bus.compiled``)."""
-    ready: bool = False
-    """What was decoded as ``wire`` is the value; else ``taken`` makes it of that."""
-    taken: Callable[[Any], Any] | None = None
-    """``unpack`` where it is None."""
+    """The type of the packed value, as msgspec checks it (``bus.compiled``)."""
+    by_hand: bool = False
+    """msgspec cannot do all of it: ``unpack`` is called after it, ``plain`` (or else ``pack``) before it."""
+    plain: Callable[[Any], Any] | None = None
+    """As ``pack``, and refuses what msgspec might write differently from msgpack."""
 
 
 def _int(value: Any) -> int:
@@ -76,12 +76,34 @@ def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
             shallow(item, levels - 1)
 
 
-INT = Form("an integer", _int, _int, int, int, True)
-FLOAT = Form("a number", _float, _float, float, float, True)
-TEXT = Form("text", _text, _text, str, str, True)
-MAP = Form("a map with text keys", _map, _map, None, dict[str, Any])
-PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]])
-ANY = Form("anything msgpack can hold", _same, _same)
+def _plain(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """The value itself, if all of it is of types that every msgpack library writes in one way. Raises ValueError, TypeError."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if not levels:
+        raise ValueError
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError
+            _plain(item, levels - 1)
+    elif kind is list:
+        for item in value:
+            _plain(item, levels - 1)
+    else:
+        raise TypeError
+    return value
+
+
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+
+INT = Form("an integer", _int, _int, int, int)
+FLOAT = Form("a number", _float, _float, float, float)
+TEXT = Form("text", _text, _text, str, str)
+MAP = Form("a map with text keys", _map, _map, None, dict[str, Any], by_hand=True, plain=_plain)
+PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], by_hand=True, plain=_plain)
+ANY = Form("anything msgpack can hold", _same, _same, by_hand=True, plain=_plain)
 
 
 def optional(form: Form) -> Form:
@@ -90,7 +112,7 @@ def optional(form: Form) -> Form:
     def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda value: None if value is None else convert(value)
 
-    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None), form.wire | None, form.ready)
+    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None), form.wire | None)
 
 
 def many(form: Form) -> Form:
@@ -101,8 +123,8 @@ def many(form: Form) -> Form:
             raise TypeError
         return tuple([form.unpack(item) for item in value])
 
-    wire: Any = tuple[form.wire, ...] if form.ready else list[form.wire]  # type: ignore[name-defined]
-    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack, None, wire, form.ready)
+    wire: Any = tuple[form.wire, ...]  # type: ignore[name-defined]
+    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack, None, wire)
 
 
 def keyed(key: Form, form: Form) -> Form:
@@ -119,7 +141,6 @@ def keyed(key: Form, form: Form) -> Form:
         lambda value: convert(value, key.unpack, form.unpack),
         None,
         dict[key.wire, form.wire],  # type: ignore[name-defined]
-        key.ready and form.ready,
     )
 
 
@@ -135,8 +156,8 @@ def either(first: Form, second: Form) -> Form:
 
         return convert
 
-    want, wire, ready = f"{first.want} or {second.want}", first.wire | second.wire, first.ready and second.ready
-    return Form(want, one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact, wire, ready)
+    want, wire = f"{first.want} or {second.want}", first.wire | second.wire
+    return Form(want, one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact, wire)
 
 
 def choice(enum: type[StrEnum]) -> Form:
@@ -149,11 +170,9 @@ def choice(enum: type[StrEnum]) -> Form:
         return members[value]
 
     def pack(value: Any) -> str:
-        if not isinstance(value, enum):
-            raise TypeError
-        return str(value.value)
+        return str(enum(value).value)
 
-    return Form(f"one of {', '.join(members)}", pack, unpack, None, enum, True)
+    return Form(f"one of {', '.join(members)}", pack, unpack, None, enum)
 
 
 def array(dtype: str) -> Form:
@@ -173,4 +192,4 @@ def array(dtype: str) -> Form:
         found = np.frombuffer(value, dtype=wire)
         return found.astype(native) if swap else found
 
-    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack, None, bytes)
+    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack, by_hand=True)

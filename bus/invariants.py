@@ -125,6 +125,8 @@ def _check_covered(spans: Sequence[Span], length: int) -> None:
 
 def check_reward(reward: float | dict[str, float]) -> None:
     """Hold the bounds of a reward, or of its parts and the score made of them. Raises WireError naming the part."""
+    if not isinstance(reward, dict) and abs(reward) <= MAX_REWARD:
+        return
     parts = reward if isinstance(reward, dict) else {"": reward}
     if not parts:
         raise WireError("reward", "a number or a map that is not empty", "an empty map")
@@ -137,6 +139,8 @@ def check_reward(reward: float | dict[str, float]) -> None:
 
 def _check_seconds(timings: Timings, created_s: float = 0.0) -> None:
     seconds = (created_s, timings.queued_s, timings.generating_s, timings.tools_s, timings.reward_s)
+    if sum(map(abs, seconds)) <= MAX_SECONDS:  # then each is; the usual case
+        return
     for field, value in zip(_SECONDS, seconds, strict=True):
         if not abs(value) <= MAX_SECONDS:  # NaN fails it too
             raise WireError(field, f"a finite number within +-{MAX_SECONDS:g} s", value)

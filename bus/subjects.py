@@ -126,9 +126,15 @@ def delivery(reply: str) -> Delivery | None:
     fields = reply.split(".")
     if fields[:2] != ["$JS", "ACK"] or len(fields) < _ACK_TOKENS:
         return None
-    first = 4 if len(fields) == _ACK_TOKENS else 6  # with a domain there are two more
-    numbers = [number for field in fields[first : first + 5] if (number := natural(field)) is not None]
-    return Delivery(*numbers) if len(numbers) == 5 else None
+    numbers = fields[4:9] if len(fields) == _ACK_TOKENS else fields[6:11]  # with a domain there are two more
+    digits = "".join(numbers)
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    try:
+        told = Delivery(*map(int, numbers))
+    except (ValueError, TypeError):  # an empty one, one of thousands of digits; fewer than five
+        return None
+    return told if max(told) < _LIMIT else None
 
 
 def dead_task(run: str, task: int | str) -> str:

@@ -91,11 +91,14 @@ def test_numbers_of_tokens_and_headers_are_read() -> None:
     assert [subjects.natural(text) for text in ("0", "007", str(2**63 - 1))] == [0, 7, 2**63 - 1]
 
 
+ODD_NUMBERS = [f"$JS.ACK.s.c.1.{text}.3.4.5" for text in ("", "+2", " 2", "1_0", "\u0662", "-2", str(2**63), "9" * 5000, "2.2")]
+
+
 def test_the_place_of_a_message_is_read_from_its_acknowledgement_subject() -> None:
     told = subjects.Delivery(deliveries=2, seq=30, consumer_seq=4, stored_ns=50, pending=6)
     assert subjects.delivery("$JS.ACK.TM_r_TASKS.rollout.2.30.4.50.6") == told
     assert subjects.delivery("$JS.ACK.hub.acc.TM_r_TASKS.rollout.2.30.4.50.6.tok") == told
-    for other in ("", "_INBOX.x", "$JS.ACK", "$JS.ACK.s.c.1.2.3.4", "$JS.ACK.s.c.1.x.3.4.5", "$JS.ACK.s.c.1." + "9" * 5000 + ".3.4.5"):
+    for other in ("", "_INBOX.x", "$JS.ACK", "$JS.ACK.s.c.1.2.3.4", "$JS.ACK.s.c.1.x.3.4.5", *ODD_NUMBERS):
         assert subjects.delivery(other) is None
 
 
