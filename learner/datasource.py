@@ -30,7 +30,10 @@ REISSUED = frozenset({"stale", "lost"})
 """Reasons that say nothing against the prompt: it is issued again."""
 
 EARLY_IDS = 64
-"""A sample may be read before the issue of its task is confirmed; ids farther ahead than this are nobody's."""
+"""A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no task."""
+EARLY_SAMPLES = 1024
+"""Most samples that are kept for tasks whose issue is not confirmed yet; further ones are invalid. It bounds the memory that samples of
+invented tasks can take."""
 
 
 class FateName(StrEnum):
@@ -107,14 +110,25 @@ class DataSource:
             return
         if task.kind is Kind.EVAL:
             self._eval_sizes[task.id] = task.group_size
-            self._settle_eval(task.id)
+            self._place_early(task, now)
             return
         self._refuse_other_sampling(task)
         self._tally.issued += 1
         self._groups[task.id] = Group(task=task, touched_s=now)
         self._admission.issued(task)
-        for seq, sample, actor in self._early.pop(task.id, []):
-            self._place(seq, sample, now, actor)
+        self._place_early(task, now)
+
+    def _place_early(self, issued: Task, now: float) -> None:
+        """Samples that came before the issue of this task. Those of smaller ids name no task: ids are issued in order."""
+        for id in [id for id in self._early if id <= issued.id]:
+            for seq, sample, actor in self._early.pop(id):
+                if id == issued.id and issued.kind is Kind.TRAIN:
+                    self._place(seq, sample, now, actor)
+                else:
+                    self._invalid(seq, "task", actor)
+        for id in [id for id in self._evals if id not in self._eval_sizes and id <= issued.id]:
+            del self._evals[id]
+        self._settle_eval(issued.id)
 
     def _refuse_other_sampling(self, task: Task) -> None:
         want = (self.rules.temperature, self.rules.top_p, self.rules.top_k)
@@ -145,7 +159,7 @@ class DataSource:
             return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
             return self._place(seq, sample, now, actor)
-        if sample.task > self._tasks.seen_to + EARLY_IDS:
+        if not self._may_come_early(sample):
             return self._invalid(seq, "task", actor)
         self._early.setdefault(sample.task, []).append((seq, sample, actor))
         return Fate(FateName.BUFFERED)
@@ -165,10 +179,18 @@ class DataSource:
 
     def _add_eval(self, seq: int, sample: Sample) -> Fate:
         self._tally.eval += 1
-        if sample.task in self._eval_sizes or not self._tasks.knows(sample.task):
+        size = self._eval_sizes.get(sample.task)
+        if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
             self._evals.setdefault(sample.task, set()).add(sample.index)
             self._settle_eval(sample.task)
         return self._settled(seq, Fate(FateName.EVAL))
+
+    def _may_come_early(self, sample: Sample) -> bool:
+        """Whether its task may be one that is just being issued, and there is room to keep it until then."""
+        if sample.task > self._tasks.seen_to + EARLY_IDS:
+            return False
+        evals = sum(len(seen) for id, seen in self._evals.items() if id not in self._eval_sizes)
+        return evals + sum(map(len, self._early.values())) < EARLY_SAMPLES
 
     def _settle_eval(self, id: int, *, dead: bool = False) -> None:
         """An evaluation task is open until each of its samples has been seen; it takes no place and no part in any step."""

@@ -10,7 +10,7 @@ import pytest
 from bus.errors import WireError
 from bus.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.config import StalenessConfig
-from learner.datasource import DataSource, Fate, FateName, Waits
+from learner.datasource import EARLY_SAMPLES, DataSource, Fate, FateName, Waits
 from learner.errors import ConfigRefused, ReplayMismatch
 from learner.rules import DataRules
 from tests.data_kit import RUN, eval_task, rules, sample, task
@@ -167,6 +167,43 @@ def test_a_sample_may_come_before_its_task_is_confirmed() -> None:
     assert pond.source.books().buffered == 2
     pond.issue(1)
     assert pond.take_plan().seqs.tolist() == [1, 2]
+
+
+def test_early_samples_of_a_task_that_is_none_are_settled_by_the_next_one() -> None:
+    """Invented ids that no task gets, or that an evaluation gets, keep neither memory nor the place in the stream."""
+    pond = Pond(groups_per_step=1)
+    for id in (1, 1, 2):
+        assert pond.add(sample(task(id), 0)).name is FateName.BUFFERED
+    assert pond.add(sample(eval_task(1), 0)).name is FateName.EVAL
+    pond.source.issued(eval_task(2), 0.0)
+    books = pond.source.books()
+    assert (books.buffered, books.invalid["task"], pond.source.cursor().floor) == (0, 3, 4)
+    assert pond.source.task_floor == 1, "the evaluation is open"
+    for index in (0, 1):
+        pond.add(sample(eval_task(2), index))
+    assert pond.source.task_floor == 2
+
+
+def test_early_samples_take_bounded_room() -> None:
+    pond = Pond()
+    for number in range(EARLY_SAMPLES):
+        one = replace(eval_task(5), group_size=2000) if number % 2 else task(1 + number % 40, group_size=2000)
+        assert pond.add(sample(one, number)).name in (FateName.BUFFERED, FateName.EVAL)
+    assert pond.add(sample(task(1), 0)) == Fate(FateName.INVALID, "task")
+    assert pond.add(sample(eval_task(6), 0)).name is FateName.EVAL
+    pond.issue(50)
+    assert pond.add(sample(task(51), 0)).name is FateName.BUFFERED, "there is room again"
+
+
+def test_an_evaluation_is_complete_with_its_own_samples_only() -> None:
+    pond = Pond()
+    asked = eval_task(1)
+    pond.source.issued(asked, 0.0)
+    for index in (0, 7, 8):
+        pond.add(sample(replace(asked, group_size=9), index))
+    assert pond.source.task_floor == 0
+    pond.add(sample(asked, 1))
+    assert pond.source.task_floor == 1
 
 
 def test_samples_of_settled_tasks_are_duplicates() -> None:
