@@ -46,6 +46,9 @@ class Storm:
     directory: Path
     seed: int
     kills: int
+    """At least so many,"""
+    lasts_s: float = 0.0
+    """and for at least so long."""
     settings: tuple[str, ...] = ()
     auth: bool = False
     """The bus has users."""
@@ -66,12 +69,12 @@ class Storm:
 
     async def blow(self) -> Up:
         """``rage`` in the caller's loop."""
-        rng = random.Random(self.seed)
+        rng, ends_s = random.Random(self.seed), time.monotonic() + self.lasts_s
         run = self._start()
         witness = asyncio.create_task(self._witness())
         try:
             await self._step(run)
-            while self.hits < self.kills:
+            while self.hits < self.kills or time.monotonic() < ends_s:
                 await asyncio.sleep(min(rng.expovariate(1 / MEAN_GAP_S), 4 * MEAN_GAP_S))
                 victim = rng.choices(list(VICTIMS), list(VICTIMS.values()))[0]
                 run = await self._kill(run, victim)
