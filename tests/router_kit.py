@@ -87,6 +87,8 @@ class Faulty:
         """How often it was asked for its health."""
         self.gone = asyncio.Event()
         """Set when the client of a hanging request has gone."""
+        self.version: str | None = None
+        """Its release in /server_info; None = it names none."""
         self.url, self.leave = "", _nothing
         """``leave``: be gone from its address."""
 
@@ -103,6 +105,8 @@ class Faulty:
         self.paths.append(request.path)
         self.queries.append(request.rel_url.raw_query_string)
         body = await request.read()
+        if request.path == "/server_info" and self.version is not None:
+            return web.json_response({"version": self.version})
         match self.does:
             case "break":
                 request.transport.abort()

@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from actors.errors import EngineError
 from actors.sglang.api import Api
 from actors.sglang.names import Names
-from actors.sglang.pieces import ABORT_AGAIN_MOST_S, ABORT_AGAIN_S, ABORT_S
 from actors.sglang.updates import WeightUpdates
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
 """In an answer's JSON; in a text the quotes would be escaped."""
 _OVERLAP = 64
 """Bytes, more than a match has: it may be cut between two parts of an answer."""
+ABORT_S = 60.0
+AGAIN_S = 0.2
+AGAIN_MOST_S = 2.0
+"""An abort is sent again after the first, then after up to the second: SGLang ignores a name that it does not have yet."""
 SETTLE_S = 0.1
-"""SGLang (0.5.23) hears of a name once, and in vain until its scheduler has the request: it is given so long to get there."""
+"""SGLang (0.5.21 to 0.5.23) passes a name to its scheduler once, and in vain until the scheduler has the request: it gets so long."""
 BEFORE_PAUSE_S = 2.0
 """One that was asked so shortly before a pause may have come too late: an abort waits for the end of the pause."""
 
@@ -85,7 +88,7 @@ class Watch:
             self._insisting = asyncio.create_task(self._insist(api, after_s))
 
     async def _insist(self, api: Api, after_s: float) -> None:
-        again_s = ABORT_AGAIN_S
+        again_s = AGAIN_S
         await asyncio.sleep(after_s)
         while True:
             left_s = self._scheduled_s() - time.monotonic()
@@ -96,7 +99,7 @@ class Watch:
                 with contextlib.suppress(EngineError):  # the request says the same
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
-            again_s = min(2 * again_s, ABORT_AGAIN_MOST_S)
+            again_s = min(2 * again_s, AGAIN_MOST_S)
 
     def _scheduled_s(self) -> float:
         """When the server's scheduler has it: not while the server is paused, if the pause may have come first."""

@@ -90,3 +90,15 @@ class Api:
         if status == 499:
             return Aborted(f"{path}: {text}")
         return (BadRequest if 400 <= status < 500 else lambda reason: EngineFailed(self.url, reason))(f"{path}: {text}")
+
+
+async def events(chunks: AsyncIterator[bytes]) -> AsyncIterator[Mapping[str, Any]]:
+    """Yield the JSON of each server-sent event, up to [DONE]."""
+    rest = b""
+    async for chunk in chunks:
+        *whole, rest = (rest + chunk).split(b"\n")
+        for line in whole:
+            if line == b"data: [DONE]":
+                return
+            if line.startswith(b"data: "):
+                yield json.loads(line[6:])

@@ -1,6 +1,6 @@
 """What ends a SGLang server, or leaves it unwell, refused before it gets there. What SGLang refuses itself is left to it.
 
-Found by sending 0.5.15.post1, 0.5.17 and 0.5.23 every field with values it does not want, one by one.
+Found by sending SGLang every field with values it does not want, one by one (``tests/sglang/test_sglang_guard.py``).
 """
 
 import re

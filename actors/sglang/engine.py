@@ -13,13 +13,12 @@ import logging
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.authority import Authority
 from actors.builtin.request import Limits
-from actors.builtin.shape import eos_ids_of
 from actors.builtin.text import Text
 from actors.config import EngineConfig
 from actors.errors import EngineError, EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
@@ -28,8 +27,7 @@ from actors.http_api import listen
 from actors.sglang.api import Api
 from actors.sglang.checksums import layout_of
 from actors.sglang.child import ServerChild, command_line, until_healthy
-from actors.sglang.pieces import Pieces
-from actors.sglang.releases import NEWEST_TRIED, Release, release_of
+from actors.sglang.releases import NEWEST, Release, release_of, written
 from actors.sglang.updates import WeightUpdates
 from bus.ports import KeptPort
 from bus.server import write_private
@@ -74,7 +72,6 @@ class SglangEngine:
         self._port: KeptPort | None = None
         self._guard: Guard | None = None
         self._cache = secrets.token_hex(4)
-        self.pieces: Pieces | None = None
         self._lost = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
         self._secret: Path | None = None
@@ -103,7 +100,7 @@ class SglangEngine:
         self.limits = Limits(
             vocab_size=vocab_size, max_context=self.config.max_context or context, encode=text.encode if text is not None else None
         )
-        self.text, self.eos_ids = text, frozenset(eos_ids_of(values, self.model_dir)) | frozenset(text.eos_ids if text else ())
+        self.text = text
         self.names = frozenset(tensor_names(self.model_dir))
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
@@ -123,18 +120,12 @@ class SglangEngine:
         await self._forget_secret()
         info = await self.api.call("GET", "/server_info", timeout_s=PROBE_S)
         self.release = release = self._release or release_of(self.api.url, info.get("version"))
-        if release.version > NEWEST_TRIED:
-            log.warning("SGLang %s is newer than what was tried (%s)", info.get("version"), ".".join(map(str, NEWEST_TRIED)))
+        if release.version > NEWEST:
+            log.warning("SGLang %s is newer than the newest release that was tested, %s", info.get("version"), written(NEWEST))
         pause = "retract" if self.config.colocated else settings.pause
         self.ranks = int(info.get("tp_size") or 1)
-        self.pieces = None if release.spans else self._in_pieces(info)
-        if pause == "retract" and release.flush_needs_idle and (self.pieces is None or self.config.colocated):
-            cure = "want another one" if self.config.colocated else "want pause: in_place"
-            raise EngineFailed(self.api.url, f"SGLang {info.get('version')}: a retracting update ends it; {cure}")
         layout = layout_of(info, vocab_size=self.limits.vocab_size, hidden_size=self._hidden_size, on_cpu=release.cpu_checksums)
-        self.updates = WeightUpdates(
-            self.api, release, self.names, layout, pause=pause, pieces=self.pieces, ranks=self.ranks, on_update=self._updated
-        )
+        self.updates = WeightUpdates(self.api, self.names, layout, pause=pause, ranks=self.ranks, on_update=self._updated)
         self.updates.version = self._first_version
         if settings.url and await self._has_version_0():
             self.updates.version = max(0, self._first_version)
@@ -172,17 +163,6 @@ class SglangEngine:
         """Whoever started the server says so, and nothing has been written since. Any other version may be another run's."""
         said = await self.api.call("GET", "/model_info", timeout_s=PROBE_S)
         return str(said.get("weight_version")) == "0"
-
-    def _in_pieces(self, info: Mapping[str, Any]) -> Pieces:
-        log.info("sglang %s does not say which version made which token: requests are cut at updates and continued", info.get("version"))
-        return Pieces(
-            self.api,
-            self.text,
-            eos_ids=self.eos_ids,
-            max_context=self.limits.max_context,
-            extra_key=self.cache_key,
-            paused=lambda: self.updates.paused is not None,
-        )
 
     def cache_key(self) -> str:
         """What is cached of older weights is not used again, nor what somebody before left at a server that was found."""
@@ -355,8 +335,6 @@ class SglangEngine:
             ended.cancel()
         log.error("sglang lost url=%s", self.api.url)
         self._lost.set()
-        if self.pieces is not None:
-            self.pieces.release()  # to fail, rather than wait for an update
 
     async def _answers(self, ended: "asyncio.Task[Any]") -> bool:
         """Does its scheduler, within ``silent_s`` after what it does for an update now? False once the server has ended."""

@@ -1,6 +1,5 @@
-"""/generate in front of an SGLang server: checked, after an update that is under way, and in one answer across updates on every release."""
+"""/generate in front of an SGLang server: checked, begun after an update that is under way, and answered in one response across updates."""
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -12,10 +11,9 @@ from aiohttp import web
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from actors.http_api import body_of, error_of
 from actors.sglang.aborts import Aborts, Watch
-from actors.sglang.api import Aborted
+from actors.sglang.api import Aborted, events
 from actors.sglang.checks import responses_in
 from actors.sglang.names import Names
-from actors.sglang.pieces import Pieces, Response, events, growing, keyed
 
 if TYPE_CHECKING:
     from actors.sglang.engine import SglangEngine
@@ -37,29 +35,15 @@ class Generating:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate."""
-        engine = self._engine
         async with self._taken(await body_of(request)) as (asked, watch):
-            if engine.pieces is not None:
-                return await self._in_pieces(request, engine.pieces, asked, watch)
             if asked.get("stream"):
                 return await self._relay(request, asked, watch)
             return web.Response(body=await self._answer(asked, watch), content_type="application/json")
 
     async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """As ``actors.openai_server.Generating`` says."""
-        engine = self._engine
         async with self._taken(body) as (asked, watch):
-            if engine.pieces is not None:
-                async with self._begun(engine.pieces, asked, watch) as (responses, tasks, many):
-                    if asked.get("stream"):
-                        async for state in growing(responses, tasks, many=many):
-                            yield state
-                        return
-                    async with translated(self._engine):
-                        await asyncio.gather(*tasks)
-                    for one in responses:
-                        yield dict(one.latest or {})
-            elif asked.get("stream"):
+            if asked.get("stream"):
                 async with aclosing(self._streamed(asked, watch)) as states:
                     async for state in states:
                         yield state
@@ -144,41 +128,6 @@ class Generating:
         if unended:
             raise EngineFailed(self._engine.url, "/generate: the stream ended within a response")
 
-    async def _in_pieces(self, request: web.Request, pieces: Pieces, asked: Mapping[str, Any], watch: Watch) -> web.StreamResponse:
-        """The same answer of a server that is asked in pieces."""
-        async with self._begun(pieces, asked, watch) as (responses, tasks, many):
-            if asked.get("stream"):
-                return await self._stream(request, growing(responses, tasks, many=many))
-            async with translated(self._engine):
-                await asyncio.gather(*tasks)
-            return web.json_response([one.latest for one in responses] if many else responses[0].latest)
-
-    @asynccontextmanager
-    async def _begun(
-        self, pieces: Pieces, asked: Mapping[str, Any], watch: Watch
-    ) -> AsyncIterator[tuple[list[Response], "list[asyncio.Task[None]]", bool]]:
-        """The responses asked for, under way; True = there may be several."""
-        responses, many = pieces.split(asked)
-        tasks = [asyncio.create_task(pieces.run(one, stream=bool(asked.get("stream")))) for one in responses]
-        try:
-            yield responses, tasks, many
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            pieces.leave(responses)
-            watch.aborted = sum(
-                ((one.latest or {}).get("meta_info", {}).get("finish_reason") or {}).get("type") == "abort" for one in responses
-            )
-
-    async def _stream(self, request: web.Request, states: AsyncIterator[Mapping[str, Any]]) -> web.StreamResponse:
-        stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await stream.prepare(request)
-        async for state in states:
-            await stream.write(_event(state))
-        await stream.write(b"data: [DONE]\n\n")
-        return stream
-
     async def _relay(self, request: web.Request, asked: Mapping[str, Any], watch: Watch) -> web.StreamResponse:
         """A stream as it comes."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -233,6 +182,12 @@ async def _chunks(begin: bytes, rest: aiohttp.StreamReader, names: Names) -> Asy
     yield names.told(line)
 
 
+def keyed(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return the request with ``key`` before its own keys in SGLang's cache."""
+    own = body.get("extra_key")
+    return {**body, "extra_key": [f"{key} {one or ''}" for one in own] if isinstance(own, list) else f"{key} {own or ''}"}
+
+
 def _want_wanted(watch: Watch) -> None:
     if watch.called_off:
         raise Aborted("/generate: aborted before it began")
@@ -252,10 +207,6 @@ def _cached_before(raw: bytes, version: str) -> bool:
         if begun != version and told.get("cached_tokens") and (told.get("finish_reason") or {}).get("type") != "abort":
             return True
     return False
-
-
-def _event(answer: Mapping[str, Any]) -> bytes:
-    return b"data: " + json.dumps(answer).encode() + b"\n\n"
 
 
 def _number(body: Mapping[str, Any], name: str, default: float) -> float:

@@ -25,9 +25,8 @@ from actors.http_api import (
     version_in,
 )
 from actors.openai_server import OpenAiRoutes
-from actors.sglang.aborts import Aborts
+from actors.sglang.aborts import AGAIN_S, Aborts
 from actors.sglang.generating import Generating, translated
-from actors.sglang.pieces import ABORT_AGAIN_S
 from weightstore.listener import Access, Handler, Listener
 
 if TYPE_CHECKING:
@@ -61,8 +60,8 @@ class Guard:
             "POST /abort_request": self._abort,
             "POST /pause_generation": self._pause,
             "POST /continue_generation": self._continue,
-            "GET /flush_cache": self._flush_cache,
-            "POST /flush_cache": self._flush_cache,
+            "GET /flush_cache": self._as_it_is,
+            "POST /flush_cache": self._as_it_is,
             "POST /init_weights_update_group": self._init_group,
             "POST /destroy_weights_update_group": self._destroy_group,
             "POST /begin_weight_update": self._begin_update,
@@ -73,7 +72,7 @@ class Guard:
             "POST /weights_checksums": self._weights_checksums,
             "POST /release_memory_occupation": self._release_memory,
             "POST /resume_memory_occupation": self._resume_memory,
-            "GET /v1/loads": self._loads,
+            "GET /v1/loads": self._as_it_is,
         }
 
     # -- generating -----------------------------------------------------------------------------------------------------
@@ -82,22 +81,19 @@ class Guard:
         async with translated(self._engine), self._engine.api.open(request.method, path, body) as answer:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
-    async def _loads(self, request: web.Request) -> web.StreamResponse:
+    async def _as_it_is(self, request: web.Request) -> web.StreamResponse:
         return await self._pass_on(request, request.path_qs, None)
 
     async def _abort(self, request: web.Request) -> web.StreamResponse:
-        pieces, body = self._engine.pieces, await self._admitted(request)
+        body = await self._admitted(request)
         rid = None if body.get("abort_all") else need(body, "rid", str)
         if rid is None:
             await self._access.want(request, admin=True)
         if rid == "":
             raise BadRequest("rid: want the name of a request, or abort_all, got ''")
         meant = self._aborts.call_off(rid)
-        if pieces is not None:
-            pieces.stop(rid)
-            return web.Response()
         for watch in meant:
-            watch.insist(self._engine.api, ABORT_AGAIN_S if rid is None else 0.0)
+            watch.insist(self._engine.api, AGAIN_S if rid is None else 0.0)
         return await self._pass_on(request, request.path, body) if rid is None or not meant else web.Response()
 
     async def _pause(self, request: web.Request) -> web.Response:
@@ -105,8 +101,6 @@ class Guard:
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode: want one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        if mode == "abort" and self._engine.pieces is not None:
-            self._engine.pieces.stop()
         await self._updates.carry_out(self._updates.pause(mode))
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
@@ -124,11 +118,6 @@ class Guard:
         tags = memory_tags_in(await self._admitted(request))
         await self._updates.carry_out(self._updates.resume(tags))
         return web.json_response(None)
-
-    async def _flush_cache(self, request: web.Request) -> web.StreamResponse:
-        if self._engine.unfinished and self._updates.flush_needs_idle:
-            raise BadRequest(f"flush_cache: {self._engine.unfinished} requests are unfinished, and this SGLang would end")
-        return await self._pass_on(request, request.path_qs, None)
 
     # -- what it is -------------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """The names of a request's responses: those its client knows, and the guard's own, by which the server is asked.
 
-SGLang ends every request whose name begins with the one it is told, and once more 2 s after a stream has ended. So each request has names
-of one length there, other ones each time it is asked for; its client sees its own.
+SGLang (0.5.21 to 0.5.23) ends every request whose name begins with the one that an abort gives, and aborts a stream's name once more 2 s
+after the stream has ended. So each request has names of one length there, other ones each time it is sent; its client sees its own.
 """
 
 import json

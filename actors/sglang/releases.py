@@ -1,45 +1,43 @@
-"""What differs between SGLang's releases, chosen by what the server says it is. The only place that knows their numbers.
-
-Read from the releases themselves (0.5.15.post1 to 0.5.23); each but 0.5.16 has been tried (``docs/sglang.md``).
-"""
+"""SGLang's releases: which are supported, and how they differ. The only module that knows their numbers (``docs/sglang.md``)."""
 
 import re
 from dataclasses import dataclass
 
 from actors.errors import EngineFailed
 
-OLDEST = (0, 5, 15)
-"""Earlier ones were not read."""
-NEWEST_TRIED = (0, 5, 23)
+OLDEST = (0, 5, 21)
+"""The first with ``begin_weight_update``; with it, a paused server can flush its cache with requests in its queue."""
+NEWEST = (0, 5, 23)
+"""The one that the tests run."""
+CPU_CHECKSUMS = (0, 5, 23)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """How to talk to one."""
+    """One supported release."""
 
     version: tuple[int, int, int]
-    spans: bool
-    """Its answers say which version made which token. Without, responses are cut at every update (``actors.sglang.pieces``)."""
-    three_phases: bool
-    """Weights from a process group must stand between ``begin_weight_update`` and ``end_weight_update``."""
-    flush_needs_idle: bool
-    """Flushing the cache with a request anywhere in the scheduler ends the server."""
-    cpu_checksums: bool
-    """/weights_checker works without CUDA."""
+
+    @property
+    def cpu_checksums(self) -> bool:
+        """/weights_checker works without CUDA."""
+        return self.version >= CPU_CHECKSUMS
 
 
 def release_of(engine: str, said: object) -> Release:
-    """From ``version`` of /server_info. Raises EngineFailed for one that is too old, or says nothing."""
+    """Return the release that ``version`` of /server_info names. Raises EngineFailed for one before OLDEST, or for no release at all."""
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(said))
     if match is None:
-        raise EngineFailed(engine, f"version: want SGLang's, like 0.5.23, got {said!r}")
+        raise EngineFailed(engine, f"version in /server_info: want a release of SGLang, like {written(NEWEST)}, got {said!r}")
     version = (int(match[1]), int(match[2]), int(match[3]))
     if version < OLDEST:
-        raise EngineFailed(engine, f"SGLang: want {'.'.join(map(str, OLDEST))} or newer, got {said}")
-    return Release(
-        version=version,
-        spans=version >= (0, 5, 19),
-        three_phases=version >= (0, 5, 21),
-        flush_needs_idle=version < (0, 5, 21),
-        cpu_checksums=version >= (0, 5, 23),
-    )
+        raise EngineFailed(
+            engine,
+            f"SGLang's release: want >= {written(OLDEST)}, got {said}; install a newer one for engine.sglang.python, "
+            "or start the server at engine.sglang.url with one",
+        )
+    return Release(version=version)
+
+
+def written(version: tuple[int, int, int]) -> str:
+    return ".".join(map(str, version))

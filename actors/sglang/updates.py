@@ -22,8 +22,6 @@ from typing import Any, TypeVar
 from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from actors.sglang.api import Api
 from actors.sglang.checksums import Layout, told_of
-from actors.sglang.pieces import Pieces
-from actors.sglang.releases import Release
 from actors.sglang.tensors import SharedBucket
 from weightstore.checksums import Told
 from weightstore.errors import WeightstoreError
@@ -48,17 +46,14 @@ class WeightUpdates:
     def __init__(
         self,
         api: Api,
-        release: Release,
         names: frozenset[str],
         layout: Layout,
         *,
         pause: str,
-        pieces: Pieces | None = None,
         ranks: int = 1,
         on_update: Callable[[int, int], None],
     ) -> None:
-        """``names``: every tensor of the model; ``pause``: in_place | retract; ``pieces``: of a server whose requests are cut instead;
-        ``ranks``: processes of the server."""
+        """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server."""
         self.epoch = 0
         """The highest seen."""
         self.version = -1
@@ -66,10 +61,9 @@ class WeightUpdates:
         self.completed = 0
         self.stall_s = 0.0
         """Seconds that updates have held up generation, all together."""
-        self._api, self._release, self._names, self._layout, self._pause, self._on_update = api, release, names, layout, pause, on_update
+        self._api, self._names, self._layout, self._pause, self._on_update = api, names, layout, pause, on_update
         self._ranks, self._shared = ranks, SharedBucket()
-        self._pieces = pieces
-        self._flush = pause == "retract" and pieces is None  # or what is computed again would be found in the cache
+        self._flush = pause == "retract"  # or what is computed again would be found in the cache
         self._open: int | None = None
         self._received: set[str] = set()
         self._paused: str | None = None
@@ -147,10 +141,6 @@ class WeightUpdates:
         """What was cached of older weights is still there after an update."""
         return not self._flush
 
-    @property
-    def flush_needs_idle(self) -> bool:
-        return self._release.flush_needs_idle
-
     async def join(self, body: Mapping[str, Any]) -> None:
         """Enter the process group that the body of /init_weights_update_group names; one of the same name is left first."""
         timeout_s = float(body.get("timeout_s", COMMAND_S))
@@ -195,8 +185,7 @@ class WeightUpdates:
 
     async def free(self) -> None:
         """Generate, with the weights there are, whatever somebody has left the server in."""
-        if self._release.three_phases:
-            self._bracket = True
+        self._bracket = True
         await self._close_bracket()
         await self._continue()
         self._open = None
@@ -267,7 +256,7 @@ class WeightUpdates:
         self._want_memory()
         self._patience_s = max(COMMAND_S, 2 * timeout_s)
         await self._hold()
-        if self._release.three_phases and not self._bracket:
+        if not self._bracket:
             await self._open_bracket()
         self._open, self._received = version, set()
 
@@ -356,12 +345,9 @@ class WeightUpdates:
 
     async def _hold(self) -> None:
         """Pause; nothing is generated from here on."""
-        if not (self._taking or (self._pieces is None and self._paused in ("retract", self._pause))):
+        if not (self._taking or self._paused in ("retract", self._pause)):
             begun = time.perf_counter()
-            if self._pieces is None:
-                await self._ask_to_pause(self._pause)
-            else:
-                await self._cut(self._pieces)
+            await self._ask_to_pause(self._pause)
             self._note_pause(self._pause, begun)
         self._taking = True
         self.settled.clear()
@@ -381,8 +367,6 @@ class WeightUpdates:
         if not self.released:
             self._note_resume()
         self.settled.set()
-        if self._pieces is not None:
-            self._pieces.release()
 
     def _note_resume(self) -> None:
         self._paused = None
@@ -397,17 +381,6 @@ class WeightUpdates:
         except UpdateRefused as error:
             if isinstance(error.__cause__, BadRequest):  # otherwise it may be paused all the same
                 self.paused_since_s = before
-            raise
-
-    async def _cut(self, pieces: Pieces) -> None:
-        """End what runs, to go on with it afterwards."""
-        await self._ask("/continue_generation", {})  # somebody may have paused it in place: then nothing would ever end
-        self._note_resume()
-        try:
-            await pieces.hold()
-            await self._ask("/pause_generation", {"mode": "abort"})
-        except BaseException:
-            pieces.release()
             raise
 
     async def _open_bracket(self) -> None:

@@ -84,21 +84,17 @@ async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directorie
 
 
 async def test_one_request_lives_through_three_pushes(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    """Four sets of weights in one response; each stretch has the log-probs of its weights, on keys and values kept as they were.
-
-    (SGLang before 0.5.19 computes them anew at every push.)
-    """
+    """Four sets of weights in one response; each stretch has the log-probs of its weights, on keys and values kept as they were."""
     async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(served) as one:
         for version in (1, 2, 3):
             await one.beyond(one.tokens + 20)
             await push.whole(models[version], version)
         made = await one.task
         assert served.engine.stats()["requests_aborted_by_pushes"] == 0
-        kept = getattr(served.engine, "pieces", None) is None
     spans = made["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
     assert (made["meta_info"]["finish_reason"]["type"], len(made["output_ids"])) == ("length", LONG)
-    wanted = await log_probs_across(models, made, PROMPT, kept=kept)
+    wanted = await log_probs_across(models, made, PROMPT, kept=True)
     assert np.abs(told_log_probs(made) - wanted).max() < TOLERANCE
 
 

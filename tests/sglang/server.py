@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,9 @@ def config(python: str, *, url: str = "", log: str = "", pause: str = "in_place"
 
 
 @asynccontextmanager
-async def serving(python: str, server: str, directory: Path, *, pause: str = "in_place", cut: bool = False) -> AsyncIterator[Served]:
-    """A guard of one test in front of the server, with the weights of ``directory`` as version 0.
-
-    ``cut``: the server is taken for one that does not say which version made which token.
-    """
-    release = replace(await release_at(server), spans=False) if cut else None
-    engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1, release=release)
+async def serving(python: str, server: str, directory: Path, *, pause: str = "in_place") -> AsyncIterator[Served]:
+    """A guard of one test in front of the server, with the weights of ``directory`` as version 0."""
+    engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1)
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     try:

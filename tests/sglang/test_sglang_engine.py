@@ -54,21 +54,18 @@ async def test_the_port_gets_what_it_asks_for(python: str, server: str, director
     assert (info.version, info.vocab_size, info.max_context) == (0, 299, CONTEXT)
 
 
-@pytest.mark.parametrize("way", ["in_place", "retract", "cut"])
+@pytest.mark.parametrize("pause", ["in_place", "retract"])
 async def test_one_request_lives_through_pushes_and_says_which_weights_made_what(
-    python: str, server: str, directories: list[Path], models: list[Any], way: str
+    python: str, server: str, directories: list[Path], models: list[Any], pause: str
 ) -> None:
     """Three pushes in one HTTP request: four sets of weights; the log-probs of each stretch are those of its weights."""
-    if way == "retract":
-        await want_retract(server)
-    pause = "retract" if way == "retract" else "in_place"
-    async with serving(python, server, directories[0], pause=pause, cut=way == "cut") as served, joined(served, timeout_s=60) as push:
+    kept = pause == "in_place"
+    async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
         async with watching(served, PROMPT, max_new_tokens=1600, ignore_eos=True) as one:
             for version in (1, 2, 3):
                 await one.beyond(one.tokens + 50)
                 await push.whole(models[version], version)
             answer = await one.task
-        kept = way == "in_place" and served.engine.pieces is None  # type: ignore[attr-defined]
     spans = answer["meta_info"]["weight_versions"]
     assert [span["version"] for span in spans] == ["0", "1", "2", "3"], spans
     assert spans[-1]["end"] == 1600
@@ -95,7 +92,6 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
     """What would end a server in between is refused, or put into order."""
-    await want_retract(server)
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}, "return_logprob": True}
     async with (
@@ -387,12 +383,6 @@ async def _generated(served: Served, prompt: list[int], length: int, rid: str, s
                 assert state["meta_info"]["id"] == rid
                 assert before is None or state["output_ids"][: len(before["output_ids"])] == before["output_ids"]
     return state
-
-
-async def want_retract(server: str) -> None:
-    release = await release_at(server)
-    if release.spans and release.flush_needs_idle:
-        pytest.skip("flushing its cache ends this server while it has requests")
 
 
 async def _asked(served: Served, count: int) -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.engine_push import joined, named
-from tests.engine_serving import Served, log_probs_of, scores, scores_across
+from tests.engine_serving import Served, log_probs_of, scores_across
 from tests.sglang.server import serving
 
 TOLERANCE = 1e-3
@@ -58,20 +57,16 @@ class Chat:
                 await asyncio.sleep(0.01)
 
 
-async def wanted_of(models: Sequence[Any], prompt: list[int], chat: Chat, *, computed_again: bool) -> np.ndarray:
+async def wanted_of(models: Sequence[Any], prompt: list[int], chat: Chat) -> np.ndarray:
     """Log-probs by the weights that the spans name."""
     spans = [(int(span["version"]), span["start"], span["end"]) for span in chat.versions]
     assert [version for version, _, _ in spans] == [0, 1, 2, 3], chat.versions
-    if not computed_again:
-        made = [(models[version], end - start) for version, start, end in spans]
-        return log_probs_of(await scores_across(made, prompt, chat.tokens), chat.tokens)
-    each = [log_probs_of(await scores(model, prompt, chat.tokens), chat.tokens) for model in models]
-    return np.concatenate([each[version][start:end] for version, start, end in spans])
+    made = [(models[version], end - start) for version, start, end in spans]
+    return log_probs_of(await scores_across(made, prompt, chat.tokens), chat.tokens)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-async def test_a_chat_goes_on_through_three_pushes(python: str, server: str, directories: list[Path], models: list[Any], cut: bool) -> None:
-    async with serving(python, server, directories[0], cut=cut) as served, joined(served, timeout_s=60) as push:
+async def test_a_chat_goes_on_through_three_pushes(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
+    async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         text = served.engine.text
         assert text is not None
         chat = Chat(served)
@@ -83,7 +78,7 @@ async def test_a_chat_goes_on_through_three_pushes(python: str, server: str, dir
         assert (chat.finish, chat.ended, chat.errors, len(chat.tokens)) == ("length", True, [], LENGTH)
         assert chat.text == text.decode(chat.tokens)
         prompt = text.encode(f"<|im_start|>user\n{CHAT[0]['content']}<|im_end|>\n<|im_start|>assistant\n", add_special=False)
-        wanted = await wanted_of(models, prompt, chat, computed_again=cut)
+        wanted = await wanted_of(models, prompt, chat)
         assert np.abs(np.array(chat.log_probs) - wanted).max() < TOLERANCE
         stats = served.engine.stats()
         assert (stats["requests"], stats["requests_aborted"], stats["requests_aborted_by_pushes"], stats["running"]) == (1, 0, 0, 0)
@@ -112,9 +107,8 @@ async def test_a_chat_that_comes_in_an_update_waits_and_finds_nothing_of_older_w
         assert await asked == (0, "1")
 
 
-@pytest.mark.parametrize("cut", [False, True])
-async def test_what_would_end_the_server_is_refused(python: str, server: str, directories: list[Path], cut: bool) -> None:
-    async with serving(python, server, directories[0], cut=cut) as served:
+async def test_what_would_end_the_server_is_refused(python: str, server: str, directories: list[Path]) -> None:
+    async with serving(python, server, directories[0]) as served:
         for stream in (False, True):
             for prompt in ([999999], [-1], [[5], [299]]):
                 status, answer = await served.post(PATHS[1], {"prompt": prompt, "stream": stream})
@@ -136,14 +130,10 @@ async def test_a_schema_holds_an_answer(python: str, server: str, directories: l
             assert status == 200, answer
             said = answer["choices"][0]["message"]["content"].strip()
             assert pattern is None or said in pattern
-    async with serving(python, server, directories[0], cut=True) as served:
-        status, answer = await served.post(PATHS[0], {"messages": CHAT, "response_format": schema})
-        assert (status, answer["error"]["param"]) == (400, "response_format"), answer
 
 
-@pytest.mark.parametrize("cut", [False, True])
-async def test_a_drain_waits_for_a_chat(python: str, server: str, directories: list[Path], cut: bool) -> None:
-    async with serving(python, server, directories[0], cut=cut) as served:
+async def test_a_drain_waits_for_a_chat(python: str, server: str, directories: list[Path]) -> None:
+    async with serving(python, server, directories[0]) as served:
         chat = Chat(served)
         await chat.beyond(5)
         await served.client.pause("in_place")

@@ -1,0 +1,33 @@
+"""An SGLang engine starts on a server of a supported release only."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import pytest
+
+from actors.config import EngineConfig, SglangConfig
+from actors.errors import EngineFailed
+from actors.sglang.engine import SglangEngine
+from tests.router_kit import faulty
+from tests.tiny_models import write_tiny_model
+
+
+@pytest.mark.parametrize(("version", "refused"), [("0.5.20", True), ("0.5.15.post1", True), (None, True), ("0.5.21", False)])
+async def test_the_release_is_checked_before_it_serves(version: str | None, refused: bool, tmp_path: Path) -> None:
+    async with faulty() as server:
+        server.version = version
+        settings = EngineConfig(kind="sglang", sglang=SglangConfig(url=server.url))
+        engine = SglangEngine(write_tiny_model(tmp_path / "model", max_position_embeddings=64), settings)
+        await asyncio.to_thread(engine.load)
+        try:
+            if refused:
+                got = "None" if version is None else version
+                with pytest.raises(EngineFailed, match=re.escape(f"engine {server.url}: failed: ") + rf".*want .*got {got}"):
+                    await engine.start()
+                assert server.paths == ["/server_info"], "the server gets no command"
+            else:
+                await engine.start()
+                assert engine.release.version == (0, 5, 21)
+        finally:
+            await engine.close()
