@@ -3,29 +3,25 @@
 What only the built-in engine understands (``min_version``, ``continued_tokens``) is sent only when asked for.
 """
 
-import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.events import END, data_in
 from actors.joined import Joined
 from actors.port import EngineInfo, Generation
 from bus.keys import RunKeys
 from bus.messages import Sampling, Span
+from weightstore.engine_api import CallFailed, EngineApi, Failure, no_headers
 
-CONNECT_S = 5.0
 COMMAND_S = 30.0
 """Bound on everything but generating."""
-MAX_LINE_BYTES = 1 << 26
-"""A streamed state has everything so far."""
 
 
 class HttpEngine:
@@ -36,9 +32,9 @@ class HttpEngine:
     """
 
     def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
-        self.url, self._command_timeout_s, self._keys = url.rstrip("/"), command_timeout_s, keys
+        self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
         self._joined = Joined() if join else None
-        self._opened: aiohttp.ClientSession | None = None
+        self._api = EngineApi(url, _error, headers=no_headers if keys is None else keys.headers)
 
     async def generate(
         self,
@@ -55,7 +51,7 @@ class HttpEngine:
         joined = None if begun is not None else self._joined
 
         async def send(wanted: dict[str, Any]) -> Any:
-            return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
+            return await self._api.call("POST", "/generate", wanted, timeout_s=timeout_s or self._command_timeout_s)
 
         return _whole(self.url, await (send(body) if joined is None else joined.ask(body, send)), sampling, begun)
 
@@ -71,16 +67,11 @@ class HttpEngine:
     ) -> AsyncIterator[Generation]:
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
-        with _translated(self.url, timeout_s):
-            headers = await self._headers()
-            async with asyncio.timeout(timeout_s), self._session.post(self.url + "/generate", json=body, headers=headers) as response:
-                if response.status != 200:
-                    raise _refusal(self.url, response.status, await response.read())
-                async for line in _lines(response.content):
-                    if line == b"data: [DONE]":
-                        return
-                    if line.startswith(b"data: "):
-                        yield _whole(self.url, json.loads(line[6:]), sampling, begun)
+        async with self._api.open("POST", "/generate", body, timeout_s=timeout_s) as response:
+            async for data in data_in(response.content.iter_any()):
+                if data == END:
+                    return
+                yield _whole(self.url, json.loads(data), sampling, begun)
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, id: str | None = None) -> None:
@@ -115,64 +106,31 @@ class HttpEngine:
     async def close(self) -> None:
         if self._joined is not None:
             await self._joined.close()
-        if self._opened is not None:
-            await self._opened.close()
-            self._opened = None
+        await self._api.close()
 
-    @property
-    def _session(self) -> aiohttp.ClientSession:
-        if self._opened is None or self._opened.closed:
-            self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),  # the total is each call's own
-                read_bufsize=1 << 20,
-            )
-        return self._opened
-
-    async def _headers(self) -> dict[str, str]:
-        return {} if self._keys is None else await self._keys.headers()
-
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
-        limit_s = timeout_s or self._command_timeout_s
-        with _translated(self.url, limit_s):
-            headers = await self._headers()
-            async with asyncio.timeout(limit_s), self._session.request(method, self.url + path, json=body, headers=headers) as response:
-                raw = await response.read()
-        if response.status != 200:
-            raise _refusal(self.url, response.status, raw)
-        try:
-            return json.loads(raw) if response.content_type == "application/json" else None
-        except ValueError as error:
-            raise EngineFailed(self.url, f"{path}: want JSON: {error}") from error
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        return await self._api.call(method, path, body, timeout_s=self._command_timeout_s)
 
 
-@contextmanager
-def _translated(url: str, timeout_s: float) -> Iterator[None]:
-    """Foreign errors become ours, here and nowhere else."""
-    try:
-        yield
-    except TimeoutError as error:
-        raise EngineUnavailable(url, f"no answer within {timeout_s:g} s") from error
-    except (aiohttp.ClientError, OSError) as error:
-        refused = isinstance(error, aiohttp.ClientConnectorError)
-        raise (EngineUnavailable if refused else EngineGone)(url, f"{type(error).__name__}: {error}") from error
-
-
-def _refusal(url: str, status: int, raw: bytes) -> Exception:
-    """The error that a status code stands for."""
-    try:
-        answer = json.loads(raw)
-        told = answer.get("error") or {}
-        reason = str(told.get("message") or answer.get("message") or answer)
-    except (ValueError, AttributeError):
-        answer, reason = {}, raw[:500].decode(errors="replace") or f"HTTP {status}"
-    if status == 409:
-        return StaleEpoch(f"{url}: {reason}", -1, int(answer.get("epoch", -1)))
-    if 400 <= status < 500 and status not in (401, 408, 429):
-        return BadRequest(f"{url}: {reason}")
-    if status in (401, 408, 429, 502, 503, 504):  # 401: this engine wants another key; it says nothing of the request
-        return (VersionUnavailable if answer.get("unavailable") == "VersionUnavailable" else EngineUnavailable)(url, reason)
-    return EngineFailed(url, f"HTTP {status}: {reason}")
+def _error(failed: CallFailed) -> EngineError:
+    url, reason = failed.url, failed.reason
+    match failed.failure:
+        case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: it wants another key; the request may be right
+            return EngineUnavailable(url, reason)
+        case Failure.UNAVAILABLE:
+            wanted = failed.answer.get("unavailable") == VersionUnavailable.__name__
+            return (VersionUnavailable if wanted else EngineUnavailable)(url, reason)
+        case Failure.BROKEN:
+            return EngineGone(url, reason)
+        case Failure.STALE:
+            epoch = failed.answer.get("epoch")
+            return StaleEpoch(f"{url}: {reason}", -1, epoch if isinstance(epoch, int) else -1)
+        case Failure.REFUSED | Failure.ABORTED:
+            return BadRequest(f"{url}: {reason}")
+        case Failure.UNREADABLE:
+            return EngineFailed(url, f"{failed.path}: {reason}")
+        case Failure.FAILED:
+            return EngineFailed(url, f"HTTP {failed.status}: {reason}")
 
 
 def _request(
@@ -275,14 +233,3 @@ def _version(url: str, given: object) -> int:
         return int(str(given))
     except ValueError:
         raise EngineFailed(url, f"weight_version: want a number, got {given!r} (start it with --weight-version 0)") from None
-
-
-async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """Lines of any length; aiohttp's own reader refuses those longer than its buffer."""
-    rest = b""
-    async for chunk in content.iter_any():
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            yield line
-        if len(rest) > MAX_LINE_BYTES:
-            raise aiohttp.ClientPayloadError(f"a line of more than {MAX_LINE_BYTES} bytes")

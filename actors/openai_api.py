@@ -300,14 +300,6 @@ class Told:
         }
 
 
-def event(content: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-DONE = b"data: [DONE]\n\n"
-
-
 def _text(answer: Mapping[str, Any]) -> str:
     return str(answer.get("text") or "")
 

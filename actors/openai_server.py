@@ -14,6 +14,7 @@ from actors.builtin.request import Limits
 from actors.builtin.text import Text
 from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from actors.events import DONE, event
 from actors.http_api import body_of
 from weightstore.listener import Handler
 
@@ -117,11 +118,11 @@ class OpenAiRoutes:
             async for state in states:
                 await _tell(response, state, told)
         except (BadRequest, EngineError) as error:
-            await response.write(openai_api.event(_error_of(error)))
+            await response.write(event(_error_of(error)))
             return response
         for part in told.last():
-            await response.write(openai_api.event(part))
-        await response.write(openai_api.DONE)
+            await response.write(event(part))
+        await response.write(DONE)
         return response
 
     def _good(self, state: State) -> State:
@@ -136,10 +137,10 @@ class OpenAiRoutes:
 
 async def _tell(response: web.StreamResponse, state: State, told: openai_api.Told) -> None:
     if (error := state.get("error")) is not None:
-        await response.write(openai_api.event(openai_api.error(str(error.get("message")), int(error.get("code") or 500))))
+        await response.write(event(openai_api.error(str(error.get("message")), int(error.get("code") or 500))))
         return
     for part in told.parts(state):
-        await response.write(openai_api.event(part))
+        await response.write(event(part))
 
 
 def _error_of(error: Exception) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bus.errors import Fenced
 from weightstore.checksums import Told
+from weightstore.engine_api import CallFailed, EngineApi, Failure
 from weightstore.errors import ReceiverFailed
 from weightstore.manifest import TensorSpec
 from weightstore.port import Rendezvous
@@ -26,8 +27,8 @@ class HttpReceiver:
     carries = False
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadline_s: float) -> None:
-        self.url = url.rstrip("/")
-        self._session, self._epoch, self._deadline_s = session, epoch, deadline_s
+        self._api = EngineApi(url, self._error, session=session, connect_s=deadline_s)
+        self.url, self._epoch, self._deadline_s = self._api.url, epoch, deadline_s
         self._group = ""
         self._version = -1
 
@@ -92,24 +93,21 @@ class HttpReceiver:
         return stall_of(self.url, "update_weights_from_disk", await self._post("update_weights_from_disk", body))
 
     async def _post(self, path: str, body: dict[str, Any], *, bounded: bool = True) -> dict[str, Any]:
-        """The answer's JSON map, unless ``bounded`` however late it comes. Every foreign error becomes one of ours here."""
+        """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without a deadline."""
         body = {**body, "epoch": self._epoch, "timeout_s": self._deadline_s}
-        try:
-            timeout = aiohttp.ClientTimeout(total=self._deadline_s if bounded else None, sock_connect=self._deadline_s)
-            async with self._session.post(f"{self.url}/{path}", json=body, timeout=timeout) as response:
-                status, text = response.status, (await response.read()).decode(errors="replace")
-        except TimeoutError:
-            raise ReceiverFailed(self.url, path, f"no answer within {self._deadline_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            raise ReceiverFailed(self.url, path, str(error) or type(error).__name__) from None
-        answer = _json_map(text)
-        if status == STALE_EPOCH and (epoch := newer_epoch(answer, self._epoch)):
-            raise Fenced(f"engine {self.url}: {path}", self._epoch, epoch)
-        if status in CANNOT_TELL:
-            raise _CannotTell(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}", answered=True)
-        if status != 200 or answer.get("success") is False:
-            raise ReceiverFailed(self.url, path, f"HTTP {status}: {answer.get('message') or text[:500]}", answered=True)
+        answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=self._deadline_s if bounded else None))
+        if answer.get("success") is False:
+            raise ReceiverFailed(self.url, path, f"HTTP 200: {answer.get('message') or answer}", answered=True)
         return answer
+
+    def _error(self, failed: CallFailed) -> Exception:
+        path = failed.path.removeprefix("/")
+        if failed.failure is Failure.STALE and (epoch := newer_epoch(failed.answer, self._epoch)):
+            return Fenced(f"engine {self.url}: {path}", self._epoch, epoch)
+        if not failed.status:
+            return ReceiverFailed(self.url, path, failed.reason)
+        kind = _CannotTell if failed.status in CANNOT_TELL else ReceiverFailed
+        return kind(self.url, path, f"HTTP {failed.status}: {failed.reason}", answered=True)
 
 
 class _CannotTell(ReceiverFailed):
@@ -141,9 +139,9 @@ def stall_of(url: str, phase: str, answer: Mapping[str, Any]) -> float:
     return float(stall_s)
 
 
-def _json_map(text: str) -> dict[str, Any]:
+def _json_map(raw: bytes) -> dict[str, Any]:
     try:
-        answer = json.loads(text)
+        answer = json.loads(raw)
     except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}

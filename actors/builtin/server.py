@@ -4,7 +4,6 @@
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
@@ -20,6 +19,7 @@ from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, parse_generate
 from actors.builtin.scheduler import ABORTED_BY_ID
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, UpdateRefused
+from actors.events import DONE, event
 from actors.http_api import (
     COMMANDS,
     body_of,
@@ -105,8 +105,8 @@ class Server:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         async for state in self._states(generate, progress):
-            await response.write(b"data: " + json.dumps(state).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(event(state))
+        await response.write(DONE)
         return response
 
     async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:

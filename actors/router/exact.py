@@ -22,6 +22,7 @@ from actors import openai_api
 from actors.builtin.text import Text
 from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest, EngineError
+from actors.events import DONE, data_of, event
 from actors.http_api import json_map
 from actors.router.called import CalledTexts
 from actors.router.config import RouterConfig
@@ -216,10 +217,10 @@ class TokenExact:
                     self._note_one(state.get("index", 0), state, owners, session)
                     self._note_calls(state, told)
                 for part in told.parts(state):
-                    yield openai_api.event(part)
+                    yield event(part)
         for part in told.last():
-            yield openai_api.event(part)
-        yield openai_api.DONE
+            yield event(part)
+        yield DONE
 
     def _chat_text(self, asked: openai_api.Asked) -> str:
         return openai_api.chat_text(replace(asked, messages=self._called.as_said(asked.messages)), self._template)
@@ -273,11 +274,11 @@ class _Owners:
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
 
 
-def _state(event: bytes) -> dict[str, Any] | None:
+def _state(line: bytes) -> dict[str, Any] | None:
     """A response as far as it is; None for what is none ([DONE], an error)."""
-    if not event.startswith(b"data: {"):
+    if (data := data_of(line)) is None or not data.startswith(b"{"):
         return None
-    state = json.loads(event[6:])
+    state = json.loads(data)
     return state if "meta_info" in state else None
 
 

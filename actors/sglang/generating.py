@@ -9,9 +9,10 @@ import aiohttp
 from aiohttp import web
 
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from actors.events import DATA, END, data_in
 from actors.http_api import body_of, error_of
 from actors.sglang.aborts import Aborts, Watch
-from actors.sglang.api import Aborted, events
+from actors.sglang.api import Aborted
 from actors.sglang.checks import responses_in
 from actors.sglang.names import Names
 
@@ -117,14 +118,17 @@ class Generating:
         """A stream's states, each with everything so far."""
         unended: set[int] = set()
         async with self._asked(asked, watch, _first_state) as chunks:
-            async for state in events(chunks):
+            async for data in data_in(chunks):
+                if data == END:
+                    break
+                state = json.loads(data)
                 finish = state.get("meta_info", {}).get("finish_reason") or {}
                 (unended.discard if finish or "error" in state else unended.add)(state.get("index", 0))
                 if code := finish.get("status_code"):  # a refusal that came late
                     yield error_of(str(finish.get("message")), code)
                     continue
                 watch.aborted += finish.get("type") == "abort"
-                yield dict(state)
+                yield state
         if unended:
             raise EngineFailed(self._engine.url, "/generate: the stream ended within a response")
 
@@ -158,10 +162,6 @@ async def translated(engine: "SglangEngine") -> AsyncIterator[None]:
         if engine.servable:
             raise EngineFailed(engine.url, error.reason) from error
         raise
-
-
-DATA = b"data: "
-"""Before each event of a stream."""
 
 
 async def _first_state(content: aiohttp.StreamReader) -> bytes:

@@ -1,7 +1,6 @@
 """Parts of the built-in engine that need neither a socket nor a model: sequences, stop strings, progress, client errors."""
 
 import asyncio
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,8 @@ from actors.builtin.request import SamplingParams
 from actors.builtin.sequence import Sequence
 from actors.builtin.shape import ModelShape
 from actors.builtin.text import StopStrings, Text
-from actors.engine_client import _generation, _refusal
-from actors.errors import BadRequest, EngineFailed, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.engine_client import _generation
+from actors.errors import EngineFailed
 from bus.messages import Span
 from tests.tiny_models import FAMILIES, tiny_config, tiny_model, write_tiny_tokenizer
 
@@ -136,26 +135,6 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, family: str)
         tiny_config(family, tied=tied, **changes).save_pretrained(tmp_path)
         want = {name: tuple(tensor.shape) for name, tensor in tiny_model(family, tied=tied, **changes).named_parameters()}
         assert ModelShape.read(tmp_path).tensors() == want
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "kind"),
-    [
-        (400, {"error": {"message": "why"}}, BadRequest),
-        (404, {}, BadRequest),
-        (409, {"message": "why", "epoch": 7}, StaleEpoch),
-        (429, {"message": "why"}, EngineUnavailable),
-        (500, {"error": {"message": "why"}}, EngineFailed),
-        (503, {"error": {"message": "why"}}, EngineUnavailable),
-        (503, {"error": {"message": "why"}, "unavailable": "VersionUnavailable"}, VersionUnavailable),
-    ],
-)
-def test_status_codes_become_our_errors(status: int, body: dict[str, object], kind: type[Exception]) -> None:
-    error = _refusal("http://x", status, json.dumps(body).encode())
-    assert type(error) is kind
-    if body:
-        assert "why" in str(error)
-    assert type(_refusal("http://x", status, b"<html>")) in (kind, EngineUnavailable)
 
 
 def test_an_answer_of_sglang_is_understood_and_a_broken_one_refused() -> None:

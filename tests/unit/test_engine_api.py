@@ -1,0 +1,83 @@
+"""The table of an engine's statuses, and the error that each of its three clients makes of them."""
+
+import json
+from typing import Any, cast
+
+import aiohttp
+import pytest
+
+from actors import engine_client
+from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.sglang import api
+from bus.errors import Fenced
+from weightstore.engine_api import CallFailed, Failure, refusal
+from weightstore.errors import ReceiverFailed
+from weightstore.http_receiver import HttpReceiver, _CannotTell
+
+WHY = {"error": {"message": "why", "code": 400}}
+URL, PATH = "http://x", "/begin_weight_update"
+
+
+def of_receiver(failed: CallFailed) -> Exception:
+    session = cast(aiohttp.ClientSession, None)
+    return HttpReceiver(session, URL, epoch=3, deadline_s=1.0)._error(failed)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "failure", "client", "sglang", "receiver"),
+    [
+        (400, WHY, Failure.REFUSED, BadRequest, BadRequest, ReceiverFailed),
+        (401, WHY, Failure.UNAUTHORIZED, EngineUnavailable, BadRequest, ReceiverFailed),
+        (404, WHY, Failure.REFUSED, BadRequest, BadRequest, _CannotTell),
+        (405, WHY, Failure.REFUSED, BadRequest, BadRequest, _CannotTell),
+        (408, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
+        (409, {"message": "why", "epoch": 7}, Failure.STALE, StaleEpoch, BadRequest, Fenced),
+        (409, {"message": "why", "epoch": 3}, Failure.STALE, StaleEpoch, BadRequest, ReceiverFailed),
+        (409, {"message": "why", "epoch": None}, Failure.STALE, StaleEpoch, BadRequest, ReceiverFailed),
+        (422, WHY, Failure.REFUSED, BadRequest, BadRequest, ReceiverFailed),
+        (429, {"message": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
+        (499, WHY, Failure.ABORTED, BadRequest, api.Aborted, ReceiverFailed),
+        (500, WHY, Failure.FAILED, EngineFailed, EngineFailed, ReceiverFailed),
+        (501, WHY, Failure.FAILED, EngineFailed, EngineFailed, _CannotTell),
+        (502, {"error": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
+        (503, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
+        (503, {**WHY, "unavailable": "VersionUnavailable"}, Failure.UNAVAILABLE, VersionUnavailable, EngineUnavailable, ReceiverFailed),
+        (504, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
+        (302, WHY, Failure.FAILED, EngineFailed, EngineFailed, ReceiverFailed),
+    ],
+)
+def test_a_status_becomes_the_error_of_each_client(
+    status: int, body: Any, failure: Failure, client: type, sglang: type, receiver: type
+) -> None:
+    failed = refusal(URL, PATH, status, json.dumps(body).encode())
+    assert (failed.failure, failed.status, failed.reason) == (failure, status, "why")
+    for error, kind in ((engine_client._error(failed), client), (api._error(failed), sglang), (of_receiver(failed), receiver)):
+        assert type(error) is kind
+        assert "why" in str(error) or kind is Fenced
+
+
+@pytest.mark.parametrize("status", [400, 409, 500, 503])
+@pytest.mark.parametrize(
+    ("raw", "reason"), [(b"<html>", "<html>"), (b"[1]", "[1]"), (b"", ""), (b'{"error": null}', '{"error": null}'), (b"\xe9", "\ufffd")]
+)
+def test_a_body_that_names_no_reason_is_the_reason(status: int, raw: bytes, reason: str) -> None:
+    failed = refusal(URL, PATH, status, raw)
+    assert failed.reason == (reason or f"HTTP {status}")
+    known = refusal(URL, PATH, status, json.dumps(WHY).encode())
+    assert type(engine_client._error(failed)) is type(engine_client._error(known))
+
+
+@pytest.mark.parametrize(
+    ("failure", "client", "sglang"),
+    [
+        (Failure.NOT_CONNECTED, EngineUnavailable, EngineUnavailable),
+        (Failure.NO_ANSWER, EngineUnavailable, EngineUnavailable),
+        (Failure.BROKEN, EngineGone, EngineUnavailable),
+        (Failure.UNREADABLE, EngineFailed, EngineFailed),
+    ],
+)
+def test_no_answer_becomes_the_error_of_each_client(failure: Failure, client: type, sglang: type) -> None:
+    failed = CallFailed(URL, PATH, failure, "why")
+    assert (type(engine_client._error(failed)), type(api._error(failed))) == (client, sglang)
+    error = of_receiver(failed)
+    assert isinstance(error, ReceiverFailed) and (error.phase, error.answered) == ("begin_weight_update", False)

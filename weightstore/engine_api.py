@@ -1,0 +1,163 @@
+"""HTTP client of an engine's API, which is SGLang's. The one place that turns statuses and transport errors into a ``Failure``.
+
+    status, or error of aiohttp --(here)--> CallFailed(failure) --(``translate`` of each room)--> its own error
+
+Knows requests, deadlines and how an error is worded; no path, and nothing of weights or of generating.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from enum import Enum
+from typing import Any
+
+import aiohttp
+
+from weightstore.errors import WeightstoreError
+
+CONNECT_S = 5.0
+KEEP_S = 2.0
+"""An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
+MAX_REASON_BYTES = 2000
+
+
+class Failure(Enum):
+    """Why a call has no answer with status 200."""
+
+    NOT_CONNECTED = "refused, or not made in time: the engine has not seen the request"
+    NO_ANSWER = "none within the deadline"
+    BROKEN = "the connection broke"
+    UNREADABLE = "status 200, and no JSON"
+    UNAUTHORIZED = "401: it wants another key"
+    STALE = "409: it has seen a newer learner"
+    ABORTED = "499: a client aborted the request before it began"
+    UNAVAILABLE = "408, 429, 502, 503, 504: not now"
+    REFUSED = "any other 4xx: the request is wrong"
+    FAILED = "any other status"
+
+
+STATUSES = {
+    401: Failure.UNAUTHORIZED,
+    409: Failure.STALE,
+    499: Failure.ABORTED,
+    **dict.fromkeys((408, 429, 502, 503, 504), Failure.UNAVAILABLE),
+}
+
+
+EMPTY: Mapping[str, Any] = {}
+
+
+class CallFailed(WeightstoreError):
+    """A call without an answer of status 200."""
+
+    def __init__(self, url: str, path: str, failure: Failure, reason: str, *, status: int = 0, answer: Mapping[str, Any] = EMPTY) -> None:
+        """``status``: of the answer, 0 = none came; ``answer``: the JSON map in its body, empty when that is something else."""
+        super().__init__(url, path, failure, reason)
+        self.url, self.path, self.failure, self.reason, self.status, self.answer = url, path, failure, reason, status, answer
+
+    def __str__(self) -> str:
+        return f"{self.url}{self.path}: {self.reason}"
+
+
+Translate = Callable[[CallFailed], Exception]
+Headers = Callable[[], Awaitable[Mapping[str, str]]]
+
+
+async def no_headers() -> Mapping[str, str]:
+    return {}
+
+
+class EngineApi:
+    """One engine at ``url``. Every call raises the exception that ``translate`` makes of its CallFailed."""
+
+    def __init__(
+        self,
+        url: str,
+        translate: Translate,
+        *,
+        headers: Headers = no_headers,
+        session: aiohttp.ClientSession | None = None,
+        connect_s: float = CONNECT_S,
+    ) -> None:
+        """``headers`` are read before each request; ``session``: the caller's, which stays open; None = one is opened on first use."""
+        self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
+        self._given, self._opened = session, session
+
+    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        """Return the JSON of the answer; None for an answer of another kind."""
+        async with self.open(method, path, body, timeout_s=timeout_s) as response:
+            raw = await response.read()
+        try:
+            return json.loads(raw) if response.content_type == "application/json" else None
+        except ValueError as error:
+            raise self._translate(CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)) from error
+
+    async def read(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> bytes:
+        """Return the body of the answer."""
+        async with self.open(method, path, body, timeout_s=timeout_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def open(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """An answer of status 200, to be read inside; ``timeout_s`` bounds the whole of it."""
+        timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                headers = await self._headers()
+                async with self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as response:
+                    if response.status != 200:
+                        raise await self._refused(path, response)
+                    yield response
+        except CallFailed as failed:
+            raise self._translate(failed) from None
+        except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
+            raise self._translate(self._broken(path, error, timeout_s)) from error
+
+    async def close(self) -> None:
+        """Close the session, unless it is the caller's."""
+        if self._given is None and self._opened is not None:
+            opened, self._opened = self._opened, None
+            await opened.close()
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), read_bufsize=1 << 20)
+        return self._opened
+
+    async def _refused(self, path: str, response: aiohttp.ClientResponse) -> CallFailed:
+        raw = await response.read()
+        if response.status >= 500:
+            response.close()  # uvicorn is about to close it, too: the next request is not to travel on it
+        return refusal(self.url, path, response.status, raw)
+
+    def _broken(self, path: str, error: Exception, timeout_s: float | None) -> CallFailed:
+        if isinstance(error, aiohttp.ServerTimeoutError):
+            return CallFailed(self.url, path, Failure.NOT_CONNECTED, f"not connected within {self._connect_s:g} s")
+        if isinstance(error, TimeoutError):
+            return CallFailed(self.url, path, Failure.NO_ANSWER, f"no answer within {timeout_s or 0.0:g} s")
+        failure = Failure.NOT_CONNECTED if isinstance(error, aiohttp.ClientConnectorError) else Failure.BROKEN
+        return CallFailed(self.url, path, failure, f"{type(error).__name__}: {error}")
+
+
+def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:
+    """Return what an answer of another status than 200 with this body means."""
+    reason, answer = _reason_in(raw)
+    failure = STATUSES.get(status, Failure.REFUSED if 400 <= status < 500 else Failure.FAILED)
+    return CallFailed(url, path, failure, reason or f"HTTP {status}", status=status, answer=answer)
+
+
+def _reason_in(raw: bytes) -> tuple[str, Mapping[str, Any]]:
+    """Why an engine refused, and the JSON map that says so: SGLang's ``error.message`` or ``message``, or else the text as it is."""
+    text = raw[:MAX_REASON_BYTES].decode(errors="replace")
+    try:
+        answer = json.loads(raw)
+    except ValueError:
+        return text, EMPTY
+    if not isinstance(answer, dict):
+        return text, EMPTY
+    told = answer.get("error")
+    return str((told.get("message") if isinstance(told, dict) else told) or answer.get("message") or text), answer
