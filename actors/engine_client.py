@@ -51,7 +51,7 @@ class HttpEngine:
         joined = None if begun is not None else self._joined
 
         async def send(wanted: dict[str, Any]) -> Any:
-            return await self._api.call("POST", "/generate", wanted, timeout_s=timeout_s or self._command_timeout_s)
+            return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
 
         return _whole(self.url, await (send(body) if joined is None else joined.ask(body, send)), sampling, begun)
 
@@ -108,8 +108,8 @@ class HttpEngine:
             await self._joined.close()
         await self._api.close()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        return await self._api.call(method, path, body, timeout_s=self._command_timeout_s)
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
 
 
 def _error(failed: CallFailed) -> EngineError:

@@ -75,7 +75,8 @@ async def routing(
 class Faulty:
     """Says that it is healthy, and meets requests as told.
 
-    One of: break (the connection), 503, version, 500, hang, flood, half (then breaks), generate (a token, whatever is asked for), ok.
+    One of: break (the connection), 503, version, 500, no json, hang, flood, half (then breaks), generate (a token, whatever is asked for),
+    ok.
     """
 
     def __init__(self) -> None:
@@ -117,6 +118,8 @@ class Faulty:
                 return web.json_response(refused, status=503)
             case "500":
                 return web.json_response({"error": {"message": "broken", "code": 500}}, status=500)
+            case "no json":
+                return web.Response(text="{", content_type="application/json")
             case "hang":
                 try:
                     await asyncio.Event().wait()

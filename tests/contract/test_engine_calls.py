@@ -1,0 +1,87 @@
+"""What each client of an engine's API makes of an engine that cannot be reached, is silent, breaks off, or answers no JSON."""
+
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from actors.engine_client import HttpEngine
+from actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
+from actors.sglang.api import Api
+from tests.router_kit import Faulty, faulty
+from weightstore.errors import ReceiverFailed
+from weightstore.http_receiver import HttpReceiver
+
+DEADLINE_S = 0.5
+
+
+class Clients:
+    """All three, of one URL."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.http, self.api = HttpEngine(url, command_timeout_s=DEADLINE_S), Api(url)
+        self.receiver = HttpReceiver(session, url, epoch=1, deadline_s=DEADLINE_S)
+
+    async def errors(self) -> list[Exception]:
+        """What a command of each raises."""
+        raised: list[Exception] = []
+        for call in (self.http.pause(), self.api.call("POST", "/pause_generation", {}, timeout_s=DEADLINE_S), self.receiver.begin(1)):
+            with pytest.raises((EngineError, ReceiverFailed)) as caught:
+                await call
+            raised.append(caught.value)
+        return raised
+
+
+@asynccontextmanager
+async def clients(url: str) -> AsyncIterator[Clients]:
+    async with aiohttp.ClientSession() as session:
+        them = Clients(url, session)
+        try:
+            yield them
+        finally:
+            await them.http.close()
+            await them.api.close()
+
+
+@asynccontextmanager
+async def of_faulty(does: str) -> AsyncIterator[tuple[Faulty, Clients]]:
+    async with faulty() as engine, clients(engine.url) as them:
+        engine.does = does
+        yield engine, them
+
+
+async def test_a_connection_that_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with clients(f"http://127.0.0.1:{port}") as them:
+        errors = await them.errors()
+    assert [type(error) for error in errors] == [EngineUnavailable, EngineUnavailable, ReceiverFailed]
+    assert all("Connect" in str(error) for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("does", "kinds", "why"),
+    [
+        ("hang", (EngineUnavailable, EngineUnavailable, ReceiverFailed), "no answer within 0.5 s"),
+        ("break", (EngineGone, EngineUnavailable, ReceiverFailed), "ServerDisconnectedError"),
+        ("503", (EngineUnavailable, EngineUnavailable, ReceiverFailed), "full"),
+        ("500", (EngineFailed, EngineFailed, ReceiverFailed), "broken"),
+    ],
+)
+async def test_an_engine_that_does_not_answer_well(does: str, kinds: Any, why: str) -> None:
+    async with of_faulty(does) as (_, them):
+        errors = await them.errors()
+    assert tuple(type(error) for error in errors) == kinds
+    assert all(why in str(error) for error in errors), errors
+    assert isinstance(errors[2], ReceiverFailed) and errors[2].answered == does.isdecimal()
+
+
+async def test_an_answer_that_is_labelled_json_and_is_none() -> None:
+    async with of_faulty("no json") as (_, them):
+        for call in (them.http.pause(), them.api.call("POST", "/pause_generation", {})):
+            with pytest.raises(EngineFailed, match="/pause_generation: want JSON"):
+                await call
+        await them.receiver.begin(1)  # its commands need no answer but the status
