@@ -27,12 +27,13 @@ from bus.connection import Bus
 from bus.errors import BusError
 from bus.keys import admin_keys
 from bus.live import Heartbeat
+from bus.messages import Capabilities
 from bus.reach import reach, route_to
 from weightstore.errors import CatchUpTimeout
 from weightstore.handles import place
 from weightstore.joining import GRACE_S, catch_up, keep_up
 from weightstore.registry import VersionRegistry
-from weightstore.turns import TAKING, Turns
+from weightstore.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,11 @@ class ServedEngine(Protocol):
 
     @property
     def epoch(self) -> int: ...
+    @property
+    def capabilities(self) -> Capabilities:
+        """How it can be pushed to now, and whether it has weights to give."""
+        raise NotImplementedError
+
     def load(self) -> None:
         """Read the model directory (blocking)."""
 
@@ -146,7 +152,7 @@ class _Served:
 
     def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: Turns | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
-        self._waits_for, self._place, self._taking = "", place(), False
+        self._waits_for, self._place = "", place()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)
         self.engine: ServedEngine | None = None
         """None until it has started."""
@@ -178,9 +184,8 @@ class _Served:
             return False
 
     def _take(self, taking: bool) -> None:
-        self._taking = taking
         if self._turns is not None:
-            self._heartbeat.update(load={**self._heartbeat.row.load, "colocated": 1.0, TAKING: float(taking)})
+            self._heartbeat.update(taking_memory=taking)
         self.tell()
 
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, grace_s: float, catch_up_s: float) -> None:
@@ -285,7 +290,8 @@ class _Served:
                 address=engine.url,
                 handles=engine.handles,
                 place=self._place,
-                load={**engine.stats(), **({} if self._turns is None else {TAKING: float(self._taking)})},
+                load=engine.stats(),
+                capabilities=engine.capabilities,
             )
 
     def _waiting(self, engine: ServedEngine) -> str:

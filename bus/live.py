@@ -12,7 +12,7 @@ from typing import Any, Self
 from bus.connection import Bus
 from bus.errors import BusError, WireError
 from bus.link import Waiter
-from bus.messages import LiveRow
+from bus.messages import Capabilities, LiveRow
 from bus.subjects import token
 
 _log = logging.getLogger(__name__)
@@ -21,6 +21,7 @@ _BUCKET = "live"
 _PATIENCE = 5
 """Heartbeats after which one that is not stored is an error, and is made anew."""
 _FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
+_CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 
 
 class Heartbeat:
@@ -143,7 +144,9 @@ def _key(row: LiveRow) -> str:
 
 def _parse(key: str, value: dict[str, Any]) -> LiveRow:
     """Raises WireError for a row that speaks for another process than the one that may write this key."""
-    row = LiveRow(**{name: item for name, item in value.items() if name in _FIELDS})
+    known = {name: item for name, item in value.items() if name in _FIELDS}
+    stated = {name: item for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
+    row = LiveRow(**known, capabilities=Capabilities(**stated))
     if _key(row) != key:
         raise WireError("role, id", f"those of the key {key}", _key(row))
     return row

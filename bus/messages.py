@@ -317,6 +317,24 @@ class Cursor:
     settled: tuple[int, ...] = ()
 
 
+MOST_RANKS = 1024
+"""Processes of one engine that receive weights, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """How an engine receives weights, and whether it serves them to other engines."""
+
+    single_request_push: bool = False
+    """It receives a push in one request (``receive_push``), and in no other way."""
+    peer_snapshots: bool = False
+    """It serves snapshots of the weights it has to engines that catch up."""
+    colocated: bool = False
+    """It shares an accelerator with the learner, and releases its memory for each step."""
+    ranks: int = 1
+    """Its processes that receive: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRow:
     """What a process says of itself, every heartbeat."""
@@ -336,6 +354,10 @@ class LiveRow:
     epoch: int = 0
     load: dict[str, float] = field(default_factory=dict)
     """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    """Of an engine."""
+    taking_memory: bool = False
+    """A colocated engine is taking memory by itself; a learner that acquires the accelerator waits for it."""
     address: str = ""
     """URL at which it serves, if it does."""
     pool: str = ""

@@ -9,7 +9,7 @@ from typing import Any
 from bus import subjects
 from bus.errors import WireError
 from bus.forms import MAP, Form, keyed
-from bus.messages import LiveRow, VersionRow
+from bus.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
 
 MAX_ROW_BYTES = 1 << 20
 """A larger row is refused unread: rows are read every second, by every process."""
@@ -67,6 +67,12 @@ def _flag(value: Any) -> bool:
     return value
 
 
+def _ranks(value: Any) -> int:
+    if not 1 <= _whole(value) <= MOST_RANKS:
+        raise ValueError
+    return int(value)
+
+
 def _form(want: str, check: Any) -> Form:
     return Form(want, check, check)
 
@@ -91,6 +97,8 @@ class Shape:
                 continue
             try:
                 form.unpack(value[name])
+            except WireError as error:  # of a field within this one
+                raise WireError(f"{name}.{error.field}", error.want, error.got) from None
             except (TypeError, ValueError, OverflowError):
                 raise WireError(name, form.want, f"{type(value[name]).__name__} {str(value[name])[:40]!r}") from None
 
@@ -100,6 +108,18 @@ def _of(row: type, forms: Mapping[str, Form]) -> Shape:
     must = {field.name for field in fields(row) if field.default is MISSING and field.default_factory is MISSING}
     assert {field.name for field in fields(row)} == set(forms), row
     return Shape({name: form for name, form in forms.items() if name in must}, {n: form for n, form in forms.items() if n not in must})
+
+
+def _nested(shape: Shape) -> Form:
+    """A map in a row, which has fields of its own."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise TypeError
+        shape.check(value)
+        return value
+
+    return _form("a map", check)
 
 
 _ANY = Shape({}, {})
@@ -117,6 +137,15 @@ _VERSION = _of(
         "after": WHOLE,
     },
 )
+_CAPABILITIES = _of(
+    Capabilities,
+    {
+        "single_request_push": FLAG,
+        "peer_snapshots": FLAG,
+        "colocated": FLAG,
+        "ranks": _form(f"an integer from 1 to {MOST_RANKS}", _ranks),
+    },
+)
 _LIVE = _of(
     LiveRow,
     {
@@ -130,6 +159,8 @@ _LIVE = _of(
         "version": WHOLE,
         "epoch": WHOLE,
         "load": NUMBERS,
+        "capabilities": _nested(_CAPABILITIES),
+        "taking_memory": FLAG,
         "address": TEXT,
         "pool": TEXT,
         "handles": TEXT,

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
                 "silent_s": round(age, 1),
                 "address": row.address,
                 "load": row.load,
+                "capabilities": asdict(row.capabilities),
                 "unreadable": row.unreadable,
             }
             for row, age in rows

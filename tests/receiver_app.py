@@ -25,7 +25,7 @@ from bus.config import BusConfig
 from bus.connection import connect
 from bus.live import Heartbeat
 from bus.loop import new_event_loop
-from bus.messages import LiveRow
+from bus.messages import Capabilities, LiveRow
 from weightstore.broadcast import BroadcastGroup
 from weightstore.checksums import Told, told_of
 from weightstore.errors import BadManifest
@@ -277,7 +277,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
         address=url,
         handles=await handles_of(engine),
         place="elsewhere" if behaviour.handles in ("", "elsewhere") else place(),
-        load={"ranks": float(behaviour.ranks), "at_once": float(behaviour.at_once)},
+        capabilities=Capabilities(ranks=behaviour.ranks, single_request_push=behaviour.at_once),
     )
     async with connect(bus_url, run, BusConfig(), name=id, wait_s=10) as bus:
         async with Heartbeat(bus, row, every_s=0.5) as heartbeat:

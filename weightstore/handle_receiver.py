@@ -21,7 +21,7 @@ from weightstore.errors import ReceiverFailed
 from weightstore.handles import Memory, place
 from weightstore.http_receiver import CANNOT_TELL, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.manifest import TensorSpec
-from weightstore.member import identity, ranks_of
+from weightstore.member import identity
 from weightstore.membership import Opener
 from weightstore.port import Rendezvous, WeightReceiver
 
@@ -203,7 +203,7 @@ class HandleReceivers:
                 deadline_s=self._deadline_s,
                 memory=self._memory,
                 control=otherwise,
-                ranks=ranks_of(row),
+                ranks=row.capabilities.ranks,
                 refused=lambda reason: self._refused.update({identity(row): reason}),
             )
         except zmq.ZMQError as error:

@@ -186,7 +186,7 @@ class _Catcher:
 
     async def _take_from_engine(self, goal: VersionRow) -> bool:
         """Take the whole weights from one of the engines that serve the goal or a later version; False when none has them to give."""
-        peers = [row for row in await self._view.alive("engine") if row.load.get("lends") and row.phase == "serving"]
+        peers = [row for row in await self._view.alive("engine") if row.capabilities.peer_snapshots and row.phase == "serving"]
         for peer in random.sample(peers, len(peers)):  # so that those who come late together do not all ask the same one
             if peer.version < goal.version or peer.id == self._engine:
                 continue

@@ -19,7 +19,6 @@ _log = logging.getLogger(__name__)
 Check = Callable[[Told], list[str]]
 """A line for every tensor that an engine does not have as it was sent. Blocking."""
 
-MOST_RANKS = 1024
 _LEAVE_S = 1.0
 _SHOWN = 5
 """Differing tensors named in an error."""
@@ -43,11 +42,11 @@ class Member:
 
     def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float) -> None:
         self.id, self.identity = row.id, identity(row)
-        self.ranks = ranks_of(row)
+        self.ranks = row.capabilities.ranks
         """Processes of the engine that receive: one for each of its tensor-parallel ranks."""
-        self._at_once = receiver if row.load.get("at_once") and isinstance(receiver, PushReceiver) else None
+        self._at_once = receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
         self.receiver, self.deadline_s = receiver, deadline_s
-        self.colocated = is_colocated(row)
+        self.colocated = row.capabilities.colocated
         """It shares the learner's accelerator."""
         self.verified = False
         """Its checksums have been compared once, or it has none to show."""
@@ -159,12 +158,3 @@ class Member:
 def identity(row: LiveRow) -> tuple[str, str, int]:
     """Another one of these means another process: it has no group, whatever its name."""
     return row.id, row.address, row.pid
-
-
-def ranks_of(row: LiveRow) -> int:
-    """Processes of the engine that receive, as it says: 1 to ``MOST_RANKS``, whatever that is."""
-    return max(1, min(MOST_RANKS, int(row.load.get("ranks", 1))))
-
-
-def is_colocated(row: LiveRow) -> bool:
-    return bool(row.load.get("colocated"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from bus.live import LiveView
 from bus.messages import LiveRow
 from weightstore.cohort import Cohort, Cohorts
-from weightstore.member import Member, identity, is_colocated
+from weightstore.member import Member, identity
 from weightstore.port import WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Membership:
                 await self._drop(member, leave=row is None and member.id in alive)
         for row in rows.values():
             # one whose memory the learner needs cannot be left alone
-            if row.id not in self._members and (is_colocated(row) or self._rested(row)):
+            if row.id not in self._members and (row.capabilities.colocated or self._rested(row)):
                 self._take_in(row)
                 _log.info("push group: new engine=%s url=%s", row.id, row.address)
         return list(self._cohorts)

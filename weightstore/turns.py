@@ -18,8 +18,6 @@ _log = logging.getLogger(__name__)
 _KEY = "turn"
 _LEARNER, _ENGINES = "learner", "engines"
 _LOOK_S = 0.5
-TAKING = "taking"
-"""In the ``load`` of an engine's row: it takes memory by itself."""
 TAKING_S = 600.0
 """The learner waits so long for engines that began to take memory before its turn; one that starts may need minutes."""
 
@@ -51,7 +49,7 @@ class Turns:
     async def until_nobody_takes(self) -> None:
         """Wait for the engines that take memory by themselves: they can be asked to give it up then. After ``TAKING_S`` they are named."""
         deadline = time.monotonic() + TAKING_S
-        while taking := [row.id for row in await self._view.alive("engine") if row.load.get(TAKING)]:
+        while taking := [row.id for row in await self._view.alive("engine") if row.taking_memory]:
             if time.monotonic() >= deadline:
                 _log.error("engines have taken memory for %.0f s, the learner goes on beside them engines=%s", TAKING_S, ",".join(taking))
                 return

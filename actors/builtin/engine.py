@@ -35,6 +35,7 @@ from actors.config import EngineConfig
 from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, VersionUnavailable
 from actors.handles import HandleListener
 from actors.http_api import listen
+from bus.messages import Capabilities
 from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
@@ -172,6 +173,10 @@ class BuiltinEngine:
         return self.updates.whole
 
     @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(single_request_push=True, peer_snapshots=self.whole, colocated=self.config.colocated)
+
+    @property
     def epoch(self) -> int:
         """The highest learner epoch seen."""
         return self.updates.epoch
@@ -215,9 +220,6 @@ class BuiltinEngine:
             "epoch": self.epoch,
             "updates": self.updates.completed,
             "stall_s": self.updates.stall_s,
-            "at_once": 1.0,
-            "lends": float(self.whole),
-            "colocated": float(self.config.colocated),
             "released": float(len(self.scheduler.released)),
         }
         return {**asdict(counters), "idle_s": idle_s, **gauges}

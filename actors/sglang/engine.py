@@ -29,6 +29,7 @@ from actors.sglang.checksums import layout_of
 from actors.sglang.child import ServerChild, command_line, until_healthy
 from actors.sglang.releases import NEWEST, Release, release_of, written
 from actors.sglang.updates import WeightUpdates
+from bus.messages import Capabilities
 from bus.ports import KeptPort
 from bus.server import write_private
 
@@ -235,6 +236,10 @@ class SglangEngine:
         return self.version >= 0
 
     @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(colocated=self.config.colocated, ranks=self.ranks)
+
+    @property
     def epoch(self) -> int:
         return self.updates.epoch if hasattr(self, "updates") else 0
 
@@ -262,8 +267,6 @@ class SglangEngine:
             "epoch": float(self.epoch),
             "updates": float(self.updates.completed),
             "stall_s": self.updates.stall_s,
-            "ranks": float(self.ranks),
-            "colocated": float(self.config.colocated),
             "released": float(len(self.updates.released)),
         }
         return {**self.counters, **gauges}

@@ -21,7 +21,24 @@ from nats.aio.msg import Msg
 from bus.codec import check_sample, decode_sample
 from bus.errors import WireError
 from bus.live import LiveView
-from bus.messages import Dead, Done, Kind, LiveRow, Partial, Plan, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings, Word
+from bus.messages import (
+    Capabilities,
+    Dead,
+    Done,
+    Kind,
+    LiveRow,
+    Partial,
+    Plan,
+    Requeue,
+    Sample,
+    Sampling,
+    Settle,
+    Span,
+    Status,
+    Task,
+    Timings,
+    Word,
+)
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial, make_sample, make_task, take
 
@@ -245,6 +262,18 @@ async def test_a_foreign_task_is_handed_back_and_a_foreign_row_is_seen(open_bus:
         ]
 
 
+async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_has_none(open_bus: BusOpener) -> None:
+    stated = {"ranks": 2, "single_request_push": True, "added_later": [1]}
+    named = {"d": {"capabilities": stated}, "e": {"load": {"ranks": 2}}, "f": {"capabilities": {"ranks": 0}}}
+    async with open_bus() as bus:
+        for id, fields in named.items():
+            row = {"role": "engine", "id": id, "host": "h", "pid": 1, "phase": "serving", **fields}
+            await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.{id}", json.dumps(row).encode())
+        found = {row.id: row.capabilities for row in await LiveView(bus).alive("engine")}
+        assert found == {"d": Capabilities(ranks=2, single_request_push=True), "e": Capabilities()}
+        assert "capabilities.ranks: want an integer from 1 to 1024" in str(bus.refusals)
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [
@@ -263,7 +292,9 @@ def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str
     assert caught.value.field.startswith(field)
 
 
-@pytest.mark.parametrize("message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow])
+@pytest.mark.parametrize(
+    "message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow, Capabilities]
+)
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))
     fields = {field.name for field in dataclasses.fields(message)} - {"extra"} - ({"id"} if message is Task else set())

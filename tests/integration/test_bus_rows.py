@@ -10,7 +10,7 @@ from bus.connection import Bus, connect
 from bus.epoch import raise_epoch
 from bus.errors import RowConflict, UnreadableRow, WireError
 from bus.live import Heartbeat, LiveView, processes
-from bus.messages import LiveRow
+from bus.messages import Capabilities, LiveRow
 from bus.server import EmbeddedServer
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until
@@ -119,10 +119,11 @@ async def test_a_process_is_seen_while_it_lives(open_bus: BusOpener) -> None:
             await until(lambda: heartbeat.written_s > 0)
             await until(lambda: engine.written_s > 0)
             assert await view.alive("actor") == [row("a1")]
-            before = heartbeat.written_s
-            heartbeat.update(phase="draining", load={"in_flight": 3.0})
-            await until(lambda: heartbeat.written_s > before)
-            assert (await view.alive("actor"))[0].phase == "draining"
+            stated = Capabilities(ranks=2, peer_snapshots=True, colocated=True)
+            heartbeat.update(phase="draining", load={"in_flight": 3.0}, capabilities=stated, taking_memory=True)
+            await heartbeat.stored()
+            assert await view.alive("actor") == [heartbeat.row]
+            assert heartbeat.row.capabilities == stated and heartbeat.row.phase == "draining"
             assert [found.role for found, _ in await processes(bus, look_s=0.05)] == ["actor", "engine"]
         assert await view.refresh() == [], "a clean exit leaves no row"
 

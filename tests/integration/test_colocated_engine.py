@@ -17,7 +17,7 @@ from actors.engine_process import WHOLE, Factory, run_engine
 from bus.connection import Bus
 from bus.keys import make_keys
 from bus.live import Heartbeat
-from bus.messages import LiveRow
+from bus.messages import Capabilities, LiveRow
 from bus.patience import cancellable
 from bus.server import EmbeddedServer
 from tests.actor_kit import row_until
@@ -134,9 +134,11 @@ async def test_an_engine_that_does_not_answer_is_left_behind_and_the_step_goes_o
 
     silent = await asyncio.start_server(listen, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
-    load = {"colocated": 1.0}
-    hung = LiveRow(role="engine", id="hung", host="here", pid=2, phase="serving", address=f"http://127.0.0.1:{port}", load=load)
-    gone = LiveRow(role="engine", id="gone", host="here", pid=3, phase="serving", address="http://127.0.0.1:9", load=load)
+    colocated = Capabilities(colocated=True)
+    hung = LiveRow(
+        role="engine", id="hung", host="here", pid=2, phase="serving", address=f"http://127.0.0.1:{port}", capabilities=colocated
+    )
+    gone = LiveRow(role="engine", id="gone", host="here", pid=3, phase="serving", address="http://127.0.0.1:9", capabilities=colocated)
     elsewhere = LiveRow(role="engine", id="elsewhere", host="there", pid=4, phase="serving", address="http://127.0.0.1:9")
     do = asyncio.to_thread
     async with open_bus() as bus, publishing(bus, nats_server.url, models[0], tmp_path, deadline_s=2.5) as publisher:
@@ -230,7 +232,7 @@ async def test_the_learner_waits_for_an_engine_that_has_begun_to_load(
                 may_load.set()
             assert await release == ("e1",)
             assert order == ["loaded", "released"]
-            await row_until(bus.rows("live"), "engine.e1", lambda row: row["load"].get("released") == 2 and not row["load"]["taking"])
+            await row_until(bus.rows("live"), "engine.e1", lambda row: row["load"].get("released") == 2 and not row["taking_memory"])
             assert await do(publisher.resume) == ("e1",)
             await greedy((await served(bus))["address"])
 

@@ -19,7 +19,7 @@ from actors.engine_process import run_engine
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.live import Heartbeat, LiveView
-from bus.messages import LiveRow
+from bus.messages import Capabilities, LiveRow
 from bus.server import EmbeddedServer
 from tests.engine_push import joined
 from tests.engine_serving import serving
@@ -128,7 +128,13 @@ async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus
     model_dir = write_tiny_model(tmp_path / "model")
     with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir) as publisher:
         await asyncio.to_thread(lambda: publisher.publish(1, weights(1).items(), wait=True).result(0))
-        row = {"host": "test", "pid": 1, "phase": "serving", "load": {"lends": 1.0}, "address": "http://127.0.0.1:9"}
+        row = {
+            "host": "test",
+            "pid": 1,
+            "phase": "serving",
+            "capabilities": Capabilities(peer_snapshots=True),
+            "address": "http://127.0.0.1:9",
+        }
         async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
             assert (await VersionRegistry(bus).reserve(2, 1, digest="0" * 64)).state == "pushing"
             async with Heartbeat(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from aiohttp import web
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.errors import Fenced
-from bus.messages import LiveRow
+from bus.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from weightstore.errors import ReceiverFailed
@@ -53,7 +53,9 @@ async def member_of(path: str, answer: dict[str, Any]) -> AsyncIterator[Member]:
 
 
 def row_of(url: str) -> LiveRow:
-    return LiveRow(role="engine", id="strange", host="test", pid=1, phase="serving", address=url, load={"at_once": 1.0})
+    return LiveRow(
+        role="engine", id="strange", host="test", pid=1, phase="serving", address=url, capabilities=Capabilities(single_request_push=True)
+    )
 
 
 async def pushed(member: Member) -> Updated:

@@ -15,7 +15,7 @@ from bus.messages import LiveRow, VersionRow
 from bus.refusals import Refusals
 from bus.row_shapes import MAX_ROW_BYTES, json_map, read_row
 
-LIVE = dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"ranks": 2, "colocated": True}))
+LIVE = dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True}))
 VERSION = dataclasses.asdict(VersionRow(version=3, step=2, epoch=1))
 
 
@@ -50,6 +50,8 @@ def test_memory_is_bounded() -> None:
     [
         ("live", "engine.e", LIVE),
         ("live", "engine.e", LIVE | {"load": {}, "something": [1]}),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": 1024, "something": [1]}}),
+        ("live", "engine.e", {name: item for name, item in LIVE.items() if name not in ("capabilities", "taking_memory")}),
         ("weights", "v.3", VERSION),
         ("weights", "head", VERSION | {"fence": 1}),
         ("weights", "head", {"fence": 1}),
@@ -67,10 +69,19 @@ def test_rows_as_they_are_written_are_read(bucket: str, key: str, row: dict[str,
 @pytest.mark.parametrize(
     ("bucket", "key", "row", "field"),
     [
-        ("live", "engine.e", LIVE | {"load": {"ranks": "2"}}, "load"),
-        ("live", "engine.e", LIVE | {"load": {"ranks": float("nan")}}, "load"),
-        ("live", "engine.e", LIVE | {"load": {"ranks": 10**400}}, "load"),
+        ("live", "engine.e", LIVE | {"load": {"running": "2"}}, "load"),
+        ("live", "engine.e", LIVE | {"load": {"running": float("nan")}}, "load"),
+        ("live", "engine.e", LIVE | {"load": {"running": 10**400}}, "load"),
         ("live", "engine.e", LIVE | {"load": [1]}, "load"),
+        ("live", "engine.e", LIVE | {"capabilities": [1]}, "capabilities"),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": 0}}, "capabilities.ranks"),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": -3}}, "capabilities.ranks"),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": 1025}}, "capabilities.ranks"),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": 2**62}}, "capabilities.ranks"),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": 2.0}}, "capabilities.ranks"),
+        ("live", "engine.e", LIVE | {"capabilities": {"ranks": True}}, "capabilities.ranks"),
+        ("live", "engine.e", LIVE | {"capabilities": {"colocated": 1.0}}, "capabilities.colocated"),
+        ("live", "engine.e", LIVE | {"taking_memory": 1.0}, "taking_memory"),
         ("live", "engine.e", LIVE | {"version": 2**63}, "version"),
         ("live", "engine.e", LIVE | {"version": True}, "version"),
         ("live", "engine.e", LIVE | {"phase": "\ud800"}, "phase"),
