@@ -52,8 +52,6 @@ class ServedEngine(Protocol):
     url: str
     handles: str
     """URL of the socket at which it takes handles of weights; "" = it takes none."""
-    takes_deltas: bool
-    """``load_snapshot`` can be given what has changed since the version that is served."""
 
     @property
     def version(self) -> int: ...
@@ -230,8 +228,7 @@ class _Served:
                         load=load,
                         directory=directory,
                         deadline_s=catch_up_s,
-                        say=self._say,
-                        deltas=engine.takes_deltas,
+                        on_wait=self._say,
                     )
                 except (CatchUpTimeout, BusError) as error:
                     log.warning("no weights yet, trying on engine=%s error=%s", self._id, error)
@@ -268,10 +265,9 @@ class _Served:
             directory=directory,
             deadline_s=catch_up_s,
             stale=stale,
-            may=None if self._turns is None else self._turns.engines,
-            say=self._say,
+            allowed=None if self._turns is None else self._turns.engines,
+            on_wait=self._say,
             grace_s=grace_s,
-            deltas=engine.takes_deltas,
         )
 
     def _say(self, text: str) -> None:

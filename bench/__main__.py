@@ -15,7 +15,7 @@ NAMES = {
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
-    "snapshot": "what has changed with a version, against the whole of it, after real optimizer steps",
+    "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",

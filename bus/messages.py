@@ -383,8 +383,5 @@ class VersionRow:
     """Digest of the manifest (names, shapes, dtypes)."""
     snapshot: str = ""
     """URL or directory of a snapshot of these weights, when there is one."""
-    delta: str = ""
-    """URL of what has changed since version ``base``, when there is such a thing."""
-    base: int = -1
     after: int = -1
     """Last sequence of SAMPLES before any engine could have it: no sample up to there can be of this version. -1 = not set yet."""

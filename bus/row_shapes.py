@@ -132,8 +132,6 @@ _VERSION = _of(
         "state": TEXT,
         "digest": TEXT,
         "snapshot": TEXT,
-        "delta": TEXT,
-        "base": WHOLE,
         "after": WHOLE,
     },
 )

@@ -28,6 +28,8 @@ NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CRED
 """Secrets, and what this machine allows: read by ``launch/access.py``, never part of a configuration."""
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """What cannot be part of a run's name."""
+REMOVED: Mapping[str, str] = {"weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"}
+"""Settings of earlier releases, and the reason why each is gone."""
 _NONE = type(None)
 KINDS: Mapping[Any, str] = {
     int: "a whole number, such as 3",
@@ -216,6 +218,8 @@ def _kind_of(path: str, origin: str) -> Any:
 def _unknown(section: type, path: str, key: str) -> str:
     names = [f.name for f in dataclasses.fields(section)]
     prefix = f"{path}." if path else ""
+    if reason := REMOVED.get(prefix + key):
+        return f"{prefix}{key}: this setting was removed: {reason}; delete it"
     near = difflib.get_close_matches(key, names, n=1)
     return f"{prefix}{key}: no such setting" + (f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(names)}")
 

@@ -34,8 +34,6 @@ class WeightsConfig:
     """Host under which engines find it, where that is not ``host`` (containers, NAT)."""
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
-    deltas: int = 0
-    """Newest versions also kept as what has changed since the one before (0 = none; they take a third copy of the weights in memory)."""
     verify: str = "first"
     """Whether an engine's checksums are compared with what was sent before it serves it: first (its first push) | always | never."""
 
@@ -43,8 +41,6 @@ class WeightsConfig:
         for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        if self.deltas < 0:
-            raise ValueError(f"deltas: want >= 0, got {self.deltas!r}")
         if self.transport not in ("broadcast", "handles"):
             raise ValueError(f"transport: want broadcast or handles, got {self.transport!r}")
         if self.staging not in ("host", "cuda"):

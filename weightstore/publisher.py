@@ -190,7 +190,7 @@ class Publisher:
             self._memory.close()
 
     def _new_pool(self, manifest: Manifest) -> StagingPool:
-        return StagingPool(manifest, self.config.bucket_bytes, size=_copies(self.config), memory=self._memory)
+        return StagingPool(manifest, self.config.bucket_bytes, memory=self._memory)
 
     def _living(self) -> Pusher:
         if isinstance(self._failure, Fenced):
@@ -249,7 +249,6 @@ class Publisher:
                 background = [
                     group.create_task(pusher.look(), name="publisher: live rows"),
                     group.create_task(pusher.answer_wants(), name="publisher: wants"),
-                    group.create_task(pusher.write_deltas(), name="publisher: deltas"),
                 ]
                 self._pusher = pusher
                 self._ready.set()
@@ -283,8 +282,3 @@ def _memory(config: WeightsConfig) -> Memory | None:
 
         return CudaMemory()
     return HostMemory(pin=torch.cuda.is_available())
-
-
-def _copies(config: WeightsConfig) -> int:
-    """The head, the next, and with deltas the one before the head while what has changed since is written."""
-    return 3 if config.deltas else 2

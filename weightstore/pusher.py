@@ -24,7 +24,7 @@ from bus.messages import LiveRow, VersionRow
 from bus.reach import HERE, Reach
 from weightstore.cohort import Cohort, Cohorts
 from weightstore.config import WeightsConfig
-from weightstore.errors import BadManifest, PushFailed, ReceiverFailed
+from weightstore.errors import PushFailed, ReceiverFailed
 from weightstore.handles import Memory
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Check, Member, Updated
@@ -64,8 +64,6 @@ class Pusher:
         """The learner's memory is in use: colocated engines are to have none."""
         self._shelf = Shelf(directory, self._registry, keep=config.keep_snapshots, model_dir=model_dir, at=at, keys=admin_keys(bus))
         self._head_staging: Staging | None = None
-        self._deltas: asyncio.Queue[tuple[Staging, Staging]] = asyncio.Queue()
-        """A version and its base, both held."""
         self.head: VersionRow | None = None
         self._noted: dict[str, str] | None = None
         """Evicted engines, as they are recorded; None = as an earlier learner left it."""
@@ -269,24 +267,9 @@ class Pusher:
         self.head = await self._registry.publish(row)
         old, self._head_staging = self._head_staging, staging.hold()
         if old is not None:
-            if self._config.deltas:
-                self._deltas.put_nowait((staging.hold(), old))
-            else:
-                old.release()
+            old.release()
         if self._config.snapshot_every and row.version % self._config.snapshot_every == 0:
             await self._snapshot_head()
-
-    async def write_deltas(self) -> None:
-        """For ever: what has changed with each version. One that cannot be written is missed by nobody: there are snapshots."""
-        while True:
-            staging, base = await self._deltas.get()
-            try:
-                await self._shelf.put_delta(staging, base, keep=self._config.deltas)
-            except (BusError, OSError, BadManifest) as error:
-                _log.error("delta failed version=%d error=%s", staging.version, error)
-            finally:
-                staging.release()
-                base.release()
 
     async def _note_evicted(self) -> None:
         """Who looks at the run sees which engines are not pushed to, and why."""

@@ -197,10 +197,6 @@ class VersionRegistry:
             raise NotFound("weights", f"version {version}")
         await self._note_snapshot(row)
 
-    async def set_delta(self, version: int, base: int, where: str) -> None:
-        """Say where the changes since version ``base`` are ("" = nowhere any more)."""
-        await self._change(_key(version), version, delta=where, base=base)
-
     async def snapshot(self) -> VersionRow | None:
         """The newest version that has a snapshot, with its place."""
         found, _ = await self._rows.standing(SNAPSHOT)

@@ -12,7 +12,7 @@ from pathlib import Path
 from bus.keys import RunKeys
 from bus.messages import VersionRow
 from bus.reach import HERE, Reach
-from weightstore import delta, snapshot
+from weightstore import snapshot
 from weightstore.errors import SnapshotBroken
 from weightstore.listener import Access, Listener
 from weightstore.registry import VersionRegistry
@@ -21,14 +21,11 @@ from weightstore.staging import Staging
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
-_DELTA_NAME = re.compile(r"v(\d+)-delta")
 _SHUTDOWN_S = 1.0
-_WORTH = 0.5
-"""Share of the whole above which what has changed is not kept: several of them are taken one after the other."""
 
 
 class Shelf:
-    """Directories ``v<version>`` and ``v<version>-delta``. ``open`` in the loop that serves them; ``url`` is known then."""
+    """Directories ``v<version>``. ``open`` in the loop that serves them; ``url`` is known then."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class Shelf:
         All others are removed: nothing says whose weights they are.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
-        for path in [*self._directory.glob("*" + snapshot.ASIDE), *self._directory.glob("v*-delta")]:
+        for path in self._directory.glob("*" + snapshot.ASIDE):
             shutil.rmtree(path)
         self._listener = Listener({}, Access(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
         self.url = await self._listener.start(self._at.bind, 0, advertise=self._at.advertised, name="weights.host")
@@ -87,25 +84,6 @@ class Shelf:
             await self._registry.set_snapshot(staging.version, where)
             await self._prune(staging.version)
             return where
-
-    async def put_delta(self, staging: Staging, base: Staging, *, keep: int) -> None:
-        """Write what has changed since the base, if that is much less than the whole; tell the version's row, remove the oldest.
-
-        The caller holds both.
-        """
-        path = self._directory / f"v{staging.version}-delta"
-        tensors, base_tensors = dict(staging.tensors()), dict(base.tensors())
-        about = {"base_version": base.version, "version": staging.version, "step": staging.step}
-        info = await asyncio.to_thread(lambda: delta.write(path, base_tensors, tensors, **about))
-        _log.info("delta written version=%d base=%d bytes=%d of=%d", *info.versions, info.num_bytes, staging.manifest.num_bytes)
-        if info.num_bytes > _WORTH * staging.manifest.num_bytes:
-            await asyncio.to_thread(shutil.rmtree, path)
-            return
-        await self._registry.set_delta(staging.version, base.version, f"{self.url}/{path.name}")
-        deltas = sorted(int(found[1]) for one in self._directory.iterdir() if (found := _DELTA_NAME.fullmatch(one.name)))
-        for version in deltas[:-keep]:
-            await self._registry.set_delta(version, -1, "")
-            await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}-delta")
 
     async def adopt(self, row: VersionRow) -> None:
         """Put up the model directory itself as version 0, for an engine that has no such directory."""

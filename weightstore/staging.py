@@ -1,7 +1,7 @@
 """Copies of the weights in flat buckets on the host: what is pushed, and what a snapshot of the head is written from.
 
-One copy may be the head, which joiners want snapshots of, while the next one is filled and pushed: so there are two (a third where
-deltas are written), and one user more waits. The trainer's thread fills, the publisher's thread reads.
+One copy may be the head, which engines that join need snapshots of, while the next one is filled and pushed: so there are two, and one
+user more waits. The trainer's thread fills, the publisher's thread reads.
 """
 
 import threading

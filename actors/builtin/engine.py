@@ -54,8 +54,6 @@ class BuiltinEngine:
     all other changes are its owner's. ``on_update(version, epoch)`` is called in the loop's thread after every flip.
     """
 
-    takes_deltas = True
-
     def __init__(
         self,
         model_dir: Path | str,

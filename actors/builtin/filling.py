@@ -1,4 +1,4 @@
-"""How a set of weights is filled: from a directory, from what has changed since another set, from a bucket of a push. Blocking."""
+"""Fill a set of weights from a directory or from a bucket of a push. Blocking."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from actors.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
 from actors.errors import UpdateRefused
-from weightstore import delta, snapshot
+from weightstore import snapshot
 from weightstore.checksums import Told, told_of
 from weightstore.manifest import Bucket
 
@@ -36,15 +36,6 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
     missing = weights.named.keys() - filled
     if missing:
         raise UpdateRefused(f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
-    seal(weights)
-
-
-def fill_from_delta(weights: Weights, base: Weights, directory: Path, changes: delta.DeltaInfo) -> None:
-    """Fill and seal a set of weights with another one and what has changed since. Raises WeightstoreError."""
-    weights.writes += 1
-    for name, tensor in base.named.items():
-        weights.named[name].copy_(tensor)
-    delta.apply(directory, changes, weights.named)
     seal(weights)
 
 

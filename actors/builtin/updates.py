@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from actors.builtin.filling import fill_from_bucket, fill_from_delta, fill_from_directory, seal, told_of_weights
+from actors.builtin.filling import fill_from_bucket, fill_from_directory, seal, told_of_weights
 from actors.builtin.receiving import Group, Incoming, Joined
 from actors.builtin.scheduler import KV_CACHE, WEIGHTS, Scheduler
 from actors.builtin.weights import EMBEDDING, HEAD, Weights
 from actors.errors import NotLent, StaleEpoch, UpdateRefused
-from weightstore import delta
 from weightstore.checksums import Told, sha256
 from weightstore.errors import WeightstoreError
 from weightstore.handles import Offered
@@ -289,7 +288,7 @@ class WeightUpdates:
                 raise
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Take weights from a directory with safetensors, or a delta on what is served, whole or not at all; seconds as of ``end``."""
+        """Load weights from a directory with safetensors, whole or not at all; seconds as of ``end``."""
         update = self._instead(version)
         async with self._writing:
             return await self._load(update, directory)
@@ -306,7 +305,7 @@ class WeightUpdates:
     async def _load(self, update: Update, directory: Path) -> float:
         try:
             standby = await self._ensure_standby()
-            await self._write_standby(lambda: self._fill(standby, directory))
+            await self._write_standby(lambda: fill_from_directory(standby, directory))
             self._check_current(update)
             update.received.update(dict.fromkeys(standby.named))
             self._check_complete(update)
@@ -315,15 +314,6 @@ class WeightUpdates:
             if update is self._open:
                 self._discard(str(error))
             raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
-
-    def _fill(self, standby: Weights, directory: Path) -> None:
-        changes = delta.read(directory)
-        if changes is None:
-            fill_from_directory(standby, directory)
-        elif self._served is None or changes.base != self._scheduler.version:
-            raise UpdateRefused(f"{directory}: a delta on version {changes.base}, and version {self._scheduler.version} is served")
-        else:
-            fill_from_delta(standby, self._served, directory, changes)
 
     async def checksums(self) -> dict[str, str]:
         """A digest of the bytes of every served tensor, by name, as SGLang has it."""

@@ -51,8 +51,6 @@ class SglangEngine:
     ``on_update(version, epoch)`` is called in the loop's thread after every completed update.
     """
 
-    takes_deltas = False
-
     def __init__(
         self,
         model_dir: Path | str,

@@ -23,7 +23,6 @@ from bus.messages import Capabilities, LiveRow
 from bus.server import EmbeddedServer
 from tests.engine_push import joined
 from tests.engine_serving import serving
-from tests.integration.test_weightstore_deltas import Loader
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore import snapshot
@@ -44,6 +43,19 @@ def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
 
     asyncio.run(layout())
     return nats_server.url
+
+
+class Loader:
+    """An engine that loads any snapshot it is given."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self.said: list[str] = []
+        self.loaded: list[str] = []
+
+    async def load(self, directory: Path, version: int, epoch: int) -> None:
+        self.loaded.append(directory.name)
+        self.version = version
 
 
 def weights(seed: int, **changes: Any) -> dict[str, torch.Tensor]:

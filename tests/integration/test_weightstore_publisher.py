@@ -274,7 +274,7 @@ def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: f
                 load=loader.load,
                 directory=directory,
                 deadline_s=deadline_s,
-                say=loader.said.append,
+                on_wait=loader.said.append,
                 **settings,
             )
 

@@ -53,6 +53,7 @@ def test_memory_is_bounded() -> None:
         ("live", "engine.e", LIVE | {"capabilities": {"ranks": 1024, "something": [1]}}),
         ("live", "engine.e", {name: item for name, item in LIVE.items() if name not in ("capabilities", "taking_memory")}),
         ("weights", "v.3", VERSION),
+        ("weights", "v.3", VERSION | {"delta": "", "base": -1}),  # as earlier releases wrote it
         ("weights", "head", VERSION | {"fence": 1}),
         ("weights", "head", {"fence": 1}),
         ("weights", "turn", {"whose": "learner", "epoch": 1}),

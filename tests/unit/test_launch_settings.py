@@ -83,6 +83,7 @@ def test_one_word_makes_learner_and_engines_share(tmp_path: Path) -> None:
     [
         ("learner: {stepz: 3}", "learner.stepz: no such setting; did you mean learner.steps?"),
         ("lerner: {steps: 3}", "lerner: no such setting; did you mean learner?"),
+        ("weights: {deltas: 0}", "weights.deltas: this setting was removed: engines that are behind load whole weights"),
         ("learner: {steps: many}", "learner.steps: want a whole number, such as 3, got 'many'"),
         ("learner: {steps: 1.5}", "learner.steps: want a whole number, such as 3, got 1.5"),
         ("learner: {steps: true}", "learner.steps: want a whole number, such as 3, got true"),
