@@ -30,10 +30,10 @@ from bus.live import Heartbeat
 from bus.messages import Capabilities
 from bus.reach import reach, route_to
 from weightstore.errors import CatchUpTimeout
-from weightstore.handles import place
+from weightstore.handles import shared_memory_domain
 from weightstore.joining import GRACE_S, catch_up, keep_up
 from weightstore.registry import VersionRegistry
-from weightstore.turns import Turns
+from weightstore.turns import AcceleratorLease
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ async def run_engine(
         if bus is None:
             return
         heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("engine", id)))
-        served = _Served(bus, id, heartbeat, Turns(bus) if engine_config.colocated else None)
+        served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None)
         at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, bus_url), name="engine.host")
         engine = factory(
             model_dir,
@@ -148,9 +148,9 @@ async def run_engine(
 class _Served:
     """The engine's life on the bus."""
 
-    def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: Turns | None) -> None:
+    def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: AcceleratorLease | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
-        self._waits_for, self._place = "", place()
+        self._waits_for, self._place = "", shared_memory_domain()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)
         self.engine: ServedEngine | None = None
         """None until it has started."""
@@ -166,17 +166,17 @@ class _Served:
         finally:
             self._take(False)
 
-    async def _begins_taking(self, turns: Turns, ended: asyncio.Event | None) -> bool:
+    async def _begins_taking(self, turns: AcceleratorLease, ended: asyncio.Event | None) -> bool:
         if self.engine is None:
             self._heartbeat.update(waits_for=MEMORY)
-        await turns.until_engines(ended)
+        await turns.wait_until_available(ended)
         if ended is not None and ended.is_set():
             return True
         self._take(True)
         try:
             async with asyncio.timeout(STORED_S):
                 await self._heartbeat.stored()  # before it looks again: so this sees the learner's turn, or the learner this row
-            return await turns.engines()
+            return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the row says so error=%r", error)
             return False
@@ -265,7 +265,7 @@ class _Served:
             directory=directory,
             deadline_s=catch_up_s,
             stale=stale,
-            allowed=None if self._turns is None else self._turns.engines,
+            allowed=None if self._turns is None else self._turns.available,
             on_wait=self._say,
             grace_s=grace_s,
         )

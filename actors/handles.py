@@ -25,7 +25,7 @@ import zmq.asyncio
 from actors.authority import Authority
 from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from actors.http_api import need
-from weightstore.checksums import Told
+from weightstore.checksums import ChecksumReport
 from weightstore.errors import WeightstoreError
 from weightstore.handles import Mapped, Offered
 from weightstore.manifest import TensorSpec
@@ -46,7 +46,7 @@ class Updates(Protocol):
 
     async def begin(self, version: int | None) -> None: ...
     async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None: ...
-    async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
+    async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
         raise NotImplementedError
 
     async def end(self, version: int | None) -> float:

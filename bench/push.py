@@ -50,7 +50,7 @@ from weightstore.broadcast import BroadcastGroup
 from weightstore.config import WeightsConfig
 from weightstore.manifest import Bucket, Manifest
 from weightstore.publisher import Publisher
-from weightstore.push import PushReport
+from weightstore.pusher import PushReport
 
 RUN = "bench"
 WARM = 4

@@ -27,9 +27,9 @@ from bus.live import Heartbeat
 from bus.loop import new_event_loop
 from bus.messages import Capabilities, LiveRow
 from weightstore.broadcast import BroadcastGroup
-from weightstore.checksums import Told, told_of
+from weightstore.checksums import ChecksumReport, report_checksums
 from weightstore.errors import BadManifest
-from weightstore.handles import HostMemory, Offered, place
+from weightstore.handles import HostMemory, Offered, shared_memory_domain
 from weightstore.manifest import Bucket, Manifest, TensorSpec, unflatten
 from weightstore.staging import Staging, StagingPool
 
@@ -188,7 +188,7 @@ class Engine:
     async def checksums(self, body: Mapping[str, Any]) -> dict[str, Any]:
         assert body["of"] == "update" and self.received == self.standby.keys()
         self.asked += 1
-        return told_of(self.standby).to_json()
+        return report_checksums(self.standby).to_json()
 
     async def end(self, body: Mapping[str, Any]) -> dict[str, float]:
         assert self.received == self.standby.keys()
@@ -233,10 +233,10 @@ class _ByHandles:
         self.engine.read += 1
         await asyncio.to_thread(lambda: self.engine.store(specs, offered.tensor()))
 
-    async def told(self, *, of_update: bool) -> tuple[int, Told]:
+    async def told(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
         if self.engine.behaviour.mute:
             raise CannotTell("", "mute")
-        return 0, Told.parse(await self.engine.checksums({"of": "update"}))
+        return 0, ChecksumReport.parse(await self.engine.checksums({"of": "update"}))
 
     async def end(self, version: int | None) -> float:
         return (await self.engine.end({"weight_version": version}))["stall_s"]
@@ -276,7 +276,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
         phase=behaviour.phase,
         address=url,
         handles=await handles_of(engine),
-        place="elsewhere" if behaviour.handles in ("", "elsewhere") else place(),
+        place="elsewhere" if behaviour.handles in ("", "elsewhere") else shared_memory_domain(),
         capabilities=Capabilities(ranks=behaviour.ranks, single_request_push=behaviour.at_once),
     )
     async with connect(bus_url, run, BusConfig(), name=id, wait_s=10) as bus:

@@ -38,7 +38,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class ChecksumReport:
     """What an engine says of its weights."""
 
     scheme: str
@@ -50,7 +50,7 @@ class Told:
         return {"scheme": self.scheme, "parts": parts}
 
     @classmethod
-    def parse(cls, answer: Mapping[str, Any]) -> "Told":
+    def parse(cls, answer: Mapping[str, Any]) -> "ChecksumReport":
         """Raises ValueError saying what is not as it should be."""
         try:
             parts = tuple(
@@ -99,9 +99,9 @@ def sum_of(scheme: str, part: Part, tensors: Mapping[str, Tensor]) -> str:
     return SCHEMES[scheme]([*(tensors[name].to(dtype) for name in part.names), torch.zeros(part.zeros, dtype=dtype)])
 
 
-def told_of(tensors: Mapping[str, Tensor]) -> Told:
+def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
     """What an engine that keeps these tensors one by one says of them."""
-    return Told(
+    return ChecksumReport(
         scheme="sum64",
         parts=tuple(
             Part(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])) for name, tensor in tensors.items()
@@ -109,7 +109,7 @@ def told_of(tensors: Mapping[str, Tensor]) -> Told:
     )
 
 
-def differences(told: Told, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:
+def differences(told: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:
     """A line for every tensor that was sent and that an engine has otherwise, or does not speak of. ``sum_of``: what a part should be."""
     spoken_of = {name for part in told.parts for name in part.names}
     found = [f"{name}: the engine says nothing of it" for name in sent if name not in spoken_of]

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from bus.errors import Fenced
 from bus.messages import LiveRow
-from weightstore.checksums import Told
+from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
-from weightstore.handles import Memory, place
+from weightstore.groups import Opener
+from weightstore.handles import Memory, shared_memory_domain
 from weightstore.http_receiver import CANNOT_TELL, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.manifest import TensorSpec
 from weightstore.member import identity
-from weightstore.membership import Opener
 from weightstore.port import Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -82,12 +82,12 @@ class HandleReceiver:
         told = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
         await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=told)
 
-    async def checksums(self) -> Told | None:
+    async def checksums(self) -> ChecksumReport | None:
         answer = await self._ask("checksums")
         if answer["status"] in CANNOT_TELL:
             return None
         try:
-            return Told.parse(answer)
+            return ChecksumReport.parse(answer)
         except ValueError as error:
             raise ReceiverFailed(self.url, "checksums", str(error), answered=True) from None
 
@@ -182,7 +182,7 @@ class HandleReceivers:
 
     def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float) -> None:
         self._memory, self._otherwise, self._epoch, self._deadline_s = memory, otherwise, epoch, deadline_s
-        self._context, self._place = zmq.asyncio.Context(), place()
+        self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._named: set[str] = set()
         self._refused: dict[tuple[str, str, int], str] = {}
         """Engine -> why it gets no handle: it sees other GPUs, perhaps. Another process of its name is asked again."""

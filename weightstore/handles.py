@@ -26,7 +26,7 @@ PAGE = 4096
 """Buckets begin at multiples of this."""
 
 
-def place() -> str:
+def shared_memory_domain() -> str:
     """What this process sees of which machine: two that say the same can open each other's memory and sockets; "" = nobody can."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -10,8 +10,8 @@ import aiohttp
 from torch import Tensor
 
 from bus.errors import Fenced
-from weightstore.checksums import Told
 from weightstore.engine_api import CallFailed, EngineApi, Failure
+from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
 from weightstore.manifest import TensorSpec
 from weightstore.port import Rendezvous
@@ -63,10 +63,10 @@ class HttpReceiver:
         answer = await self._post("receive_push", body, bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
-    async def checksums(self) -> Told | None:
+    async def checksums(self) -> ChecksumReport | None:
         try:
             answer = await self._post("weights_checksums", {"of": "update"})
-            return Told.parse(answer)
+            return ChecksumReport.parse(answer)
         except _CannotTell:
             return None
         except ValueError as error:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from weightstore.checksums import Told
+    from weightstore.checksums import ChecksumReport
     from weightstore.manifest import TensorSpec
 
 
@@ -56,7 +56,7 @@ class WeightReceiver(Protocol):
         ones meanwhile: it takes them in any order.
         """
 
-    async def checksums(self) -> "Told | None":
+    async def checksums(self) -> "ChecksumReport | None":
         """Of what the open push has brought, as it will be served; None when this engine cannot tell."""
 
     async def end(self) -> float:

@@ -1,13 +1,13 @@
-"""The learner's end of the weightstore: a thread that pushes versions to the engines and serves snapshots of the head.
+"""The learner's side of the weightstore: a thread that pushes versions to the engines and serves snapshots of the head.
 
     trainer's thread                     publisher's thread (own loop, own bus connection; see pusher.py)
     publish(step, tensors)
-      waits for the push before
+      waits for the previous push
       copies into a staging  --------->  push: reserve, reconcile members, transfer, head
     handle.result()  <-----------------  PushReport | PushFailed | Fenced
-                                         meanwhile: snapshots of the head, for engines that come late
+                                         meanwhile: snapshots of the head, for engines that join late
 
-Consumes tensors, live rows and wants; produces rows in ``weights``, pushes and snapshots. Every wait has a bound.
+Consumes tensors, live rows and snapshot requests; produces rows in ``weights``, pushes and snapshots. Every wait has a deadline.
 """
 
 import asyncio
@@ -34,8 +34,7 @@ from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed
 from weightstore.handles import HostMemory, Memory
 from weightstore.manifest import Manifest
-from weightstore.push import PushHandle, PushReport
-from weightstore.pusher import Pusher
+from weightstore.pusher import Pusher, PushReport
 from weightstore.staging import Staging, StagingPool
 
 _log = logging.getLogger(__name__)
@@ -45,13 +44,13 @@ T = TypeVar("T")
 START_S = 60.0
 _CLOSE_S = 10.0
 _STAGING_S = 600.0
-"""A snapshot that is being written holds its staging for as long as the disk takes."""
+"""A snapshot that is being written holds its staging copy for as long as the disk takes."""
 _DEFAULT_BUS = BusConfig()
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A copy of the weights of a step, on its way to be pushed."""
+    """A copy of the weights of a step that is to be pushed."""
 
     staging: Staging
     step: int
@@ -61,8 +60,36 @@ class Staged:
         self.staging.release()
 
 
+class PushHandle:
+    """A push under way."""
+
+    def __init__(self, future: "Future[PushReport]") -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the push has ended, with success or failure; each of its phases has a deadline."""
+        try:
+            self._future.exception()
+        except CancelledError:
+            return
+
+    def result(self, timeout: float | None = None) -> PushReport:
+        """Wait for the end of the push. Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way."""
+        try:
+            return self._future.result(timeout)
+        except CancelledError:
+            raise PublisherClosed("publisher: closed during the push") from None
+
+
 class Publisher:
-    """Owned by rank 0, and used by one thread, the trainer's. Takes the host memory of two copies of the weights."""
+    """Pushes versions and serves snapshots in a thread of its own; called from one thread, the trainer's on rank 0.
+
+    Needs host memory for two copies of the weights.
+    """
 
     def __init__(
         self,
@@ -78,7 +105,7 @@ class Publisher:
     ) -> None:
         """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
 
-        Without ``manifest`` the first publish makes it, for which it needs all tensors at once.
+        Without ``manifest`` the first publish creates it, for which it needs all tensors at once.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
@@ -92,14 +119,14 @@ class Publisher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pusher: Pusher | None = None
         self._closing: asyncio.Event | None = None
-        self._asked: set[Future[Any]] = set()
+        self._futures: set[Future[Any]] = set()
         self._over = False
         self._pushing: asyncio.Task[Any] | None = None
 
     # -- the trainer's thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Connect, shut out older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
+        """Connect, fence older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
         self._thread.start()
         if not self._ready.wait(START_S + _CLOSE_S):
             raise PublisherClosed(f"publisher: not ready after {START_S + _CLOSE_S:.0f} s")
@@ -107,15 +134,15 @@ class Publisher:
             raise self._failure
 
     def publish_initial(self, model_dir: Path) -> VersionRow:
-        """Make the model directory version 0 of step 0, unless there is a head already; the head. Raises BusUnavailable, Fenced."""
-        pusher = self._living()
+        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head. Raises BusUnavailable, Fenced."""
+        pusher = self._running()
         digest = "" if self._pool is None else self._pool.manifest.digest
         return self._submit(pusher.publish_initial(str(model_dir), digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
         """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
 
-        Waits as ``stage``. Raises BadManifest, Fenced, PublisherClosed; how the push went is told by the handle.
+        Waits as ``stage`` does. Raises BadManifest, Fenced, PublisherClosed; the handle has the outcome of the push.
         """
         staged = self.stage(step, tensors)
         try:
@@ -129,12 +156,12 @@ class Publisher:
     def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]]) -> "Staged":
         """Copy the tensors now; ``release`` the copy when it is not to be pushed (again).
 
-        Waits first for the end of the push before (each of its phases has a deadline), and, should a snapshot of the version before the
-        head still be written, for that. Raises BadManifest, Fenced, PublisherClosed.
+        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the version before the
+        head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
-        self._living()
+        self._running()
         if self._pool is None:
             tensors = list(tensors)
             self._pool = self._new_pool(Manifest.of(tensors))
@@ -148,24 +175,24 @@ class Publisher:
         return Staged(staging, step, time.perf_counter() - since)
 
     def push(self, staged: "Staged") -> PushHandle:
-        """Push a copy as the next version, beside what the caller does; once at a time. Raises Fenced, PublisherClosed."""
-        self._living()
+        """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed."""
+        self._running()
         self._last = PushHandle(self._submit(self._push(staged.staging.hold(), staged.step, staged.prepare_s)))
         return self._last
 
     def release(self) -> tuple[str, ...]:
-        """Have the colocated engines give up their memory, and those that start wait; the ids of those that did.
+        """Have the colocated engines release their memory, and engines that start wait. Returns the ids of those that released it.
 
-        Waits for the push before. An engine that does not answer within the phase deadline is evicted. Raises BusUnavailable, Fenced,
+        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises BusUnavailable, Fenced,
         PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
-        return self._ended(self._submit(self._living().release()))
+        return self._ended(self._submit(self._running().release()))
 
     def resume(self) -> tuple[str, ...]:
-        """Give colocated engines their memory and the head once more, where no push does; the ids of those that have it. As ``release``."""
-        return self._ended(self._submit(self._living().resume()))
+        """Give colocated engines their memory back and push the head to them again. Returns their ids. Raises as ``release`` does."""
+        return self._ended(self._submit(self._running().resume()))
 
     def _ended(self, future: "Future[T]") -> T:
         try:
@@ -174,7 +201,7 @@ class Publisher:
             raise PublisherClosed("publisher: closed meanwhile") from None
 
     def latest(self) -> VersionRow | None:
-        """The head as this publisher last knew it."""
+        """Return the newest head that this publisher knows."""
         return None if self._pusher is None else self._pusher.head
 
     def close(self, *, drain: bool = True) -> None:
@@ -192,7 +219,7 @@ class Publisher:
     def _new_pool(self, manifest: Manifest) -> StagingPool:
         return StagingPool(manifest, self.config.bucket_bytes, memory=self._memory)
 
-    def _living(self) -> Pusher:
+    def _running(self) -> Pusher:
         if isinstance(self._failure, Fenced):
             raise self._failure
         if self._pusher is None or not self._thread.is_alive():
@@ -206,8 +233,8 @@ class Publisher:
         except RuntimeError as error:  # its loop has just ended
             work.close()
             raise PublisherClosed(f"publisher: {error}") from None
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
         if self._over:
             future.cancel()
         return future
@@ -218,14 +245,14 @@ class Publisher:
         try:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:  # a push is many small requests
                 runner.run(self._main())
-        except BaseException as error:  # told to whoever calls next
+        except BaseException as error:  # raised by the next call
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             self._failure = error
             _log.error("publisher ended error=%r", error)
         finally:
             self._over = True
-            for future in tuple(self._asked):  # asked for when the loop had nothing more to do than to end
+            for future in tuple(self._futures):  # submitted when the loop was already ending
                 future.cancel()
             self._ready.set()
 
@@ -247,8 +274,8 @@ class Publisher:
             await pusher.open(stack)
             async with asyncio.TaskGroup() as group:
                 background = [
-                    group.create_task(pusher.look(), name="publisher: live rows"),
-                    group.create_task(pusher.answer_wants(), name="publisher: wants"),
+                    group.create_task(pusher.refresh_view(), name="publisher: live rows"),
+                    group.create_task(pusher.serve_requests(), name="publisher: snapshot requests"),
                 ]
                 self._pusher = pusher
                 self._ready.set()
@@ -272,7 +299,7 @@ class Publisher:
 
 
 def _memory(config: WeightsConfig) -> Memory | None:
-    """What the copies are made of where handles of them are given; None = what only this process can read."""
+    """Return the staging memory that other processes can read, for transport ``handles``; None = memory of this process alone."""
     if config.transport != "handles":
         return None
     if config.staging == "cuda":

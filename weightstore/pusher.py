@@ -1,10 +1,10 @@
-"""One push after the other, and snapshots of the head in between: the work of the publisher's thread.
+"""Pushes one after the other, and snapshots of the head in between: the work of the publisher's thread.
 
-reserve a version -> reconcile members -> each cohort, at its own pace: begin, buckets, end -> head moves
+reserve a version -> reconcile members -> each push group, independently: begin, buckets, end -> head moves
                                                       | a member fails: evicted
-an engine wants a snapshot -> written from the head's staging, served over HTTP
+an engine requests a snapshot -> written from the head's staging copy, served over HTTP
 
-Where engines share the learner's accelerator they are released before each step, and a push, or ``resume``, gives them memory again.
+Engines that share the learner's accelerator release their memory before each step, and get it back with a push or with ``resume``.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -22,28 +23,55 @@ from bus.keys import admin_keys, make_keys
 from bus.live import LiveView
 from bus.messages import LiveRow, VersionRow
 from bus.reach import HERE, Reach
-from weightstore.cohort import Cohort, Cohorts
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed, ReceiverFailed
+from weightstore.groups import GroupRules, Opener, PushGroup, PushGroups
 from weightstore.handles import Memory
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Check, Member, Updated
-from weightstore.membership import Membership, Opener
 from weightstore.port import WeightReceiver
-from weightstore.push import PushReport
 from weightstore.registry import WANT, VersionRegistry
-from weightstore.shelf import Shelf
+from weightstore.snapshot_store import SnapshotStore
 from weightstore.staging import Staging
-from weightstore.turns import Turns
+from weightstore.turns import AcceleratorLease
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_POLL_S = 1.0
 _GATHER_S = 0.25
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """The outcome and the cost of a push."""
+
+    version: int
+    step: int
+    engines: tuple[str, ...]
+    """Engines that serve the version now."""
+    evicted: dict[str, str]
+    """Engine -> why it does not."""
+    prepare_s: float
+    """Seconds of copying into the staging memory, in the trainer's thread."""
+    transfer_s: float
+    """From the first begin to the last end."""
+    stall_s: dict[str, float]
+    """Engine -> seconds for which the flip paused its generation."""
+    verified: tuple[str, ...]
+    """Engines of ``engines`` whose checksums were compared with those of the sent weights before they served them."""
+    verify_s: dict[str, float]
+    """Engine -> seconds that the comparison took."""
+    seconds: float
+    """The whole push without preparation: reserve, join, transfer, head."""
+    bytes: int
+    """Size of the weights, which is what each engine receives."""
+
+
 class Pusher:
-    """Everything it owns lives in one loop. ``open`` it, run ``look`` and ``answer_wants`` beside, ``push`` one at a time."""
+    """The version protocol of the learner, in one event loop: ``open``, then ``push`` one version at a time.
+
+    ``refresh_view`` and ``serve_requests`` run in the background meanwhile.
+    """
 
     def __init__(
         self,
@@ -56,20 +84,22 @@ class Pusher:
         memory: Memory | None = None,
         at: Reach = HERE,
     ) -> None:
-        """``memory``: what the stagings are made of, where handles of it can be given; ``at``: where engines reach this process."""
+        """``memory``: the staging memory, if engines can get handles of it; ``at``: the address at which engines reach this process."""
         self._bus, self._config, self._epoch, self._memory, self._at = bus, config, epoch, memory, at
         self._view = LiveView(bus)
-        self._registry, self._turns = VersionRegistry(bus), Turns(bus)
-        self._has_turn = False
-        """The learner's memory is in use: colocated engines are to have none."""
-        self._shelf = Shelf(directory, self._registry, keep=config.keep_snapshots, model_dir=model_dir, at=at, keys=admin_keys(bus))
+        self._registry, self._lease = VersionRegistry(bus), AcceleratorLease(bus)
+        self._owns = False
+        """The learner has the accelerator: colocated engines have no memory."""
+        self._snapshots = SnapshotStore(
+            directory, self._registry, keep=config.keep_snapshots, model_dir=model_dir, at=at, keys=admin_keys(bus)
+        )
         self._head_staging: Staging | None = None
         self.head: VersionRow | None = None
-        self._noted: dict[str, str] | None = None
-        """Evicted engines, as they are recorded; None = as an earlier learner left it."""
+        self._recorded: dict[str, str] | None = None
+        """Evicted engines as recorded on the bus; None = as an earlier learner recorded them."""
 
     async def open(self, stack: AsyncExitStack) -> None:
-        """Shut out older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
+        """Fence older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
         config = self._config
         keys = await make_keys(self._bus)
         connector = aiohttp.TCPConnector(limit=0)
@@ -78,19 +108,19 @@ class Pusher:
         def over_http(row: LiveRow) -> WeightReceiver:
             return HttpReceiver(session, row.address, epoch=self._epoch, deadline_s=config.phase_deadline_s)
 
-        self._members = Membership(
+        self._groups = PushGroups(
             self._view,
             over_http if self._memory is None else self._by_handles(stack, self._memory, over_http),
-            Cohorts(config.engines_together, self._at, resolve_backend(config.backend), config.phase_deadline_s),
+            GroupRules(config.engines_together, self._at, resolve_backend(config.backend), config.phase_deadline_s),
         )
-        stack.push_async_callback(self._members.close)
+        stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
-        await self._note_evicted()
-        stack.push_async_callback(self._shelf.close)
-        await self._shelf.open()
+        await self._record_evicted()
+        stack.push_async_callback(self._snapshots.close)
+        await self._snapshots.open()
 
     def _by_handles(self, stack: AsyncExitStack, memory: Memory, otherwise: Opener) -> Opener:
-        """Handles to engines of this place, and what there is otherwise to the others, which are named once."""
+        """Pass handles to engines that can read this memory; the others get ``otherwise``, and are logged once."""
         from weightstore.handle_receiver import HandleReceivers
 
         receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadline_s=self._config.phase_deadline_s)
@@ -102,21 +132,21 @@ class Pusher:
         return self.head
 
     async def push(self, staging: Staging, step: int, prepare_s: float) -> PushReport:
-        """Push a filled copy, which this releases in the end. Raises PushFailed, Fenced."""
+        """Push a filled copy, and release it at the end. Raises PushFailed, Fenced."""
         since, row = time.perf_counter(), None
         evicted: dict[str, str] = {}
         try:
-            await self._give_turn()
+            await self._release_accelerator()
             row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
             staging.version, staging.step = row.version, step
-            cohorts = await self._gather()
+            groups = await self._gather()
             begun = time.perf_counter()
-            updated = await self._update(cohorts, staging, evicted)
+            updated = await self._update(groups, staging, evicted)
             transfer_s = time.perf_counter() - begun
             if len(updated) < self._config.min_engines:
                 raise PushFailed(row.version, f"want >= {self._config.min_engines} engines, {len(updated)} took it", evicted)
             await self._publish(row, staging)
-            await self._note_evicted()
+            await self._record_evicted()
         except (PushFailed, BusError) as error:
             await self._give_up(row, error)
             if isinstance(error, PushFailed | Fenced):
@@ -124,7 +154,7 @@ class Pusher:
             raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
         finally:
             staging.release()
-        return _told(
+        return _logged(
             PushReport(
                 version=row.version,
                 step=step,
@@ -141,32 +171,32 @@ class Pusher:
         )
 
     async def release(self) -> tuple[str, ...]:
-        """Take the turn: no colocated engine works, or has memory, until ``resume`` or the next push; those that gave it up.
+        """Acquire the accelerator: no colocated engine works or has memory until ``resume`` or the next push.
 
-        Those that take memory by themselves (``Turns``) are waited for.
-        One that does not is evicted, and named in the log. Raises BusUnavailable, Fenced.
+        Waits for engines that are taking memory by themselves (``AcceleratorLease``). Returns the ids of the engines that released their
+        memory; the others are evicted and logged. Raises BusUnavailable, Fenced.
         """
-        await self._turns.take(self._epoch)
-        self._has_turn = True
-        await self._turns.until_nobody_takes()
-        cohorts = await self._members.reconcile()
-        return await self._each([member for cohort in cohorts for member in cohort.members if member.colocated], Member.release)
+        await self._lease.acquire(self._epoch)
+        self._owns = True
+        await self._lease.wait_until_free()
+        groups = await self._groups.reconcile()
+        return await self._each([member for group in groups for member in group.members if member.colocated], Member.release)
 
     async def resume(self) -> tuple[str, ...]:
-        """Give the turn, and colocated engines the head once more; those that serve it.
+        """Release the accelerator, and push the head to the colocated engines once more. Returns the ids of those that serve it.
 
-        Whoever cannot be given it (this learner has no copy of a head that another one has pushed) waits for the next push.
+        If this learner has no copy of the head, because another one pushed it, the engines wait for the next push.
         Raises BusUnavailable, Fenced.
         """
-        await self._give_turn()
-        cohorts = [cohort for cohort in await self._members.reconcile() if cohort.is_colocated]
-        members = [member for cohort in cohorts for member in cohort.members]
+        await self._release_accelerator()
+        groups = [group for group in await self._groups.reconcile() if group.is_colocated]
+        members = [member for group in groups for member in group.members]
         if not members or self.head is None:
             return ()
         head, staging = self.head, None if self._head_staging is None else self._head_staging.hold()
         try:
             if staging is not None:
-                return tuple(sorted(await self._update(cohorts, staging, {})))
+                return tuple(sorted(await self._update(groups, staging, {})))
             if head.version == 0 and head.snapshot:
                 return await self._each(members, lambda member: member.load(head.snapshot, 0))
         finally:
@@ -175,19 +205,19 @@ class Pusher:
         _log.warning("engines wait for the next version, there is no copy of version=%d here engines=%d", head.version, len(members))
         return ()
 
-    async def _give_turn(self) -> None:
-        if self._has_turn:
-            await self._turns.give(self._epoch)
-            self._has_turn = False
+    async def _release_accelerator(self) -> None:
+        if self._owns:
+            await self._lease.release(self._epoch)
+            self._owns = False
 
     async def _each(self, members: list[Member], work: Callable[[Member], Awaitable[object]]) -> tuple[str, ...]:
-        """All at once; the ids of those that did it. Those that fail are evicted."""
+        """Run ``work`` for all members at once. Returns the ids of those that succeeded; the others are evicted."""
 
         async def one(member: Member) -> str:
             try:
                 await work(member)
             except ReceiverFailed as error:
-                await self._members.evict(member, str(error))
+                await self._groups.evict(member, str(error))
                 return ""
             return member.id
 
@@ -197,61 +227,61 @@ class Pusher:
                 raise id
         return tuple(sorted(id for id in found if isinstance(id, str) and id))
 
-    async def _gather(self) -> list[Cohort]:
-        """The members in their cohorts; with too few of them, those that come within the deadline are waited for."""
+    async def _gather(self) -> list[PushGroup]:
+        """Return the members in their groups; with fewer than ``min_engines``, wait for more until the deadline."""
         deadline = time.monotonic() + self._config.phase_deadline_s
         while True:
-            cohorts = await self._members.reconcile()
-            present = sum(len(cohort.members) for cohort in cohorts)
+            groups = await self._groups.reconcile()
+            present = sum(len(group.members) for group in groups)
             if present >= self._config.min_engines or time.monotonic() >= deadline:
-                return cohorts
+                return groups
             await asyncio.sleep(_GATHER_S)
 
-    async def look(self) -> None:
-        """For ever: keep the view of the live rows fresh, so that a push knows at once who has been silent."""
+    async def refresh_view(self) -> None:
+        """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been silent."""
         while True:
             try:
                 await self._view.refresh()
             except BusError as error:
                 _log.warning("live rows not read error=%s", error)
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
-    async def answer_wants(self) -> None:
-        """For ever: an engine that wants a snapshot writes a row, and writes it again while it waits."""
+    async def serve_requests(self) -> None:
+        """Run until cancelled: write a snapshot when an engine requests one by a row, which it writes again while it waits."""
         while True:
             try:
-                async for row in self._bus.rows("weights").watch(WANT, _LOOK_S):
+                async for row in self._bus.rows("weights").watch(WANT, _POLL_S):
                     if row is not None:
-                        await self._answer_want(row[0]["version"])
+                        await self._serve_request(row[0]["version"])
             except BusError as error:
-                _log.warning("wants not read error=%s", error)
-            await asyncio.sleep(_LOOK_S)
+                _log.warning("snapshot requests not read error=%s", error)
+            await asyncio.sleep(_POLL_S)
 
-    async def _answer_want(self, version: int) -> None:
+    async def _serve_request(self, version: int) -> None:
         if self._head_staging is not None and self._head_staging.version >= version:
             await self._snapshot_head()
         elif version == 0 and self.head is not None and self.head.version == 0:
             try:
-                await self._shelf.adopt(self.head)
+                await self._snapshots.adopt(self.head)
             except (BusError, OSError) as error:
                 _log.error("snapshot of version 0 failed error=%s", error)
 
-    async def _update(self, cohorts: list[Cohort], staging: Staging, evicted: dict[str, str]) -> dict[str, Updated]:
-        """To all cohorts at once, each at its own pace; those that took it. Those that fail are evicted, and named."""
+    async def _update(self, groups: list[PushGroup], staging: Staging, evicted: dict[str, str]) -> dict[str, Updated]:
+        """Push to all groups at once. Returns the engines that took the version; the others are evicted, and added to ``evicted``."""
 
         def check_of(member: Member) -> Check | None:
-            return staging.differences if self._config.verify == "always" or self._wants_first(member) else None
+            return staging.differences if self._config.verify == "always" or self._is_unverified(member) else None
 
-        async def one(cohort: Cohort) -> dict[str, Updated]:
-            outcome = await cohort.update(staging.version, staging.buckets, check_of)
+        async def update_group(group: PushGroup) -> dict[str, Updated]:
+            outcome = await group.update(staging.version, staging.buckets, check_of)
             failed = {member: how for member, how in outcome.items() if not isinstance(how, Updated)}
             evicted.update({member.id: f"{how.phase}: {how.reason}" for member, how in failed.items()})
-            await asyncio.gather(*[self._members.evict(member, str(how)) for member, how in failed.items()])
+            await asyncio.gather(*[self._groups.evict(member, str(how)) for member, how in failed.items()])
             for member in outcome.keys() - failed.keys():
-                self._members.succeeded(member)
+                self._groups.succeeded(member)
             return {member.id: how for member, how in outcome.items() if isinstance(how, Updated)}
 
-        found = await asyncio.gather(*[one(cohort) for cohort in cohorts], return_exceptions=True)
+        found = await asyncio.gather(*[update_group(group) for group in groups], return_exceptions=True)
         updated: dict[str, Updated] = {}
         for took in found:
             if isinstance(took, BaseException):
@@ -259,11 +289,11 @@ class Pusher:
             updated |= took
         return updated
 
-    def _wants_first(self, member: Member) -> bool:
+    def _is_unverified(self, member: Member) -> bool:
         return self._config.verify == "first" and not member.verified
 
     async def _publish(self, row: VersionRow, staging: Staging) -> None:
-        """Move the head; its copy is kept until the next head's is."""
+        """Move the head. Its copy is held until there is a copy of the next head."""
         self.head = await self._registry.publish(row)
         old, self._head_staging = self._head_staging, staging.hold()
         if old is not None:
@@ -271,14 +301,14 @@ class Pusher:
         if self._config.snapshot_every and row.version % self._config.snapshot_every == 0:
             await self._snapshot_head()
 
-    async def _note_evicted(self) -> None:
-        """Who looks at the run sees which engines are not pushed to, and why."""
-        evicted = dict(self._members.evicted)
-        if evicted == self._noted:
+    async def _record_evicted(self) -> None:
+        """Record which engines are not pushed to, and why, for `tidemill status`."""
+        evicted = dict(self._groups.evicted)
+        if evicted == self._recorded:
             return
         try:
             await self._registry.set_evicted(evicted)
-            self._noted = evicted
+            self._recorded = evicted
         except BusError as error:  # the version is published all the same
             _log.warning("evicted engines not recorded error=%s", error)
 
@@ -288,16 +318,16 @@ class Pusher:
             return
         try:
             await self._registry.fail(row)
-            await self._note_evicted()
+            await self._record_evicted()
         except BusError as second:
             _log.warning("failed push not recorded version=%d error=%s", row.version, second)
 
     async def _snapshot_head(self) -> None:
-        """Write the head's snapshot from its copy, which is held meanwhile."""
+        """Write the snapshot of the head from its copy, which is held meanwhile."""
         assert self._head_staging is not None
         staging = self._head_staging.hold()
         try:
-            await self._shelf.put(staging)
+            await self._snapshots.put(staging)
         except (BusError, OSError) as error:
             _log.error("snapshot failed version=%d error=%s", staging.version, error)
         finally:
@@ -305,11 +335,11 @@ class Pusher:
 
 
 def resolve_backend(name: str) -> str:
-    """``auto`` is gloo: it works between any two processes, and an engine lost over NCCL can take this process with it."""
+    """Return the backend; ``auto`` is gloo, which works between any two processes. A lost NCCL peer can abort this process."""
     return "gloo" if name == "auto" else name
 
 
-def _told(report: PushReport) -> PushReport:
+def _logged(report: PushReport) -> PushReport:
     _log.info(
         "pushed version=%d step=%d engines=%d verified=%d evicted=%d prepare_s=%.3f transfer_s=%.3f seconds=%.3f max_stall_s=%.4f",
         report.version,

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from weightstore.checksums import Part, Told, differences, sum_of
+from weightstore.checksums import ChecksumReport, Part, differences, sum_of
 from weightstore.errors import BadManifest
 from weightstore.handles import PAGE, Memory
 from weightstore.manifest import Bucket, Manifest, spec_of, unflatten
@@ -55,7 +55,7 @@ class Staging:
             torch.cuda.synchronize()
 
     @property
-    def differences(self) -> Callable[[Told], list[str]]:
+    def differences(self) -> Callable[[ChecksumReport], list[str]]:
         """What an engine tells of weights that should be these, line by line where it is not so; [] = all is well. Any thread.
 
         Get it while the copy is held. A call that outlives that says nothing of use, and does no harm to the next fill.
@@ -84,7 +84,7 @@ class _Sums:
         self._known: dict[tuple[str, tuple[str, ...], str, int], str] = {}
         self._summing = threading.Lock()
 
-    def differences(self, told: Told) -> list[str]:
+    def differences(self, told: ChecksumReport) -> list[str]:
         with self._summing:  # several engines tell the same: computed once
             return differences(told, self._views, lambda part: self._sum(told.scheme, part))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from actors.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
 from actors.errors import UpdateRefused
 from weightstore import snapshot
-from weightstore.checksums import Told, told_of
+from weightstore.checksums import ChecksumReport, report_checksums
 from weightstore.manifest import Bucket
 
 
@@ -65,6 +65,6 @@ def seal(weights: Weights) -> None:
         torch.cuda.synchronize(weights.device)  # the decoding thread must not overtake the copies
 
 
-def told_of_weights(weights: Weights) -> Told:
+def report_of_weights(weights: Weights) -> ChecksumReport:
     """Their checksums, with those of a tied output projection."""
-    return told_of(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))
+    return report_checksums(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from actors.builtin.filling import fill_from_bucket, fill_from_directory, seal, told_of_weights
+from actors.builtin.filling import fill_from_bucket, fill_from_directory, report_of_weights, seal
 from actors.builtin.receiving import Group, Incoming, Joined
 from actors.builtin.scheduler import KV_CACHE, WEIGHTS, Scheduler
 from actors.builtin.weights import EMBEDDING, HEAD, Weights
 from actors.errors import NotLent, StaleEpoch, UpdateRefused
-from weightstore.checksums import Told, sha256
+from weightstore.checksums import ChecksumReport, sha256
 from weightstore.errors import WeightstoreError
 from weightstore.handles import Offered
 from weightstore.manifest import Bucket, TensorSpec
@@ -328,11 +328,11 @@ class WeightUpdates:
                 raise NotLent("the memory of the weights is released")
             return self._scheduler.version, self._served
 
-    async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
+    async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
         """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
         async with self._writing:
             if not of_update:
-                return self._scheduler.version, await asyncio.to_thread(told_of_weights, self._want_whole())
+                return self._scheduler.version, await asyncio.to_thread(report_of_weights, self._want_whole())
             update = self._current()
             try:
                 self._check_whole(update)
@@ -340,7 +340,7 @@ class WeightUpdates:
                 self._discard(str(error))
                 raise
             assert self._standby is not None
-            return update.version, await asyncio.to_thread(told_of_weights, self._standby)
+            return update.version, await asyncio.to_thread(report_of_weights, self._standby)
 
     # -- inside -----------------------------------------------------------------------------------------------------------
 

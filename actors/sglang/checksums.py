@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from weightstore.checksums import Part, Told
+from weightstore.checksums import ChecksumReport, Part
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters that hold several tensors, one after the other."""
@@ -42,14 +42,14 @@ def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int, on_
     return Layout(dtype=dtype, padding=-vocab_size % VOCAB_ROWS * hidden_size, not_comparable=reason)
 
 
-def told_of(checksums: Mapping[str, str], layout: Layout) -> Told:
+def told_of(checksums: Mapping[str, str], layout: Layout) -> ChecksumReport:
     """What the answer of /weights_checker says of the tensors as they were sent."""
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
     parts = (
         Part(names=_names(name), dtype=dtype, sum=sum, zeros=padding if name in (EMBEDDING, HEAD) else 0) for name, sum in sums.items()
     )
-    return Told(scheme="sha256", parts=tuple(parts))
+    return ChecksumReport(scheme="sha256", parts=tuple(parts))
 
 
 def _names(parameter: str) -> tuple[str, ...]:

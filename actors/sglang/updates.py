@@ -23,7 +23,7 @@ from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, Updat
 from actors.sglang.api import Api
 from actors.sglang.checksums import Layout, told_of
 from actors.sglang.tensors import SharedBucket
-from weightstore.checksums import Told
+from weightstore.checksums import ChecksumReport
 from weightstore.errors import WeightstoreError
 from weightstore.handles import Offered
 from weightstore.manifest import TensorSpec
@@ -319,7 +319,7 @@ class WeightUpdates:
         answer = await self._api.call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_S)
         return dict(answer["ranks"][0]["checksums"])
 
-    async def told(self, *, of_update: bool) -> tuple[int, Told]:
+    async def told(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
         """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
         if self._layout.not_comparable:
             raise CannotTell(self._api.url, self._layout.not_comparable)

@@ -19,8 +19,8 @@ from tests.engine_serving import Served, greedy, log_probs_across, log_probs_of,
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.cohort import Cohort, Cohorts
 from weightstore.errors import ReceiverFailed
+from weightstore.groups import GroupRules, PushGroup
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Member, Updated
 
@@ -241,11 +241,11 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
         row = LiveRow(role="engine", id="e", host="test", pid=1, phase="serving", address=served.engine.url)
         for version, check, good in ((1, staged(other).differences, False), (2, staged(sent).differences, True)):
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
-            cohort = Cohort(Cohorts(1, HERE, "gloo", 60.0), [Member(row, receiver, deadline_s=60.0)])
+            group = PushGroup(GroupRules(1, HERE, "gloo", 60.0), [Member(row, receiver, deadline_s=60.0)])
             try:
-                outcome = await cohort.update(version, staged(sent).buckets, lambda _, check=check: check)
+                outcome = await group.update(version, staged(sent).buckets, lambda _, check=check: check)
             finally:
-                cohort.close()
+                group.close()
             (found,) = outcome.values()
             if good:
                 assert isinstance(found, Updated) and found.verify_s is not None

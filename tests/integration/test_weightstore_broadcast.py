@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from weightstore.broadcast import BroadcastGroup
-from weightstore.channel import GroupChannel
 from weightstore.errors import PeerLost
+from weightstore.member import GroupChannel
 
 SMALL, LARGE = 1000, 16_000_000
 """Bytes: what fits into socket buffers, and what does not."""

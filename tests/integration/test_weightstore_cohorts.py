@@ -11,7 +11,7 @@ from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, bus_u
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
 from weightstore.config import WeightsConfig
 from weightstore.publisher import Publisher
-from weightstore.push import PushReport
+from weightstore.pusher import PushReport
 
 __all__ = ["bus_url"]
 
@@ -48,6 +48,14 @@ def test_all_in_one_group(bus_url: str, run_id: str, tmp_path: Path) -> None:
         with publishing(bus_url, run_id, tmp_path, group="all") as publisher:
             push(publisher, 1)
             assert [state(engines[id][0])["sizes"] for id in "abc"] == [[4], [4], [4]]
+
+
+def test_engines_that_receive_differently_share_no_group(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    with receivers(bus_url, run_id, {"a": GOOD, "b": Behaviour(at_once=False), "c": GOOD, "d": Behaviour(at_once=False)}) as engines:
+        with publishing(bus_url, run_id, tmp_path, group="all") as publisher:
+            assert push(publisher, 1).engines == ("a", "b", "c", "d")
+            assert [state(engines[id][0])["sizes"] for id in "abcd"] == [[3], [3], [3], [3]]
+            assert {state(engines[id][0])["digest"] for id in "abcd"} == {digest(tiny_tensors(1))}
 
 
 def _cases() -> Iterator[Any]:

@@ -26,7 +26,7 @@ from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore import snapshot
-from weightstore.checksums import Told, differences, sum_of
+from weightstore.checksums import ChecksumReport, differences, sum_of
 from weightstore.download import fetch
 from weightstore.errors import SnapshotUnavailable
 from weightstore.manifest import Manifest
@@ -68,7 +68,7 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
     _, told = await served.updates.told(of_update=False)
-    return differences(Told.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
+    return differences(ChecksumReport.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
 
 
 async def until(reached: Callable[[], Awaitable[bool]]) -> None:
@@ -165,7 +165,7 @@ class LossyUpdates(WeightUpdates):
 
     lost = False
 
-    async def told(self, *, of_update: bool) -> tuple[int | None, Told]:
+    async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
         if of_update and not self.lost:
             self.lost = True
             assert self._standby is not None

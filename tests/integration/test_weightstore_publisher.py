@@ -22,9 +22,9 @@ from bus.reach import HERE
 from bus.server import EmbeddedServer
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore import joining
-from weightstore.cohort import Cohort, Cohorts
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
+from weightstore.groups import GroupRules, PushGroup
 from weightstore.manifest import Manifest
 from weightstore.member import Member
 from weightstore.port import Rendezvous, WeightReceiver
@@ -207,7 +207,7 @@ async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -
     row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
     member = Member(row, cast(WeightReceiver, Silent()), deadline_s=0.3)
     began = time.monotonic()
-    outcome = await Cohort(Cohorts(1, HERE, "gloo", 0.3), [member]).update(1, [], lambda _: None)
+    outcome = await PushGroup(GroupRules(1, HERE, "gloo", 0.3), [member]).update(1, [], lambda _: None)
     assert isinstance(failed := outcome[member], ReceiverFailed)
     assert failed.phase == "join" and "0.3 s" in failed.reason
     assert time.monotonic() - began < 10

@@ -1,4 +1,4 @@
-"""Whose turn it is, where two learners write it: the newer one has the last word, however late the other's write comes."""
+"""Ownership of the accelerator when two learners write it: the newer one prevails, however late the other's write comes."""
 
 import asyncio
 from typing import Any, cast
@@ -6,7 +6,7 @@ from typing import Any, cast
 from bus.connection import Bus
 from bus.rows import Rows
 from tests.bus_fixtures import BusOpener
-from weightstore.turns import Turns
+from weightstore.turns import AcceleratorLease
 
 
 class HeldRows(Rows):
@@ -32,12 +32,12 @@ class HeldBus:
 
 async def test_a_replaced_learner_gives_no_turn_away_that_it_has_read_before(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        new, cut_off = Turns(bus), HeldBus(bus)
-        old = Turns(cast(Bus, cut_off))
-        await Turns(bus).take(1)
-        giving = asyncio.create_task(old.give(1))
+        new, cut_off = AcceleratorLease(bus), HeldBus(bus)
+        old = AcceleratorLease(cast(Bus, cut_off))
+        await AcceleratorLease(bus).acquire(1)
+        giving = asyncio.create_task(old.release(1))
         await asyncio.wait_for(cut_off.held.writing.wait(), 30)
-        await new.take(2)
+        await new.acquire(2)
         cut_off.held.go.set()
         await giving
         found = await bus.rows("weights").get("turn")
@@ -46,11 +46,11 @@ async def test_a_replaced_learner_gives_no_turn_away_that_it_has_read_before(ope
 
 async def test_writes_that_cross_are_tried_again_and_a_lower_epoch_has_no_say(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        turns = Turns(bus)
-        await asyncio.gather(*[turns.take(1) for _ in range(8)])
-        await turns.give(1)
+        turns = AcceleratorLease(bus)
+        await asyncio.gather(*[turns.acquire(1) for _ in range(8)])
+        await turns.release(1)
         found = await bus.rows("weights").get("turn")
         assert found is not None and found[0] == {"whose": "engines", "epoch": 1}
-        assert await turns.engines()
-        await turns.give(0)
+        assert await turns.available()
+        await turns.release(0)
         assert (await bus.rows("weights").get("turn")) == found

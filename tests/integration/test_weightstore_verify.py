@@ -20,9 +20,9 @@ from tests.integration import test_weightstore_publisher
 from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.checksums import Told
-from weightstore.cohort import Cohort, Cohorts
+from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
+from weightstore.groups import GroupRules, PushGroup
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Member, Updated
 
@@ -89,7 +89,7 @@ class Flipping(HttpReceiver):
         super().__init__(session, served.engine.url, epoch=1, deadline_s=20.0)
         self._served, self.flipped = served, flipped
 
-    async def checksums(self) -> Told | None:
+    async def checksums(self) -> ChecksumReport | None:
         standby = self._served.engine.updates._standby
         assert standby is not None
         if self.flipped:
@@ -110,9 +110,9 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
         for flipped in (receiver.flipped, ""):
             receiver.flipped = flipped
             member = Member(row, receiver, deadline_s=20.0)
-            cohort = Cohort(Cohorts(1, HERE, "gloo", 20.0), [member])
+            group = PushGroup(GroupRules(1, HERE, "gloo", 20.0), [member])
             try:
-                how = (await cohort.update(1, staging.buckets, lambda _: staging.differences))[member]
+                how = (await group.update(1, staging.buckets, lambda _: staging.differences))[member]
                 if flipped:
                     wrong = rf"verify: version 1 .* in 1 tensors: {flipped} \({dtype}\): want sum64"
                     assert isinstance(how, ReceiverFailed) and re.search(wrong, str(how))
@@ -121,9 +121,9 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
                 else:
                     assert isinstance(how, Updated) and how.verify_s is not None and member.verified
             finally:
-                cohort.close()
+                group.close()
                 await member.close(leave=True)
         status, answer = await served.post("/weights_checksums", {"of": "served"})
         assert (status, answer["weight_version"]) == (200, "1")
-        assert await asyncio.to_thread(staging.differences, Told.parse(answer)) == []
+        assert await asyncio.to_thread(staging.differences, ChecksumReport.parse(answer)) == []
         assert (await served.post("/weights_checksums", {"of": "update"}))[0] == 400  # there is none

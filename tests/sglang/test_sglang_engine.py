@@ -31,9 +31,9 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
 from tests.whole.running import ROOT
-from weightstore.checksums import Told
-from weightstore.cohort import Cohort, Cohorts
+from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
+from weightstore.groups import GroupRules, PushGroup
 from weightstore.http_receiver import HttpReceiver
 from weightstore.member import Member, Updated
 
@@ -196,9 +196,9 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
         for check, good in ((flipped.differences, False), (staging.differences, True)):
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadline_s=60.0)
             member = Member(row, receiver, deadline_s=60.0)
-            cohort = Cohort(Cohorts(1, HERE, "gloo", 60.0), [member])
+            group = PushGroup(GroupRules(1, HERE, "gloo", 60.0), [member])
             try:
-                how = (await cohort.update(2 if good else 1, staging.buckets, lambda _, check=check: check))[member]
+                how = (await group.update(2 if good else 1, staging.buckets, lambda _, check=check: check))[member]
                 if good:
                     assert isinstance(how, Updated) and how.verify_s is not None
                 else:
@@ -206,11 +206,11 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
                     assert isinstance(how, ReceiverFailed) and re.search(wrong, str(how))
                     assert served.engine.version == -1
             finally:
-                cohort.close()
+                group.close()
                 await member.close(leave=True)
         assert served.engine.version == 2
         status, answer = await served.post("/weights_checksums")
-        assert (status, answer["weight_version"], staging.differences(Told.parse(answer))) == (200, "2", [])
+        assert (status, answer["weight_version"], staging.differences(ChecksumReport.parse(answer))) == (200, "2", [])
         assert (await served.generate(PROMPT, max_new_tokens=4, temperature=0.0))["meta_info"]["weight_version"] == "2"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.receiver_app import staged, tiny_tensors
 from weightstore import checksums
-from weightstore.checksums import LANES, Part, Told, differences, sha256, sum64, sum_of, told_of
+from weightstore.checksums import LANES, ChecksumReport, Part, differences, report_checksums, sha256, sum64, sum_of
 
 
 def slow(data: bytes) -> str:
@@ -76,14 +76,14 @@ def test_what_differs_is_named_and_silence_counts() -> None:
     def want(part: Part) -> str:
         return sum_of("sum64", part, sent)
 
-    assert differences(Told.parse(told_of(sent).to_json()), sent, want) == []
+    assert differences(ChecksumReport.parse(report_checksums(sent).to_json()), sent, want) == []
     wrong = tiny_tensors(1)
     wrong["model.norm.weight"].view(torch.uint8)[5] ^= 4
-    (line,) = differences(told_of(wrong), sent, want)
+    (line,) = differences(report_checksums(wrong), sent, want)
     assert line.startswith("model.norm.weight (float32): want sum64 ")
     del wrong["model.norm.weight"]
-    assert differences(told_of(wrong), sent, want) == ["model.norm.weight: the engine says nothing of it"]
-    assert differences(told_of(sent | {"alias": torch.zeros(3)}), sent, want) == []
+    assert differences(report_checksums(wrong), sent, want) == ["model.norm.weight: the engine says nothing of it"]
+    assert differences(report_checksums(sent | {"alias": torch.zeros(3)}), sent, want) == []
 
 
 def test_an_engine_may_keep_them_in_its_own_type_together_and_padded() -> None:
@@ -91,14 +91,14 @@ def test_an_engine_may_keep_them_in_its_own_type_together_and_padded() -> None:
     kept = torch.cat([sent["q"], sent["k"], torch.zeros(3, 4)]).to(torch.bfloat16)
     for scheme, compute in checksums.SCHEMES.items():
         part = Part(names=("q", "k"), dtype="bfloat16", sum=compute([kept]), zeros=12)
-        told = Told(scheme=scheme, parts=(part,))
-        assert differences(Told.parse(told.to_json()), sent, lambda part, scheme=scheme: sum_of(scheme, part, sent)) == []  # type: ignore[misc]
+        told = ChecksumReport(scheme=scheme, parts=(part,))
+        assert differences(ChecksumReport.parse(told.to_json()), sent, lambda part, scheme=scheme: sum_of(scheme, part, sent)) == []  # type: ignore[misc]
 
 
 def test_strange_answers_are_refused() -> None:
     for answer in ({}, {"scheme": "sum64", "parts": [{"names": ["x"]}]}, {"scheme": "crc", "parts": []}):
         with pytest.raises(ValueError, match="checksums: want"):
-            Told.parse(answer)
+            ChecksumReport.parse(answer)
 
 
 def test_a_comparison_that_outlives_its_push_says_nothing_of_the_next_weights() -> None:
@@ -116,8 +116,8 @@ def test_a_comparison_that_outlives_its_push_says_nothing_of_the_next_weights() 
                 read.set()
                 assert filled.wait(60)
 
-    def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> Told:  # in a type of its own: they are copied
-        return Told(scheme="sum64", parts=(Part(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
+    def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> ChecksumReport:  # in a type of its own: they are copied
+        return ChecksumReport(scheme="sum64", parts=(Part(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
 
     staging = staged(one)
     thread = threading.Thread(target=staging.differences, args=(told(one, Slow(("w",))),), daemon=True)

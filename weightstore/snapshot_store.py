@@ -24,7 +24,7 @@ _NAME = re.compile(r"v(\d+)")
 _SHUTDOWN_S = 1.0
 
 
-class Shelf:
+class SnapshotStore:
     """Directories ``v<version>``. ``open`` in the loop that serves them; ``url`` is known then."""
 
     def __init__(

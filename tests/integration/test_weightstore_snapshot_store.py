@@ -11,7 +11,7 @@ from tests.bus_fixtures import BusOpener
 from weightstore import snapshot
 from weightstore.manifest import Manifest
 from weightstore.registry import VersionRegistry
-from weightstore.shelf import Shelf
+from weightstore.snapshot_store import SnapshotStore
 from weightstore.staging import Staging, StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
@@ -43,20 +43,20 @@ async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOp
         registry = VersionRegistry(bus)
         for version, step in ((1, 1), (90, 90), (91, 91)):
             write(directory, version, step)
-        shelf = Shelf(directory, registry, keep=2, model_dir=None)
-        await shelf.open()
+        store = SnapshotStore(directory, registry, keep=2, model_dir=None)
+        await store.open()
         try:
             assert not names(directory)
             for step in (1, 2, 3):
                 row = await registry.reserve(step, 1)
                 write(directory, row.version, step)  # by whom ever, while this one lives
-                assert await shelf.put(staged(OURS, version=row.version, step=step)) == f"{shelf.url}/v{row.version}"
+                assert await store.put(staged(OURS, version=row.version, step=step)) == f"{store.url}/v{row.version}"
                 assert torch.equal(load_file(directory / f"v{row.version}" / "model.safetensors")["w"], OURS["w"])
             assert names(directory) == ["v2", "v3"]
             newest, first = await registry.snapshot(), await registry.row(1)
-            assert newest is not None and newest.snapshot == f"{shelf.url}/v3" and first is not None and first.snapshot == ""
+            assert newest is not None and newest.snapshot == f"{store.url}/v3" and first is not None and first.snapshot == ""
         finally:
-            await shelf.close()
+            await store.close()
 
 
 async def test_what_has_just_been_put_is_never_removed(open_bus: BusOpener, directory: Path) -> None:
@@ -64,14 +64,14 @@ async def test_what_has_just_been_put_is_never_removed(open_bus: BusOpener, dire
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         rows = [await registry.reserve(step, 1) for step in range(3)]
-        shelf = Shelf(directory, registry, keep=1, model_dir=None)
-        await shelf.open()
+        store = SnapshotStore(directory, registry, keep=1, model_dir=None)
+        await store.open()
         try:
             for row in reversed(rows):
-                assert await shelf.put(staged(OURS, version=row.version, step=row.step))
+                assert await store.put(staged(OURS, version=row.version, step=row.step))
                 assert names(directory) == [f"v{row.version}"]
         finally:
-            await shelf.close()
+            await store.close()
 
 
 async def test_only_the_newest_snapshot_of_this_registry_is_put_up_again(open_bus: BusOpener, directory: Path) -> None:
@@ -83,9 +83,9 @@ async def test_only_the_newest_snapshot_of_this_registry_is_put_up_again(open_bu
         for step, found in ((5, True), (6, False)):  # the same version of another step: another life
             write(directory, row.version, step)
             write(directory, row.version + 7, step)
-            shelf = Shelf(directory, registry, keep=2, model_dir=None)
-            await shelf.open()
-            await shelf.close()
+            store = SnapshotStore(directory, registry, keep=2, model_dir=None)
+            await store.open()
+            await store.close()
             assert names(directory) == [f"v{row.version}"] * found
             told = await registry.row(row.version)
-            assert told is not None and told.snapshot == shelf.where(row.version) and bool(told.snapshot) is found
+            assert told is not None and told.snapshot == store.where(row.version) and bool(told.snapshot) is found
