@@ -29,6 +29,7 @@ from actors.config import ActorConfig
 from actors.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample, fits
 from bus.codec import check_sample
 from bus.connection import Bus
+from bus.coroutines import first_error
 from bus.errors import BusError, WireError
 from bus.messages import Kind, Partial, Sample, Status, Task
 from bus.repeated import Repeated
@@ -200,7 +201,7 @@ class Actor:
                     making.append(group.create_task(self._sample(lease, index, left.get(index)), name=f"sample {lease.task.id}.{index}"))
                     making[-1].add_done_callback(lambda _: self._hold(-1))
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            raise first_error(errors) from None
         return [done.result() for done in making]
 
     async def _sample(self, lease: Lease, index: int, left: Partial | None) -> _Fate:

@@ -24,6 +24,7 @@ from actors.membership import connected, default_id, first_row
 from actors.scratch import Scratch
 from bus.config import BusConfig
 from bus.connection import Bus
+from bus.coroutines import first_of
 from bus.errors import BusError
 from bus.keys import admin_keys
 from bus.live import Heartbeat
@@ -189,20 +190,8 @@ class _Served:
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, grace_s: float, catch_up_s: float) -> None:
         """Until draining."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
-            works = [
-                asyncio.create_task(self._follow(engine, scratch.path, grace_s, catch_up_s), name="follow the head"),
-                asyncio.create_task(self._tell_for_ever(), name="live row"),
-                asyncio.create_task(draining.wait(), name="draining"),
-                asyncio.create_task(engine.failed(), name="engine"),
-            ]
-            try:
-                done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
-                for work in done:
-                    work.result()
-            finally:
-                for work in works:
-                    work.cancel()
-                await asyncio.gather(*works, return_exceptions=True)
+            follow = self._follow(engine, scratch.path, grace_s, catch_up_s)
+            await first_of(follow, self._tell_for_ever(), draining.wait(), engine.failed())
 
     async def _follow(self, engine: ServedEngine, directory: Path, grace_s: float, catch_up_s: float) -> None:
         """Catch up with the head, serve, and keep up with it."""

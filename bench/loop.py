@@ -30,8 +30,9 @@ from bench.meter import metered
 from bus.connection import Bus, connect
 from bus.epoch import current_epoch, raise_epoch
 from bus.messages import Done, Sample, Sampling, Task
+from bus.processes import Child
 from launch.config import RunConfig
-from launch.process import Child
+from launch.process import launched
 from launch.roles import BUS_URL_FILE
 from launch.settings import load, to_map
 from learner.prompts import model_tokenizer
@@ -175,7 +176,7 @@ async def running(config: RunConfig, role: str) -> AsyncIterator[Child]:
     if not file.exists():
         file.write_text(yaml.safe_dump(to_map(config), sort_keys=False))
     bus = [] if role == "bus" else ["--bus", await address(config)]
-    child = Child(role, [role, "--config", str(file), *bus], config.root / "logs" / f"bench-{role}.log")
+    child = launched(role, [role, "--config", str(file), *bus], config.root / "logs" / f"bench-{role}.log")
     await child.start()
     try:
         yield child

@@ -1,6 +1,5 @@
 """nats-server as a child of this process: found, configured, started, and gone when this process is."""
 
-import ctypes
 import fcntl
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Self
 from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.ports import KeptPort
+from bus.processes import die_with_parent, tail
 from bus.readonly import ReaderLock, ask_to_end, holder
 
 LOCK_FILE = "lock"
@@ -23,7 +23,6 @@ LOCK_FILE = "lock"
 _START_S = 30.0
 """Recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
 _STOP_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 def find_binary() -> str:
@@ -130,11 +129,7 @@ class EmbeddedServer:
             self._process.wait()
 
     def log_tail(self, lines: int = 20) -> str:
-        if not self._log.exists():
-            return ""
-        with self._log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 200 * lines))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+        return "\n".join(tail(self._log)[-lines:])
 
     def __enter__(self) -> Self:
         self.start()
@@ -157,7 +152,7 @@ class EmbeddedServer:
                     stdout=log,
                     stderr=log,
                     pass_fds=(lock,),
-                    preexec_fn=_die_with_parent(),
+                    preexec_fn=die_with_parent(),
                     process_group=0,  # Ctrl-C is for this process, which stops the server when it has finished with it
                 )
         finally:
@@ -287,18 +282,3 @@ def write_private(path: Path, text: str) -> None:
 def _reachable(url: str, config: BusConfig) -> str:
     """With the scheme clients must use."""
     return f"{'tls' if config.tls_cert else 'nats'}://{url.partition('://')[2]}"
-
-
-class _die_with_parent:
-    """Runs in the child before exec: the kernel kills it when the parent ends, however it ends (Linux)."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-        self._parent = os.getpid()
-
-    def __call__(self) -> None:
-        if self._libc is None:
-            return
-        self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._parent:  # it ended before prctl
-            os.kill(os.getpid(), signal.SIGKILL)

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bus.coroutines import first_of
 from bus.errors import BusError
 from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
-from launch.process import first_of
 from launch.settings import SettingsError
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bus import exit_codes
-from launch.process import Child
+from bus.processes import Child
+from launch.process import launched
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class Supervisor:
         The task raises GaveUp.
         """
         assert name not in self._keepers, f"{name} is kept already"
-        self._children[name] = Child(name, arguments, self._logs / f"{name}.log", environment)
+        self._children[name] = launched(name, arguments, self._logs / f"{name}.log", environment)
         self._keepers[name] = asyncio.create_task(self._keep(self._children[name], always), name=f"keep {name}")
         return self._keepers[name]
 

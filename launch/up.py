@@ -24,6 +24,7 @@ from rich.console import Console
 
 from bus import exit_codes
 from bus.connection import Bus, connect
+from bus.coroutines import first_of
 from bus.errors import BusError, ServerFailed
 from bus.messages import VersionRow
 from bus.server import end_reader
@@ -219,7 +220,7 @@ class Up:
         """In a process of its own: it loads torch, this one never does."""
         if self._config.prepare is None:
             return
-        child = process.Child("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
+        child = process.launched("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
         await child.start()
         code = await child.wait()
         if code:
@@ -310,21 +311,8 @@ class Up:
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
         """True when one of ``works`` (the learner) has ended well, False when told to drain. Raises what they raise, and GaveUp."""
-        failed = asyncio.create_task(self._supervisor.failed(), name="failed")
-        drain = asyncio.create_task(draining.wait(), name="drain")
-        try:
-            await asyncio.wait({*works, failed, drain}, return_when=asyncio.FIRST_COMPLETED)
-            for work in works:
-                if work.done():
-                    work.result()
-                    return True
-            if failed.done():
-                failed.result()
-            return False
-        finally:
-            for task in (failed, drain):
-                task.cancel()
-            await asyncio.gather(failed, drain, return_exceptions=True)
+        await first_of(*map(asyncio.shield, works), self._supervisor.failed(), draining.wait())
+        return any(work.done() for work in works)
 
     async def _drain(self) -> None:
         """Actors and learner first, then the engines they use: nobody loses what it needs to finish."""

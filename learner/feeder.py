@@ -8,6 +8,7 @@ from pathlib import Path
 from bus import exit_codes
 from bus.config import BusConfig
 from bus.connection import connect
+from bus.coroutines import first_error
 from bus.messages import Sampling
 from bus.patience import cancellable
 from learner.config import LearnerConfig, StalenessConfig
@@ -72,7 +73,7 @@ async def run_feeder(
             await connected.create_layout()
             await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining or asyncio.Event()))
     except BaseException as error:
-        first = _first(error)
+        first = first_error(error)
         ended = isinstance(first, asyncio.CancelledError)
         await server.fail("it was told to end" if ended else exit_codes.message(first), exit_codes.of(first))
         raise first from None
@@ -108,9 +109,3 @@ def _data_rules(
         model=model,
         **asdict(staleness),
     )
-
-
-def _first(group: BaseException) -> BaseException:
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

@@ -22,6 +22,7 @@ from typing import Any
 
 from bus import subjects
 from bus.connection import Bus
+from bus.coroutines import first_of
 from bus.dead import REQUEUE
 from bus.epoch import current_epoch, raise_epoch
 from bus.errors import BusError, Fenced
@@ -181,16 +182,10 @@ class Feeder:
 
     async def _over(self, draining: asyncio.Event) -> None:
         """Until the run is finished and the ranks know it, or this process is drained."""
-        finished, drained = asyncio.create_task(self._outcomes.finished.wait()), asyncio.create_task(self._drained(draining))
-        try:
-            await asyncio.wait((finished, drained), return_when=asyncio.FIRST_COMPLETED)
-            if not drained.done():
-                self._phase, self._text = "ending", "the ranks to leave"
-                await self._farewell()
-        finally:
-            finished.cancel()
-            drained.cancel()
-            await asyncio.gather(finished, drained, return_exceptions=True)
+        _, drained = await first_of(self._outcomes.finished.wait(), self._drained(draining))
+        if drained.cancelled():
+            self._phase, self._text = "ending", "the ranks to leave"
+            await self._farewell()
 
     async def _drained(self, draining: asyncio.Event) -> None:
         await draining.wait()

@@ -11,29 +11,23 @@ they are in), and the feeder when no rank is left to serve.
 """
 
 import asyncio
-import collections
-import contextlib
-import ctypes
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from bus import exit_codes
 from bus.ports import KeptPort
+from bus.processes import Child
 from learner.errors import LearnerError
 from learner.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
 
-LAST_LINES = 20
-"""Lines of a child's output that its failure repeats."""
 STOP_S = 2.0
 """Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to leave, the ranks
 for their dead peer, and all that was promised to last is stored already."""
-_PR_SET_PDEATHSIG = 1
 
 
 class ChildFailed(LearnerError):
@@ -56,28 +50,6 @@ class ChildFailed(LearnerError):
         return "\n".join([first, *(f"  {line}" for line in self.last_lines)])
 
 
-@dataclass(slots=True, eq=False)
-class _Child:
-    name: str
-    process: asyncio.subprocess.Process
-    lines: collections.deque[str] = field(default_factory=lambda: collections.deque(maxlen=LAST_LINES))
-
-    def signal(self, number: signal.Signals) -> None:
-        """To the child and everything it has started; nothing happens when it has ended."""
-        if self.process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
-                os.killpg(self.process.pid, number)
-
-    async def ended(self) -> int:
-        """Pass its output on until it ends; its exit code. 75 (drained, not in time) counts as an orderly end."""
-        assert self.process.stdout is not None
-        async for line in self.process.stdout:
-            text = line.decode(errors="replace").rstrip("\n")
-            self.lines.append(text)
-            sys.stderr.write(f"{self.name}: {text}\n")
-        return await self.process.wait()
-
-
 async def run_learner(
     arguments: Sequence[str],
     *,
@@ -94,7 +66,7 @@ async def run_learner(
     ended first. Where a child ended with a code that is final, it is that child's: the others only met the consequences.
     """
     command = [sys.executable, "-m", "launch"]
-    children: list[_Child] = []
+    children: list[Child] = []
     keys = FeedKeys.new()
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
         feeder_url = f"tcp://{host}:{feeder_port.number}"
@@ -107,48 +79,26 @@ async def run_learner(
             await _watch(children[0], children[1:], draining, drain_s)
         except ChildFailed as first:
             await _end(children)
-            raise next((_failed(child) for child in children if child.process.returncode in exit_codes.FINAL), first) from None
+            raise next((_failed(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
         finally:
             await _end(children)
 
 
-async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys) -> _Child:
-    """Start a child in a process group of its own that the kernel ends with this process."""
+async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys) -> Child:
+    """Start a child that reads the feeder's keys from a pipe."""
     descriptor = keys.pipe()
+    child = Child(name, [*command, "--feeder-keys", str(descriptor)], environment={**environment, "PYTHONUNBUFFERED": "1"})
     try:
-        process = await asyncio.create_subprocess_exec(
-            *command,
-            "--feeder-keys",
-            str(descriptor),
-            pass_fds=(descriptor,),
-            env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            limit=1 << 20,
-            start_new_session=True,
-            preexec_fn=_die_with_parent(os.getpid()),
-        )
+        await child.start(pass_fds=(descriptor,))
     finally:
         os.close(descriptor)
-    log.info("started child=%s pid=%d", name, process.pid)
-    return _Child(name, process)
+    log.info("started child=%s pid=%d", name, child.pid)
+    return child
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # loaded before the fork
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before prctl
-            os._exit(1)
-
-    return ask
-
-
-async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Event, drain_s: float) -> None:
+async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
     """Until all have ended well. Raises ChildFailed for the first that has not."""
-    ends = {asyncio.create_task(child.ended()): child for child in (feeder, *ranks)}
+    ends = {asyncio.create_task(child.wait()): child for child in (feeder, *ranks)}
     drain = asyncio.create_task(draining.wait())
     left: set[asyncio.Task[int]] = set(ends)
     deadline: float | None = None
@@ -160,7 +110,7 @@ async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Even
             done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 late = ends[next(iter(left))]
-                raise ChildFailed(late.name, exit_codes.NOT_IN_TIME, (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines))
+                raise ChildFailed(late.name, exit_codes.NOT_IN_TIME, (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines()))
             if drain in done and deadline is None:
                 deadline = loop.time() + drain_s
                 log.info("draining: the ranks finish their step")
@@ -176,32 +126,32 @@ async def _watch(feeder: _Child, ranks: Sequence[_Child], draining: asyncio.Even
         await asyncio.gather(*ends, drain, return_exceptions=True)
 
 
-def _judge(child: _Child, code: int, *, drained: bool) -> None:
+def _judge(child: Child, code: int, *, drained: bool) -> None:
     log.info("ended child=%s code=%d", child.name, code)
     if code != 0 and not (drained and code in (exit_codes.NOT_IN_TIME, -signal.SIGTERM)):  # the latter: it had not begun
         raise _failed(child)
 
 
-def _failed(child: _Child) -> ChildFailed:
-    assert child.process.returncode is not None
-    return ChildFailed(child.name, child.process.returncode, tuple(child.lines))
+def _failed(child: Child) -> ChildFailed:
+    assert child.returncode is not None
+    return ChildFailed(child.name, child.returncode, tuple(child.lines()))
 
 
-def _signal(children: Sequence[_Child], number: signal.Signals) -> None:
+def _signal(children: Sequence[Child], number: signal.Signals) -> None:
     for child in children:
-        child.signal(number)
+        child.send(number)
 
 
-async def _end(children: Sequence[_Child]) -> None:
+async def _end(children: Sequence[Child]) -> None:
     """SIGTERM, then SIGKILL after ``STOP_S``, to every child that is still there; their output is read to its end: it names the reason."""
     if not children:
         return
     _signal(children, signal.SIGTERM)
-    ends = [asyncio.create_task(child.ended()) for child in children]
+    ends = [asyncio.create_task(child.wait()) for child in children]
     try:
         await asyncio.wait(ends, timeout=STOP_S)
         _signal(children, signal.SIGKILL)
-        await asyncio.gather(*(child.process.wait() for child in children))
+        await asyncio.gather(*(child.exited() for child in children))
         await asyncio.wait(ends, timeout=STOP_S)  # longer only where something of theirs is out of reach and holds their output open
     finally:
         for end in ends:

@@ -18,7 +18,7 @@ from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
 from actors.sglang.api import Api
-from actors.sglang.child import ServerChild, command_line
+from actors.sglang.child import STOP_S, command_line, server_child
 from actors.sglang.engine import SglangEngine
 from bus.ports import KeptPort
 from tests.engine_serving import LIMIT_S, Served
@@ -98,12 +98,12 @@ def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Ite
     ready, stop, failed = threading.Event(), threading.Event(), list[str]()
 
     async def run() -> None:
-        child, api = ServerChild(words, ENVIRONMENT, log), Api(f"http://127.0.0.1:{port}")
+        child, api = server_child(words, ENVIRONMENT, log), Api(f"http://127.0.0.1:{port}")
         await child.start()
         try:
             deadline = time.monotonic() + START_S
             while not await api.healthy():
-                if child.ended.is_set() or time.monotonic() > deadline:
+                if not child.running or time.monotonic() > deadline:
                     failed.append(child.last_lines(40))
                     return
                 await asyncio.sleep(0.5)
@@ -112,7 +112,7 @@ def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Ite
         finally:
             ready.set()
             await api.close()
-            await child.stop()
+            await child.end(STOP_S, group=True)
 
     thread = threading.Thread(target=lambda: asyncio.run(run()), name="sglang server")
     thread.start()

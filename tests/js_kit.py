@@ -2,25 +2,24 @@
 
 import asyncio
 import contextlib
-import ctypes
 import hashlib
 import importlib.util
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import pytest
+
+from bus.processes import die_with_parent
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "docs/examples/js-actor"
 OLDEST_NODE = 20
 INSTALL_LIMIT_S = 240
 UNREACHABLE = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|ERR_SOCKET_TIMEOUT|EIDLETIMEOUT")
-_PR_SET_PDEATHSIG = 1
 
 
 def installed(directory: Path, *more: Path) -> Path:
@@ -72,7 +71,7 @@ async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str
     command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id, *arguments)
     with log.open("ab") as out:
         process = await asyncio.create_subprocess_exec(
-            *command, cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=_die_with_parent(os.getpid())
+            *command, cwd=directory, stdin=subprocess.DEVNULL, stdout=out, stderr=out, preexec_fn=die_with_parent()
         )
     try:
         yield JsActor(process, log)
@@ -80,17 +79,6 @@ async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str
         if process.returncode is None:
             process.kill()
             await process.wait()
-
-
-def _die_with_parent(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return ask
 
 
 def _node_and_npm() -> tuple[str, list[str]]:

@@ -14,6 +14,7 @@ import zmq
 import zmq.asyncio
 from torch import Tensor
 
+from bus.coroutines import first_of
 from bus.errors import Fenced
 from bus.messages import LiveRow
 from weightstore.checksums import ChecksumReport
@@ -161,17 +162,15 @@ class HandleReceiver:
 
     async def _read(self, verb: str) -> None:
         """One answer, to whom it belongs: one that comes too late is passed over."""
-        coming, gone = asyncio.ensure_future(self._socket.recv()), asyncio.ensure_future(self._monitor.recv_multipart())
-        try:
-            if not self._gone:
-                await asyncio.wait({coming, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not coming.done():
-                self._gone = True
-                raise ReceiverFailed(self.url, verb, "connection lost: nobody listens there")
-            answer = msgpack.unpackb(coming.result())
-        finally:
-            coming.cancel()
-            gone.cancel()
+        coming = asyncio.ensure_future(self._socket.recv())
+        if self._gone:
+            coming.cancel()  # unless it is there already
+        else:
+            await first_of(coming, self._monitor.recv_multipart())
+        if coming.cancelled():
+            self._gone = True
+            raise ReceiverFailed(self.url, verb, "connection lost: nobody listens there")
+        answer = msgpack.unpackb(coming.result())
         awaited = self._awaited.get(answer.get("id", 0)) if isinstance(answer, dict) else None
         if awaited is not None and not awaited.done():
             awaited.set_result(answer)

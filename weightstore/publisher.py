@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bus.config import BusConfig
 from bus.connection import connect
+from bus.coroutines import first_error
 from bus.errors import Fenced
 from bus.loop import new_event_loop
 from bus.messages import VersionRow
@@ -246,9 +247,7 @@ class Publisher:
             with asyncio.Runner(loop_factory=new_event_loop) as runner:  # a push is many small requests
                 runner.run(self._main())
         except BaseException as error:  # raised by the next call
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            self._failure = error
+            self._failure = error = first_error(error)
             _log.error("publisher ended error=%r", error)
         finally:
             self._over = True

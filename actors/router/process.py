@@ -9,6 +9,7 @@ from actors.membership import connected, default_id, first_row
 from actors.router.config import RouterConfig
 from actors.router.server import Router
 from bus.config import BusConfig
+from bus.coroutines import first_of
 from bus.keys import admin_keys
 from bus.live import Heartbeat, LiveView
 from bus.reach import reach, route_to
@@ -37,19 +38,9 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
         router = Router(config, view, keys)
         url = await router.start()
         log.info("listening url=%s", url)
-        works = [
-            asyncio.create_task(_tell(router, heartbeat), name="router: live row"),
-            asyncio.create_task(router.failed(), name="router: works"),
-            asyncio.create_task(draining.wait(), name="router: draining"),
-        ]
         try:
-            done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
-            for work in done:
-                work.result()
+            await first_of(_tell(router, heartbeat), router.failed(), draining.wait())
         finally:
-            for work in works:
-                work.cancel()
-            await asyncio.gather(*works, return_exceptions=True)
             await router.close(drain_s)
 
 

@@ -24,6 +24,7 @@ from actors.router.config import RouterConfig, check_url
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
 from actors.router.lookout import WorkerLookout
+from bus.coroutines import first_of
 from bus.keys import RunKeys
 from bus.live import LiveView
 from weightstore.listener import Access, Listener
@@ -79,9 +80,7 @@ class Router:
 
     async def failed(self) -> None:
         """Return or raise when it looks for engines no more."""
-        done, _ = await asyncio.wait(self._works, return_when=asyncio.FIRST_COMPLETED)
-        for work in done:
-            work.result()
+        await first_of(*map(asyncio.shield, self._works))
 
     async def close(self, drain_s: float = 0.0) -> None:
         """Take nothing more, let what is under way end within ``drain_s``, break off the rest, stop listening."""

@@ -26,11 +26,12 @@ from actors.handles import HandleListener
 from actors.http_api import listen
 from actors.sglang.api import Api
 from actors.sglang.checksums import layout_of
-from actors.sglang.child import ServerChild, command_line, until_healthy
+from actors.sglang.child import STOP_S, command_line, failure, server_child, until_ended, until_healthy
 from actors.sglang.releases import NEWEST, Release, release_of, written
 from actors.sglang.updates import WeightUpdates
 from bus.messages import Capabilities
 from bus.ports import KeptPort
+from bus.processes import Child
 from bus.server import write_private
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class SglangEngine:
         self.authority = authority or Authority()
         self._phase = "joining"
         self._changed = asyncio.Event()
-        self._child: ServerChild | None = None
+        self._child: Child | None = None
         self._port: KeptPort | None = None
         self._guard: Guard | None = None
         self._cache = secrets.token_hex(4)
@@ -107,14 +108,12 @@ class SglangEngine:
         from actors.sglang.guard import Guard
 
         settings = self.config.sglang
-        ended = asyncio.Event()
         if settings.url:
             self.api = Api(settings.url)
         else:
-            ended = await self._start_server()
-        if not await until_healthy(self.api.url, self.api.healthy, ended, settings.start_timeout_s):
-            if self._child is not None and ended.is_set():
-                raise self._child.failure(self.api.url)
+            await self._start_server()
+        if not await until_healthy(self.api.healthy, self._child, settings.start_timeout_s):
+            self._refuse_ended()
             raise EngineFailed(self.api.url, f"SGLang does not answer after {settings.start_timeout_s:g} s")
         await self._forget_secret()
         info = await self.api.call("GET", "/server_info", timeout_s=PROBE_S)
@@ -136,8 +135,8 @@ class SglangEngine:
         self._looking = asyncio.create_task(self._look(), name="sglang health")
         return self.url
 
-    async def _start_server(self) -> asyncio.Event:
-        """The event is set when it has ended. It asks for a key, so that other users of this machine do not get past the guard."""
+    async def _start_server(self) -> None:
+        """It asks for a key, so that other users of this machine do not get past the guard."""
         settings, arguments = self.config.sglang, self._arguments()
         self._port = KeptPort()  # it takes a minute until the server listens
         key = str(arguments.get("api_key") or "")
@@ -149,9 +148,9 @@ class SglangEngine:
         self.api = Api(f"http://127.0.0.1:{self._port.number}", key)
         words = command_line(settings.python, self.model_dir, self._port.number, arguments)
         log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{self._port.number}.log"
-        self._child = ServerChild(words, settings.environment, log_file)
+        self._child = server_child(words, settings.environment, log_file)
         await self._child.start()
-        return self._child.ended
+        log.info("sglang started keeper=%d log=%s", self._child.pid, log_file)
 
     async def _forget_secret(self) -> None:
         if self._secret is not None:
@@ -182,9 +181,12 @@ class SglangEngine:
     async def failed(self) -> None:
         """Until the server is gone; raises EngineFailed with its last lines."""
         await self._lost.wait()
-        if self._child is not None and self._child.ended.is_set():
-            raise self._child.failure(self.api.url)
+        self._refuse_ended()
         raise EngineFailed(self.api.url, f"SGLang has not answered for {self.config.sglang.silent_s:g} s")
+
+    def _refuse_ended(self) -> None:
+        if self._child is not None and not self._child.running:
+            raise failure(self._child, self.api.url)
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests and finish those there are; False when some are left at the deadline."""
@@ -206,7 +208,7 @@ class SglangEngine:
             await self._listener.close()
             await self.updates.close()
         if self._child is not None:
-            await self._child.stop()
+            await self._child.end(STOP_S, group=True)
         await self._forget_secret()
         if self._port is not None:
             self._port.close()
@@ -327,7 +329,7 @@ class SglangEngine:
 
     async def _look(self) -> None:
         """Notice that the server is gone, or answers no more."""
-        ended = asyncio.create_task((self._child.ended if self._child is not None else asyncio.Event()).wait())
+        ended = asyncio.create_task(until_ended(self._child))
         try:
             while await self._answers(ended):
                 await self.updates.let_go()

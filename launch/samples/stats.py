@@ -16,8 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from bus.connection import Bus
+from bus.coroutines import first_of
 from bus.messages import Kind
-from launch.process import first_of
 from launch.samples.filters import Headline
 from launch.samples.search import Search, seconds
 from launch.samples.wanted import filter_of

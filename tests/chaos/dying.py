@@ -20,8 +20,8 @@ from typing import Any
 import psutil
 
 from bus.ports import KeptPort
+from bus.processes import die_with_parent
 from launch.cli import main
-from launch.process import _die_with_parent
 from learner.feed_keys import FeedKeys
 from learner.process import _rank_environment
 
@@ -101,7 +101,7 @@ def _children(instant: str, how: str, tail: list[str], port: int) -> int:
             [sys.executable, "-m", "tests.chaos.dying", role, instant, how, *tail, "--feeder-keys", str(descriptors[role])],
             pass_fds=(descriptors[role],),
             env={**os.environ, **extra},
-            preexec_fn=_die_with_parent(os.getpid()),
+            preexec_fn=die_with_parent(),
         )
         for role, extra in environments.items()
     ]

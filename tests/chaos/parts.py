@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 
 from bus.connection import Bus, connect
-from launch.process import _die_with_parent
+from bus.processes import die_with_parent
 from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
@@ -96,7 +96,7 @@ class Parts:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=_die_with_parent(os.getpid()),
+                preexec_fn=die_with_parent(),
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
         part = Part(role, name, process, log_file)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import subprocess
 from collections.abc import AsyncIterator, Callable
@@ -19,8 +18,8 @@ from bus.connection import Bus, connect
 from bus.live import LiveView
 from bus.messages import Done, LiveRow
 from bus.ports import KeptPort
+from bus.processes import die_with_parent
 from bus.server import find_binary
-from launch.process import _die_with_parent
 from learner.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
@@ -123,7 +122,7 @@ class Server:
         config.write_text(f'listen: "127.0.0.1:{self._kept.number}"\nmax_payload: 8000000\njetstream: {{{limits}}}\n')
         with (self._directory / "log").open("ab") as log:
             command = [find_binary(), "-c", str(config)]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_die_with_parent(os.getpid()))
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=die_with_parent())
 
     def _stop(self) -> None:
         if self._process is not None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bus.processes import Child
 from bus.server import EmbeddedServer
-from launch.process import Child
+from launch.process import launched
 from launch.settings import load, to_map
 from launch.supervisor import GaveUp, Supervisor
 from tests.bus_fixtures import BusOpener
@@ -97,9 +98,9 @@ def test_a_second_signal_does_not_wait() -> None:
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """kill -9 of the parent leaves no orphan: the kernel ends the child."""
     code = (
-        "import asyncio, pathlib\nfrom launch.process import Child\n"
+        "import asyncio, pathlib\nfrom launch.process import launched\n"
         "async def main():\n"
-        f"    child = Child('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', 'directory={tmp_path}/run'],"
+        f"    child = launched('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', 'directory={tmp_path}/run'],"
         f" pathlib.Path('{tmp_path}/bus.log'))\n"
         "    await child.start(); print(child.pid, flush=True); await child.wait()\n"
         "asyncio.run(main())"
@@ -165,7 +166,7 @@ async def test_a_program_that_the_bus_names_is_not_run(tmp_path: Path, open_bus:
 
 async def test_the_reason_is_of_the_last_start(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("error: of an earlier one\n")
-    child = Child("config", ["config", "/no/such.yaml"], tmp_path / "log")
+    child = launched("config", ["config", "/no/such.yaml"], tmp_path / "log")
     await child.start()
     assert await child.wait() == 78
     assert child.reason() == ""

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bus.processes import Child
 from learner import process
-from learner.process import ChildFailed, _Child, run_learner
+from learner.process import ChildFailed, run_learner
 from tests.feeder_kit import KEYS
 
 LATE = """
@@ -55,20 +56,20 @@ async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_wa
     deaf = await process._start("feeder", [sys.executable, "-c", DEAF], {}, KEYS)
     killed = await process._start("rank 0", [sys.executable, "-c", DEAF], {}, KEYS)
     for child in (deaf, killed):
-        assert child.process.stdout is not None
+        assert child.process is not None and child.process.stdout is not None
         assert await child.process.stdout.readline() == b"deaf\n"
-    killed.signal(signal.SIGKILL)
+    killed.send(signal.SIGKILL)
     with pytest.raises(ChildFailed, match=r"^rank 0 killed by signal 9 \(SIGKILL\)") as caught:
         await process._watch(deaf, [killed], asyncio.Event(), 30)
     assert caught.value.exit_code == 1
     await process._end([deaf, killed])
-    assert deaf.process.returncode == -signal.SIGKILL
+    assert deaf.returncode == -signal.SIGKILL
 
 
 async def test_the_message_of_a_child_that_ends_last_is_read() -> None:
     """A rank that heard of the feeder's error may end before the feeder does: the feeder's message counts."""
     feeder = await process._start("feeder", [sys.executable, "-c", LATE], {}, KEYS)
-    assert feeder.process.stdout is not None
+    assert feeder.process is not None and feeder.process.stdout is not None
     assert await feeder.process.stdout.readline() == b"late\n"
     rank = await process._start("rank 0", [sys.executable, "-c", "raise SystemExit(1)"], {}, KEYS)
     with pytest.raises(ChildFailed, match=r"^rank 0 ended with code 1$"):
@@ -90,9 +91,10 @@ async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
 
 
 async def test_a_child_that_ended_a_moment_ago_can_be_signalled() -> None:
-    ended = await asyncio.create_subprocess_exec("true", start_new_session=True)
-    while os.path.exists(f"/proc/{ended.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread; the loop cannot hear of it meanwhile
+    child = Child("true", ["true"])
+    await child.start()
+    while os.path.exists(f"/proc/{child.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread; the loop cannot hear of it meanwhile
         time.sleep(0.001)  # noqa: ASYNC251
-    assert ended.returncode is None
-    _Child("true", ended).signal(signal.SIGTERM)
-    assert await ended.wait() == 0
+    assert child.running
+    child.send(signal.SIGTERM)
+    assert await child.wait() == 0

@@ -7,7 +7,7 @@ import aiohttp
 
 from bus.live import Heartbeat
 from bus.server import EmbeddedServer
-from launch.process import Child
+from launch.process import launched
 from tests.actor_kit import engine_row, row_until
 from tests.bus_fixtures import BusOpener
 from tests.engine_serving import serving
@@ -19,7 +19,7 @@ async def test_a_router_finds_engines_on_the_bus_and_drains(
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
     arguments = ["--bus", nats_server.url, "--run", run_id, "--id", "door", "--port", "0", "--exact", str(model)]
-    child = Child("router", ["router", *arguments], tmp_path / "router.log")
+    child = launched("router", ["router", *arguments], tmp_path / "router.log")
     async with open_bus() as bus, aiohttp.ClientSession() as session:
         await child.start()
         try:
@@ -47,7 +47,7 @@ async def test_a_wrong_use_is_said_at_once(tmp_path: Path) -> None:
         (["--worker", "http://h:1", "--exact", str(tmp_path)], "want a directory with a tokenizer.json"),
         (["--worker", "http://h:1", "--middleware", "no.module:f"], "middleware: want package.module:factory, got 'no.module:f'"),
     ):
-        child = Child("router", ["router", "--port", "0", *wrong], tmp_path / "router.log")
+        child = launched("router", ["router", "--port", "0", *wrong], tmp_path / "router.log")
         await child.start()
         async with asyncio.timeout(60):
             code = await child.wait()

@@ -1,0 +1,29 @@
+"""Several coroutines at once: run until the first of them ends, and the error that a group of errors is about."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+
+async def first_of(*works: Awaitable[Any]) -> tuple[asyncio.Future[Any], ...]:
+    """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
+
+    Returns the future of each; those that did not end first are cancelled. A task that is to go on is given as ``asyncio.shield(task)``.
+    """
+    futures = tuple(asyncio.ensure_future(work) for work in works)
+    try:
+        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        for future in done:
+            future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+    return futures
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error inside of an exception group, however deep; any other error as it is."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

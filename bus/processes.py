@@ -1,0 +1,179 @@
+"""Child processes: started in a session of their own, ended with this process by the kernel, their last lines kept for error messages.
+
+Knows no command line. ``bus.server`` starts nats-server synchronously, and shares ``die_with_parent`` and ``tail`` with ``Child``.
+"""
+
+import asyncio
+import collections
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from bus import exit_codes
+
+log = logging.getLogger(__name__)
+
+LAST_LINES = 20
+LAST_BYTES = 1 << 16
+"""The end of a log file in which the last lines of a child are looked for."""
+_LINE_BYTES = 1 << 20
+"""The longest line of a child whose output is passed on."""
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> Callable[[], None]:
+    """Return a ``preexec_fn``: the kernel kills the child when the thread that started it ends, however it ends (Linux)."""
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before the fork
+    parent = os.getpid()
+
+    def arrange() -> None:
+        if libc is None:
+            return
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it ended before prctl
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return arrange
+
+
+def tail(log_file: Path, since: int = 0) -> list[str]:
+    """Return the last lines of a file, at most 64 KB of them, none from before byte ``since``; no lines when it cannot be read."""
+    try:
+        with log_file.open("rb") as file:
+            file.seek(max(since, file.seek(0, os.SEEK_END) - LAST_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+class Child:
+    """A process started by this one, in a session of its own. It can be started again when it has ended."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        log_file: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        *,
+        keeper: bool = False,
+    ) -> None:
+        """``environment`` is added to that of this process. Without ``log_file``, ``wait`` passes the output on to stderr.
+
+        ``keeper``: the child ends by itself, and ends its own children, when its standard input is closed. The kernel does not kill it with
+        this process, as it does any other child.
+        """
+        self.name, self.command, self.log_file = name, tuple(command), log_file
+        self.environment, self._keeper = dict(environment or {}), keeper
+        self.process: asyncio.subprocess.Process | None = None
+        self.started_s = 0.0
+        self._log_began = 0
+        """Size of the log when the process was started: the lines before are of an earlier one."""
+        self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
+
+    @property
+    def pid(self) -> int:
+        return self._started().pid
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.returncode is None
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code; None while it runs, and before it was started."""
+        return None if self.process is None else self.process.returncode
+
+    async def start(self, pass_fds: Sequence[int] = ()) -> None:
+        with contextlib.ExitStack() as stack:
+            output, error = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
+            if self.log_file is not None:
+                self.log_file.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(self.log_file.open("ab"))
+                self._log_began = file.tell()
+                output = error = file.fileno()
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                env={**os.environ, **self.environment},
+                stdin=asyncio.subprocess.PIPE if self._keeper else asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=error,
+                limit=_LINE_BYTES,
+                pass_fds=pass_fds,
+                start_new_session=True,
+                preexec_fn=None if self._keeper else die_with_parent(),
+            )
+        self.started_s = time.monotonic()
+
+    async def wait(self) -> int:
+        """Return the exit code when it has ended; output that is passed on has been read by then, to its end."""
+        process = self._started()
+        if process.stdout is not None:
+            async for line in process.stdout:
+                text = line.decode(errors="replace").rstrip("\n")
+                self._passed_on.append(text)
+                sys.stderr.write(f"{self.name}: {text}\n")
+        return await process.wait()
+
+    async def exited(self) -> int:
+        """Return the exit code as soon as it has ended. Its output may be held open longer, by processes that it has started."""
+        return await self._started().wait()
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to its whole process group, while it runs."""
+        if self.running:
+            self._send_group(number)
+
+    def ask_to_end(self) -> None:
+        """SIGTERM to the process itself; it passes it on to its own children as it sees fit."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
+            if self.running:
+                os.kill(self.pid, signal.SIGTERM)
+
+    async def end(self, within_s: float, *, group: bool = False) -> int | None:
+        """SIGTERM, and SIGKILL to its whole group after ``within_s``; return the exit code, None if it never ran.
+
+        ``group``: SIGTERM is for its whole group, too, and no process of the group outlives it.
+        """
+        if self.process is None:
+            return None
+        if group:
+            self.send(signal.SIGTERM)
+        else:
+            self.ask_to_end()
+        try:
+            async with asyncio.timeout(within_s):
+                return await self.wait()
+        except TimeoutError:
+            log.warning("%s did not end within %.0f s and is killed", self.name, within_s)
+            self.send(signal.SIGKILL)
+            return await self.wait()
+        finally:
+            if group:
+                self._send_group(signal.SIGKILL)
+
+    def lines(self) -> list[str]:
+        """Return its last lines since its last start: of the log file, or those that were passed on."""
+        return list(self._passed_on) if self.log_file is None else tail(self.log_file, self._log_began)
+
+    def last_lines(self, count: int = LAST_LINES) -> str:
+        """Return its last ``count`` lines since its last start."""
+        return "\n".join(self.lines()[-count:])
+
+    def reason(self) -> str:
+        """Return the message of the error that ended it; empty when it wrote none."""
+        return exit_codes.reason(self.lines())
+
+    def _send_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
+            os.killpg(self.pid, number)
+
+    def _started(self) -> asyncio.subprocess.Process:
+        assert self.process is not None, f"{self.name} was not started"
+        return self.process

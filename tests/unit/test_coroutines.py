@@ -1,0 +1,51 @@
+"""Several coroutines at once: the first end is the end of all, unless one is shielded; the error inside of groups."""
+
+import asyncio
+
+import pytest
+
+from bus.coroutines import first_error, first_of
+
+
+async def test_the_first_end_cancels_the_others_and_tells_which() -> None:
+    cancelled: list[str] = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append("endless")
+            raise
+
+    async def quick() -> int:
+        return 3
+
+    first, second = await first_of(endless(), quick())
+    assert cancelled == ["endless"]
+    assert first.cancelled() and second.result() == 3
+
+
+async def test_an_error_is_raised_and_nothing_is_left_running() -> None:
+    before = asyncio.all_tasks()
+
+    async def broken() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await first_of(asyncio.Event().wait(), broken())
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_shielded_task_goes_on() -> None:
+    event = asyncio.Event()
+    task = asyncio.create_task(event.wait())
+    await first_of(asyncio.shield(task), asyncio.sleep(0))
+    assert not task.done()
+    event.set()
+    assert await task
+
+
+def test_the_first_error_inside_of_groups() -> None:
+    inner = KeyError("x")
+    assert first_error(BaseExceptionGroup("a", [ExceptionGroup("b", [inner, OSError()]), KeyboardInterrupt()])) is inner
+    assert first_error(inner) is inner
