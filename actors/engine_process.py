@@ -13,7 +13,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -98,36 +98,47 @@ Factory = Callable[..., ServedEngine]
 """``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = not known to be any yet."""
 
 
-async def run_engine(
-    bus_url: str,
-    run: str,
-    model_dir: Path,
-    engine_config: EngineConfig,
-    bus_config: BusConfig,
-    draining: asyncio.Event,
-    engine_id: str | None = None,
-    *,
-    factory: Factory,
-    drain_s: float = 30.0,
-    grace_s: float = GRACE_S,
-    catch_up_s: float = CATCH_UP_S,
-) -> None:
-    """Serve ``model_dir`` and every newer version of the run until ``draining`` is set and the requests are answered.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlaces:
+    """What an engine process connects to and reads, and its name there."""
 
-    It says so in the log, and goes on, when weights cannot be had within ``catch_up_s``.
+    run: str
+    bus_url: str
+    bus: BusConfig = field(default_factory=BusConfig)
+    model_dir: Path
+    id: str = ""
+    """Empty = one that no other engine has."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """How long an engine process waits, in seconds."""
+
+    drain_s: float = 30.0
+    """For requests to be answered at its end."""
+    grace_s: float = GRACE_S
+    """For a push, when the head is ahead."""
+    catch_up_s: float = CATCH_UP_S
+    """For weights. It logs a warning then, and tries on."""
+
+
+async def run_engine(
+    places: EnginePlaces, engine_config: EngineConfig, draining: asyncio.Event, *, factory: Factory, limits: EngineLimits
+) -> None:
+    """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are answered.
 
     Raises BusUnavailable when there is no bus within five minutes, and whatever the engine raises for a model it cannot load.
     """
-    id = engine_id or default_id()
+    id = places.id or default_id()
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, bus_url, run, bus_config, name=f"engine {id}", draining=draining)
+        bus = await connected(stack, places.bus_url, places.run, places.bus, name=f"engine {id}", draining=draining)
         if bus is None:
             return
         heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("engine", id)))
         served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None)
-        at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, bus_url), name="engine.host")
+        at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, places.bus_url), name="engine.host")
         engine = factory(
-            model_dir,
+            places.model_dir,
             replace(engine_config, host=at.bind, advertise=at.advertised),
             version=-1,
             on_update=lambda version, epoch: served.tell(),
@@ -140,10 +151,10 @@ async def run_engine(
             stack.push_async_callback(engine.close)
             await engine.start()
             served.engine = engine
-        await served.serve(engine, draining, grace_s, catch_up_s)
+        await served.serve(engine, draining, limits)
         served.tell()
-        if not await engine.drain(drain_s):
-            log.warning("requests left unanswered after %.0f s", drain_s)
+        if not await engine.drain(limits.drain_s):
+            log.warning("requests left unanswered after %.0f s", limits.drain_s)
 
 
 class _Served:
@@ -187,79 +198,13 @@ class _Served:
             self._heartbeat.update(taking_memory=taking)
         self.tell()
 
-    async def serve(self, engine: ServedEngine, draining: asyncio.Event, grace_s: float, catch_up_s: float) -> None:
+    async def serve(self, engine: ServedEngine, draining: asyncio.Event, limits: EngineLimits) -> None:
         """Until draining."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
-            follow = self._follow(engine, scratch.path, grace_s, catch_up_s)
-            await first_of(follow, self._tell_for_ever(), draining.wait(), engine.failed())
+            follower = _Follower(self, engine, scratch.path, limits, bus=self._bus, id=self._id, turns=self._turns)
+            await first_of(follower.run(), self._tell_for_ever(), draining.wait(), engine.failed())
 
-    async def _follow(self, engine: ServedEngine, directory: Path, grace_s: float, catch_up_s: float) -> None:
-        """Catch up with the head, serve, and keep up with it."""
-
-        def stale(is_stale: bool) -> None:
-            engine.phase = "stale" if is_stale else "serving"
-            self.tell()
-
-        async def load(directory: Path, version: int, epoch: int) -> None:
-            async with self.taking_memory():
-                await engine.load_snapshot(directory, version, epoch)
-
-        def version() -> int:
-            return engine.version if engine.whole else -1
-
-        async def catch_up_with_head() -> None:
-            while version() < 0:  # nothing published yet, or not reached
-                try:
-                    await catch_up(
-                        self._bus,
-                        engine=self._id,
-                        version=version,
-                        load=load,
-                        directory=directory,
-                        deadline_s=catch_up_s,
-                        on_wait=self._say,
-                    )
-                except (CatchUpTimeout, BusError) as error:
-                    log.warning("no weights yet, trying on engine=%s error=%s", self._id, error)
-                    self._say(str(error))
-                    await asyncio.sleep(0.2)
-                    continue
-                if version() < 0:
-                    self._say("the learner to publish version 0")
-                    await asyncio.sleep(0.2)
-            self._say("")
-
-        engine.phase = "catching up"
-        probed = False
-        while not probed:
-            await catch_up_with_head()
-            try:
-                await engine.probe()
-                probed = True
-            except EngineFailed as error:
-                if version() >= 0 and not engine.stats().get("released"):
-                    raise
-                log.warning("a push broke off, or memory was released, in the middle of the probe: %s", error)
-                await asyncio.sleep(PROBE_AGAIN_S)
-        gc.collect()
-        gc.freeze()  # what has been loaded stays: a full collection walks all of it, and nothing is decoded for a tenth of a second
-        engine.phase = "serving"
-        self.tell()
-        log.info("serving version=%d url=%s", engine.version, engine.url)
-        await keep_up(
-            self._bus,
-            engine=self._id,
-            version=version,
-            load=load,
-            directory=directory,
-            deadline_s=catch_up_s,
-            stale=stale,
-            allowed=None if self._turns is None else self._turns.available,
-            on_wait=self._say,
-            grace_s=grace_s,
-        )
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
         self._waits_for = text
         self.tell()
 
@@ -289,3 +234,91 @@ class _Served:
         while True:
             self.tell()
             await asyncio.sleep(TELL_EVERY_S)
+
+
+class _Follower:
+    """Brings the engine to the head, lets it serve, and keeps it at the head."""
+
+    def __init__(
+        self,
+        served: _Served,
+        engine: ServedEngine,
+        directory: Path,
+        limits: EngineLimits,
+        *,
+        bus: Bus,
+        id: str,
+        turns: AcceleratorLease | None,
+    ) -> None:
+        self._served, self._engine, self._directory, self._limits = served, engine, directory, limits
+        self._bus, self._id, self._turns = bus, id, turns
+
+    async def run(self) -> None:
+        """Catch up with the head, serve, and keep up with it; for ever. Raises EngineFailed when the engine cannot generate."""
+        engine = self._engine
+        engine.phase = "catching up"
+        await self._catch_up()
+        while not await self._probed():
+            await asyncio.sleep(PROBE_AGAIN_S)
+            await self._catch_up()
+        gc.collect()
+        gc.freeze()  # what has been loaded stays: a full collection walks all of it, and nothing is decoded for a tenth of a second
+        engine.phase = "serving"
+        self._served.tell()
+        log.info("serving version=%d url=%s", engine.version, engine.url)
+        await keep_up(
+            self._bus,
+            engine=self._id,
+            version=self._version,
+            load=self._load,
+            directory=self._directory,
+            deadline_s=self._limits.catch_up_s,
+            stale=self._stale,
+            allowed=None if self._turns is None else self._turns.available,
+            on_wait=self._served.say,
+            grace_s=self._limits.grace_s,
+        )
+
+    async def _catch_up(self) -> None:
+        while self._version() < 0:  # nothing published yet, or not reached
+            try:
+                await catch_up(
+                    self._bus,
+                    engine=self._id,
+                    version=self._version,
+                    load=self._load,
+                    directory=self._directory,
+                    deadline_s=self._limits.catch_up_s,
+                    on_wait=self._served.say,
+                )
+            except (CatchUpTimeout, BusError) as error:
+                log.warning("no weights yet, trying on engine=%s error=%s", self._id, error)
+                self._served.say(str(error))
+                await asyncio.sleep(0.2)
+                continue
+            if self._version() < 0:
+                self._served.say("the learner to publish version 0")
+                await asyncio.sleep(0.2)
+        self._served.say("")
+
+    async def _probed(self) -> bool:
+        """Generate a token; False when the weights went away meanwhile."""
+        try:
+            await self._engine.probe()
+        except EngineFailed as error:
+            if self._version() >= 0 and not self._engine.stats().get("released"):
+                raise
+            log.warning("a push broke off, or memory was released, in the middle of the probe: %s", error)
+            return False
+        return True
+
+    def _stale(self, is_stale: bool) -> None:
+        self._engine.phase = "stale" if is_stale else "serving"
+        self._served.tell()
+
+    async def _load(self, directory: Path, version: int, epoch: int) -> None:
+        async with self._served.taking_memory():
+            await self._engine.load_snapshot(directory, version, epoch)
+
+    def _version(self) -> int:
+        return self._engine.version if self._engine.whole else -1

@@ -29,13 +29,15 @@ from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.live import LiveView
 from bus.messages import Sampling, Span
+from bus.ports import KeptPort
 from bus.server import EmbeddedServer
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
 from learner.feed_client import FeedClient
 from learner.feed_keys import FeedKeys
 from learner.feed_messages import End
-from learner.feeder import run_feeder
+from learner.feeder import ModelFacts, run_feeder
+from learner.places import FeederPlaces
 from learner.prompts import PromptFile
 from weightstore.registry import VersionRegistry
 
@@ -130,30 +132,27 @@ async def feeder(args: argparse.Namespace) -> None:
     (directory / "checkpoints").mkdir()
     tokens = list(range(PROMPT_TOKENS))
 
-    def listening(url: str) -> None:
+    steps_ahead = -(-args.actors // GROUPS_PER_STEP)
+    with KeptPort() as port:
+        url = f"tcp://127.0.0.1:{port.number}"
         (directory / "url.new").write_text(url)
         (directory / "url.new").rename(directory / "url")
-
-    steps_ahead = -(-args.actors // GROUPS_PER_STEP)
-    await run_feeder(
-        run=RUN,
-        bus_url=args.url,
-        root=directory / "checkpoints",
-        prompts=PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS),
-        learner=LearnerConfig(
-            steps=1_000_000,
-            groups_per_step=GROUPS_PER_STEP,
-            group_size=GROUP_SIZE,
-            checkpoint_every=4,
-            max_tokens_per_micro_batch=8 * (TOKENS + PROMPT_TOKENS),
-        ),
-        staleness=StalenessConfig(max_lag=steps_ahead + 1),
-        sampling=Sampling(max_new_tokens=TOKENS),
-        bus=CONFIG,
-        vocab_size=150_000,
-        keys=keys_in(directory),
-        on_listening=listening,
-    )
+        await run_feeder(
+            FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=directory / "checkpoints"),
+            PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS),
+            model=ModelFacts(vocab_size=150_000),
+            learner=LearnerConfig(
+                steps=1_000_000,
+                groups_per_step=GROUPS_PER_STEP,
+                group_size=GROUP_SIZE,
+                checkpoint_every=4,
+                max_tokens_per_micro_batch=8 * (TOKENS + PROMPT_TOKENS),
+            ),
+            staleness=StalenessConfig(max_lag=steps_ahead + 1),
+            sampling=Sampling(max_new_tokens=TOKENS),
+            push_every=1,
+            draining=asyncio.Event(),
+        )
 
 
 async def rank(args: argparse.Namespace) -> None:

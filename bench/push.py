@@ -33,7 +33,7 @@ import torch.distributed as dist
 from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
-from actors.engine_process import run_engine
+from actors.engine_process import EngineLimits, EnginePlaces, run_engine
 from actors.errors import EngineError
 from actors.sglang.engine import SglangEngine
 from bus.config import BusConfig
@@ -204,7 +204,8 @@ def engine_child(bus_url: str, model_dir: Path, sglang_url: str) -> None:
     config = sglang_on_cpu.config("", url=sglang_url) if sglang_url else EngineConfig()
     factory = SglangEngine if sglang_url else BuiltinEngine
     with asyncio.Runner(loop_factory=new_event_loop) as runner:  # as its process has it
-        runner.run(run_engine(bus_url, RUN, model_dir, config, BusConfig(), asyncio.Event(), "engine", factory=factory))
+        places = EnginePlaces(run=RUN, bus_url=bus_url, model_dir=model_dir, id="engine")
+        runner.run(run_engine(places, config, asyncio.Event(), factory=factory, limits=EngineLimits()))
 
 
 @contextmanager

@@ -29,7 +29,7 @@ import torch
 
 from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
-from actors.engine_process import run_engine
+from actors.engine_process import EngineLimits, EnginePlaces, run_engine
 from actors.errors import EngineError
 from bench.push import RUN, engine_url, make_layout, publishing
 from bus.config import BusConfig
@@ -252,7 +252,8 @@ def engine_child(bus_url: str, model_dir: Path, config: EngineConfig) -> None:
 
     async def body(draining: asyncio.Event) -> None:
         factory = engine_factory(config)
-        await run_engine(bus_url, RUN, model_dir, config, BusConfig(), draining, "engine", factory=factory, drain_s=1.0)
+        places = EnginePlaces(run=RUN, bus_url=bus_url, model_dir=model_dir, id="engine")
+        await run_engine(places, config, draining, factory=factory, limits=EngineLimits(drain_s=1.0))
 
     torch.set_num_threads(1)
     process.run(body, drain_s=10)

@@ -212,32 +212,29 @@ def host(args: argparse.Namespace) -> int:
     from launch.host import HostThere, only_one, users_in
     from launch.wanted import parse
 
-    own, name, taken = parse(args.wanted), args.name or _user() or host_name(), allowed(args.allow, os.environ)
-    directory = args.dir or Path("runs/hosts") / name
+    name = args.name or _user() or host_name()
+    machine = roles.Machine(
+        name=name,
+        pool=args.pool,
+        own=parse(args.wanted),
+        directory=args.dir or Path("runs/hosts") / name,
+        drain_s=args.drain,
+        restarts=args.restarts,
+        users=None if args.users is None else users_in(args.users),
+        allowed=allowed(args.allow, os.environ),
+        engine_words=reached_at(args),
+    )
     process.set_up_logging("host", name)
 
     refused: list[HostThere] = []
 
     async def body(draining: asyncio.Event) -> None:
         try:
-            await roles.run_host(
-                args.run,
-                args.bus,
-                draining,
-                name=name,
-                pool=args.pool,
-                own=own,
-                directory=directory,
-                drain_s=args.drain,
-                restarts=args.restarts,
-                users=None if args.users is None else users_in(args.users),
-                allowed=taken,
-                engine_words=reached_at(args),
-            )
+            await roles.run_host(args.run, args.bus, draining, machine)
         except HostThere as error:
             refused.append(error)
 
-    with only_one(directory, name):
+    with only_one(machine.directory, name):
         code = process.run(body, drain_s=2 * args.drain + 30)
     if refused:
         raise refused[0]

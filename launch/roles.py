@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -136,17 +137,9 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
         model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
         if model is None:
             return
-        await engine_process.run_engine(
-            bus_url,
-            config.run,
-            model,
-            engine,
-            config.bus,
-            draining,
-            id or None,
-            factory=engine_factory(engine),
-            drain_s=config.up.drain_s,
-        )
+        places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id)
+        limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
+        await engine_process.run_engine(places, engine, draining, factory=engine_factory(engine), limits=limits)
 
 
 async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
@@ -224,25 +217,30 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     return found
 
 
-async def run_host(
-    run: str,
-    bus_url: str,
-    draining: asyncio.Event,
-    *,
-    name: str,
-    pool: str,
-    own: dict[str, int],
-    directory: Path,
-    drain_s: float,
-    restarts: int,
-    users: dict[str, list[Path]] | None,
-    allowed: Sequence[str] = (),
-    engine_words: Sequence[str] = (),
-) -> None:
-    """Engines and actors of this machine, as many as are wanted of it. ``engine_words`` are passed on to its engines.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine as a host of a run, as its command line describes it."""
 
-    Raises HostThere, BusUnavailable.
-    """
+    name: str
+    pool: str
+    own: Mapping[str, int]
+    """Engines and actors that this machine wants for itself; empty = its share of those wanted of all."""
+    directory: Path
+    drain_s: float
+    restarts: int
+    users: Mapping[str, Sequence[Path]] | None
+    allowed: Sequence[str]
+    engine_words: Sequence[str]
+    """Arguments passed on to its engines."""
+
+    def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
+        """Return the arguments behind ``python -m launch`` of one of its processes."""
+        passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
+        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(self.engine_words if role == "engine" else ())]
+
+
+async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
+    """Run engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
     from contextlib import AsyncExitStack
 
     from actors.membership import connected
@@ -252,6 +250,7 @@ async def run_host(
     from launch.host import Host, refuse_another
     from launch.supervisor import Supervisor
 
+    name, directory = machine.name, machine.directory
     address = address_line(bus_url, None, name, os.environ)
     run = run or await found_run(address, "host", draining)
     if not run:
@@ -261,20 +260,23 @@ async def run_host(
         if bus is None:
             return
         await refuse_another(bus, name)
-        if own:
+        if machine.own:
             try:
-                await wanted.change(bus, wanted.host_key(name), own)
+                await wanted.change(bus, wanted.host_key(name), machine.own)
             except Forbidden as error:
-                words = " ".join(f"{role}s={count}" for role, count in own.items())
+                words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
                 raise ValueError(f"{error}; let the operator say it: tidemill scale {words} --host {name}") from None
-        supervisor = Supervisor(directory / "logs", restarts=restarts, window_s=HOST_RESTART_WINDOW_S)
-
-        def arguments(role: str, id: str) -> list[str]:
-            passed_on = [word for pattern in allowed for word in ("--allow", pattern)]
-            return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(engine_words if role == "engine" else ())]
-
-        host = Host(bus, supervisor, name=name, pool=pool, prefix=f"{name}-", arguments=arguments, drain_s=drain_s, users=users)
-        log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, pool or "-", directory / "logs")
+        host = Host(
+            bus,
+            Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
+            name=name,
+            pool=machine.pool,
+            prefix=f"{name}-",
+            arguments=partial(machine.command, bus_url=bus_url, run=run),
+            drain_s=machine.drain_s,
+            users=machine.users,
+        )
+        log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
         await host.run(draining)
 
 
@@ -322,6 +324,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
     from bus.messages import Sampling
     from launch.checks.resume import model_identity
     from learner import feeder
+    from learner.places import FeederPlaces
     from learner.prompts import PromptFile, model_tokenizer
 
     model = Path(config.model.path)
@@ -344,31 +347,24 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
         shuffle=data.shuffle,
         seed=data.seed,
     )
+    places = FeederPlaces(run=config.run, bus_url=bus_url, bus=config.bus, listen=feeder_url, keys=keys, checkpoints=config.checkpoints)
     await feeder.run_feeder(
-        run=config.run,
-        bus_url=bus_url,
-        root=config.checkpoints,
-        prompts=prompts,
+        places,
+        prompts,
+        model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), identity=model_identity(model)),
         learner=config.learner,
         staleness=config.staleness,
         sampling=sampling,
-        seed=config.data.seed,
         push_every=config.weights.push_every,
-        keys=keys,
-        listen=feeder_url,
-        bus=config.bus,
-        vocab_size=vocab_size,
-        max_context=max_context,
-        eos_ids=eos_ids(model),
-        model=model_identity(model),
         draining=draining,
     )
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
     from learner import rank
+    from learner.places import RankPlaces
 
-    places = rank.RankPlaces(
+    places = RankPlaces(
         run=config.run,
         bus_url=bus_url,
         feeder_url=feeder_url,

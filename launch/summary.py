@@ -3,6 +3,7 @@
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +22,61 @@ def metric_lines(outcomes: Sequence[Done]) -> list[dict[str, Any]]:
     return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
 
 
-def summarize(
-    books: Books,
-    lines: Sequence[Mapping[str, Any]],
-    versions: Sequence[VersionRow],
-    *,
-    run: str,
-    seconds: float,
-    seconds_to_reward: float | None,
-    max_lag: int,
-    loads: Mapping[str, Mapping[str, float]],
-    aborted_by_pushes: int,
-    restarts: Mapping[str, int],
-    troubles: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Everything that summary.json holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Facts of a run that are in none of its streams: its settings, and what was seen while it ran."""
 
-    ``loads`` and ``troubles``: the last counters each process reported, and what went wrong there again and again, by ``role.id``.
-    """
+    run: str
+    max_lag: int
+    seconds: float
+    seconds_to_reward: float | None
+    """Until the mean reward first reached 0.9; None = it has not."""
+    loads: Mapping[str, Mapping[str, float]]
+    """The last counters that each process reported, by ``role.id``."""
+    troubles: Mapping[str, str] = field(default_factory=dict)
+    """Failures that each process has met again and again, by ``role.id``."""
+    aborted_by_pushes: int
+    restarts: Mapping[str, int]
+
+
+def summarize(books: Books, lines: Sequence[Mapping[str, Any]], versions: Sequence[VersionRow], observed: Observed) -> dict[str, Any]:
+    """Return everything that summary.json holds, in its order."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
-    pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}
-    stalls = [line["push/stall_seconds_max"] for line in pushes.values() if "push/stall_seconds_max" in line]
+    loads = observed.loads
     actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
     return {
-        "run": run,
+        "run": observed.run,
         "steps": len(lines),
         "minibatches_skipped": int(sum(line.get(SKIPPED, 0.0) for line in lines)),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
-        "seconds": round(seconds, 2),
-        "seconds_to_reward_0.9": seconds_to_reward,
+        "seconds": round(observed.seconds, 2),
+        "seconds_to_reward_0.9": observed.seconds_to_reward,
+        **_samples(books),
+        "requests_aborted_by_pushes": observed.aborted_by_pushes,
+        "multi_version_samples": books.multi_version,
+        "max_lag": observed.max_lag,
+        "max_lag_trained": books.max_lag_trained,
+        "lag_histogram_tokens": {str(lag): books.lag_tokens[lag] for lag in sorted(books.lag_tokens)},
+        "learner_wait_share": float(lines[-1].get("train/wait_share", 0.0)) if lines else None,
+        "actor_wait_share": mean(actors) if actors else None,
+        "tokens_generated": books.tokens_generated,
+        "tokens_trained": books.tokens_trained,
+        "versions": len(versions),
+        "pushes": sum(row.version > 0 and row.state == "published" for row in versions),
+        **_pushes(lines),
+        "tasks_issued": books.tasks_issued,
+        "tasks_open": books.tasks_open,
+        "tasks_given_up": dict(sorted(books.tasks_given_up.items())),
+        "prompts_too_long": int(loads.get("feeder.feeder", {}).get("prompts_too_long", 0)),
+        "troubles": dict(observed.troubles),
+        "restarts": dict(observed.restarts),
+        "problems": books.problems,
+    }
+
+
+def _samples(books: Books) -> dict[str, Any]:
+    return {
         "samples_published": books.published,
         "samples_trained": books.trained,
         "samples_lost": books.lost,
@@ -64,26 +90,15 @@ def summarize(
         "samples_trimmed": books.trimmed,
         "samples_aborted": books.aborted,
         "books_balance": books.balance(),
-        "requests_aborted_by_pushes": aborted_by_pushes,
-        "multi_version_samples": books.multi_version,
-        "max_lag": max_lag,
-        "max_lag_trained": books.max_lag_trained,
-        "lag_histogram_tokens": {str(lag): books.lag_tokens[lag] for lag in sorted(books.lag_tokens)},
-        "learner_wait_share": float(lines[-1].get("train/wait_share", 0.0)) if lines else None,
-        "actor_wait_share": mean(actors) if actors else None,
-        "tokens_generated": books.tokens_generated,
-        "tokens_trained": books.tokens_trained,
-        "versions": len(versions),
-        "pushes": sum(row.version > 0 and row.state == "published" for row in versions),
-        "push_seconds_mean": mean([line["push/seconds"] for line in pushes.values() if "push/seconds" in line]),
-        "stall_seconds_mean": mean(stalls),
-        "tasks_issued": books.tasks_issued,
-        "tasks_open": books.tasks_open,
-        "tasks_given_up": dict(sorted(books.tasks_given_up.items())),
-        "prompts_too_long": int(loads.get("feeder.feeder", {}).get("prompts_too_long", 0)),
-        "troubles": dict(troubles or {}),
-        "restarts": dict(restarts),
-        "problems": books.problems,
+    }
+
+
+def _pushes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over pushes, each of which several steps may have reported."""
+    pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
+    return {
+        "push_seconds_mean": mean([line["push/seconds"] for line in pushes if "push/seconds" in line]),
+        "stall_seconds_mean": mean([line["push/stall_seconds_max"] for line in pushes if "push/stall_seconds_max" in line]),
     }
 
 

@@ -337,10 +337,7 @@ class Up:
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)
-        result = summary.summarize(
-            books,
-            lines,
-            versions,
+        observed = summary.Observed(
             run=self._config.run,
             seconds=seconds,
             seconds_to_reward=_seconds_to(lines, 0.9),
@@ -350,6 +347,7 @@ class Up:
             aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
             restarts=self._supervisor.restarted,
         )
+        result = summary.summarize(books, lines, versions, observed)
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
         result |= {"promises_broken": broken, "config_digest": self._config.digest()}
         roles.write_aside(self._root / "summary.json", json.dumps(result, indent=2) + "\n")

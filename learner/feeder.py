@@ -1,77 +1,77 @@
 """The feeder process: the learner's only way to the bus, but for pushes. Settings in, one start of ``Feeder``, the first error out."""
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bus import exit_codes
-from bus.config import BusConfig
 from bus.connection import connect
 from bus.coroutines import first_error
 from bus.messages import Sampling
 from bus.patience import cancellable
 from learner.config import LearnerConfig, StalenessConfig
-from learner.feed_keys import FeedKeys
 from learner.feed_server import FeedServer
 from learner.feeder_loops import Feeder, FeederRules
+from learner.places import FeederPlaces
 from learner.prompts import PromptFile
 from learner.rules import DataRules
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The facts of the trained model that the data depends on."""
+
+    vocab_size: int | None = None
+    """Samples with other token ids are refused; None = not known."""
+    max_context: int = 0
+    """As ``DataRules.max_context``."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a response; empty = not known."""
+    identity: str = ""
+    """As ``DataRules.model``."""
+
+
 async def run_feeder(
-    *,
-    run: str,
-    bus_url: str,
-    root: Path,
+    places: FeederPlaces,
     prompts: PromptFile,
+    *,
+    model: ModelFacts,
     learner: LearnerConfig,
     staleness: StalenessConfig,
     sampling: Sampling,
-    seed: int = 0,
-    push_every: int = 1,
-    keys: FeedKeys,
-    listen: str = "tcp://127.0.0.1:*",
-    bus: BusConfig | None = None,
-    vocab_size: int | None = None,
-    max_context: int = 0,
-    eos_ids: frozenset[int] = frozenset(),
-    model: str = "",
-    draining: asyncio.Event | None = None,
-    on_listening: Callable[[str], None] | None = None,
+    push_every: int,
+    draining: asyncio.Event,
 ) -> None:
-    """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint under ``root``.
+    """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
 
-    ``keys`` admit the ranks. ``eos_ids``: tokens that end a response; empty = not known. ``model``: as ``DataRules.model``.
-    ``on_listening`` is given the URL for FeedClient. ``seed`` is that of the prompts' order (DataConfig.seed). Once ``draining`` is set,
-    it ends when no rank is left and what they reported is stored.
+    Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, FeedError, PromptError; of the bus Fenced (another
     learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
-    rules = _data_rules(run, learner, staleness, sampling, seed, push_every, max_context, prompts, model)
-    feeder_rules = FeederRules(
-        run=run,
-        root=root,
-        sampling=sampling,
-        group_size=learner.group_size,
-        checkpoint_every=learner.checkpoint_every,
-        keep_checkpoints=learner.keep_checkpoints,
-        ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0,
-        batch_timeout_s=learner.batch_timeout_s,
-        vocab_size=vocab_size,
-        pad_to=learner.tensor_parallel,
-        eos_ids=eos_ids,
-        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
+    rules = DataRules(
+        run=places.run,
+        steps=learner.steps,
+        groups_per_step=learner.groups_per_step,
+        data_parallel=learner.data_parallel,
+        max_tokens_per_micro_batch=learner.max_tokens_per_micro_batch,
+        minibatches=learner.minibatches,
+        max_context=model.max_context,
+        push_every=push_every,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=prompts.seed,
+        prompts_digest=prompts.digest,
+        model=model.identity,
+        **asdict(staleness),
     )
-    config = bus or BusConfig()
+    feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
     world_size = learner.data_parallel * learner.tensor_parallel
-    server = FeedServer(listen, keys=keys, world_size=world_size, data_parallel=learner.data_parallel)
+    server = FeedServer(places.listen, keys=places.keys, world_size=world_size, data_parallel=learner.data_parallel)
     try:
-        if on_listening is not None:
-            on_listening(server.url)
-        async with connect(bus_url, run, config, name="feeder") as connected:
+        async with connect(places.bus_url, places.run, places.bus, name="feeder") as connected:
             await connected.create_layout()
-            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining or asyncio.Event()))
+            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining))
     except BaseException as error:
         first = first_error(error)
         ended = isinstance(first, asyncio.CancelledError)
@@ -81,31 +81,18 @@ async def run_feeder(
         await server.close()
 
 
-def _data_rules(
-    run: str,
-    learner: LearnerConfig,
-    staleness: StalenessConfig,
-    sampling: Sampling,
-    seed: int,
-    push_every: int,
-    max_context: int,
-    prompts: PromptFile,
-    model: str,
-) -> DataRules:
-    return DataRules(
-        run=run,
-        steps=learner.steps,
-        groups_per_step=learner.groups_per_step,
-        data_parallel=learner.data_parallel,
-        max_tokens_per_micro_batch=learner.max_tokens_per_micro_batch,
-        minibatches=learner.minibatches,
-        max_context=max_context,
-        push_every=push_every,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=seed,
-        prompts_digest=prompts.digest,
-        model=model,
-        **asdict(staleness),
+def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfig, sampling: Sampling, *, ahead: int) -> FeederRules:
+    return FeederRules(
+        run=places.run,
+        root=places.checkpoints,
+        sampling=sampling,
+        group_size=learner.group_size,
+        checkpoint_every=learner.checkpoint_every,
+        keep_checkpoints=learner.keep_checkpoints,
+        ahead=ahead,
+        batch_timeout_s=learner.batch_timeout_s,
+        vocab_size=model.vocab_size,
+        pad_to=learner.tensor_parallel,
+        eos_ids=model.eos_ids,
+        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
     )

@@ -171,12 +171,11 @@ class Feeder:
         return Outcomes(
             self._bus,
             self._server,
+            resumed,
             epoch=self._epoch,
-            step=self._source.step,
             steps=self._data_rules.steps,
             root=self._rules.root,
             keep_checkpoints=self._rules.keep_checkpoints,
-            earlier=resumed.done,
             on_published=self._published,
         )
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from learner.checkpoints import Checkpoint
 from learner.datasource import read_state
 from learner.errors import FeedError
 from learner.feed_server import FeedServer
-from learner.restart import CHECKPOINT_KEY
+from learner.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,18 @@ class Outcomes:
         self,
         bus: Bus,
         server: FeedServer,
+        resumed: Resumed,
         *,
         epoch: int,
-        step: int,
         steps: int,
         root: Path,
         keep_checkpoints: int,
-        earlier: Mapping[int, Done],
         on_published: Callable[[int, int], None],
     ) -> None:
-        """``step``: that of the checkpoint loaded; ``earlier``: outcomes recorded for the steps behind it."""
+        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps behind it."""
+        step = resumed.source.step
         self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
-        self._keep, self._earlier, self._on_published = keep_checkpoints, earlier, on_published
+        self._keep, self._earlier, self._on_published = keep_checkpoints, resumed.done, on_published
         self._done = step
         self._plans: dict[int, tuple[str, dict[str, float]]] = {}
         self.checkpoint_step = step

@@ -62,7 +62,7 @@ class PromptFile:
         """
         refuse_template(template)
         self._path, self._tokenize, self._max_tokens, self._template = path, tokenize, max_tokens, template
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self.seed = shuffle, seed
         self._rows = list(read_rows(path, keys))
         if not self._rows:
             raise PromptError(str(path), "at least one prompt", "none")
@@ -75,7 +75,7 @@ class PromptFile:
     @property
     def digest(self) -> str:
         """Of the file's content and of everything else that decides which prompt stands where."""
-        return prompts_digest(self._path, template=self._template, shuffle=self._shuffle, seed=self._seed)
+        return prompts_digest(self._path, template=self._template, shuffle=self._shuffle, seed=self.seed)
 
     @property
     def num_too_long(self) -> int:
@@ -96,7 +96,7 @@ class PromptFile:
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
             return np.arange(len(self), dtype=np.int64)
-        key = np.array([self._seed & (2**64 - 1), epoch], np.uint64)
+        key = np.array([self.seed & (2**64 - 1), epoch], np.uint64)
         return np.argsort(np.random.Philox(key=key).random_raw(len(self)), kind="stable")
 
     def at(self, epoch: int, offset: int) -> Drawn:

@@ -20,6 +20,7 @@ from bus.errors import BusError, Fenced
 from learner.feed_client import FeedClient
 from learner.feed_messages import Start
 from learner.megatron.model import Policy
+from learner.places import RankPlaces
 from weightstore import snapshot
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed
@@ -39,20 +40,16 @@ class Pushes:
         self,
         policy: Policy,
         feed: FeedClient,
+        places: RankPlaces,
         *,
-        run: str,
-        bus_url: str,
         bus: BusConfig,
         weights: WeightsConfig,
-        model_dir: Path,
-        snapshots: Path,
         wait: bool,
         colocated: bool = False,
     ) -> None:
         """``wait``: a push has ended before ``publish`` returns. ``colocated``: it begins with ``give``, and has ended by its return."""
-        self._policy, self._feed, self._run, self._bus_url, self._bus = policy, feed, run, bus_url, bus
-        self._weights, self._model_dir, self._snapshots, self._wait = weights, model_dir, snapshots, wait
-        self._colocated = colocated
+        self._policy, self._feed, self._places = policy, feed, places
+        self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
         self._staged: Staged | None = None
         """Of a push that has not succeeded yet."""
         self._engines_released = 0
@@ -78,11 +75,11 @@ class Pushes:
             return
         publisher = Publisher(
             self._weights,
-            bus_url=self._bus_url,
-            run=self._run,
+            bus_url=self._places.bus_url,
+            run=self._places.run,
             epoch=start.epoch,
-            directory=self._snapshots,
-            model_dir=self._model_dir,
+            directory=self._places.snapshots,
+            model_dir=self._places.model_dir,
             manifest=manifest,
             bus_config=self._bus,
         )
@@ -104,7 +101,7 @@ class Pushes:
         elif start.initial is not None:  # engines load version 0 from the model directory, which has other weights
             self.publish()
         elif self._publisher is not None:
-            row = self._publisher.publish_initial(self._model_dir)
+            row = self._publisher.publish_initial(self._places.model_dir)
             self._feed.published(row.version, row.step)
 
     def publish(self) -> None:
@@ -192,7 +189,7 @@ class Pushes:
         tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
         if self._leads:
             version = self._report.version if self._report is not None and self._report.step == self.step else -1
-            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._model_dir)
+            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
 
 
 def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:

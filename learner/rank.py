@@ -16,7 +16,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -32,7 +31,6 @@ from learner.batch import StepBatch
 from learner.config import LearnerConfig, StalenessConfig
 from learner.errors import AlarmStop, CheckpointUnwritten
 from learner.feed_client import FeedClient
-from learner.feed_keys import FeedKeys
 from learner.feed_messages import End, Start
 from learner.megatron import parallel, state
 from learner.megatron.memory import open_memory
@@ -40,30 +38,13 @@ from learner.megatron.model import Policy, WeightBackup, build_policy, reference
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.parallel import Parallel
 from learner.megatron.trainer import Trainer
+from learner.places import RankPlaces
 from learner.pushes import Pushes
 from learner.turns import AllTheTime, TurnByTurn
 from weightstore.config import WeightsConfig
 from weightstore.publisher import Publisher
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlaces:
-    """What a rank reads and writes, and whom it talks to."""
-
-    run: str
-    bus_url: str
-    feeder_url: str
-    feeder_keys: FeedKeys
-    model_dir: Path
-    """Initial weights, configuration and tokenizer, in Hugging Face format."""
-    checkpoints: Path
-    """Root of the checkpoints; the feeder's ``root``."""
-    snapshots: Path
-    """Snapshots of versions are kept here."""
-    final_dir: Path
-    """The trained model is written here, in Hugging Face format, after the last step."""
 
 
 class Draining(BaseException):
@@ -187,12 +168,9 @@ class Rank:
         self.pushes = Pushes(
             policy,
             feed,
-            run=places.run,
-            bus_url=places.bus_url,
+            places,
             bus=bus,
             weights=weights,
-            model_dir=places.model_dir,
-            snapshots=places.snapshots,
             wait=staleness.max_lag == 0 or not weights.overlap,
             colocated=learner.colocated,
         )

@@ -12,6 +12,7 @@ from typing import Any
 from bus.config import BusConfig
 from bus.connection import Bus, connect
 from bus.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
+from bus.ports import KeptPort
 from learner import checkpoints
 from learner.batch import StepBatch, encode
 from learner.config import LearnerConfig, StalenessConfig
@@ -19,7 +20,8 @@ from learner.errors import LearnerError
 from learner.feed_client import FeedClient
 from learner.feed_keys import FeedKeys
 from learner.feed_messages import End, Start
-from learner.feeder import run_feeder
+from learner.feeder import ModelFacts, run_feeder
+from learner.places import FeederPlaces
 from learner.prompts import PromptFile
 from tests.data_kit import sample
 from weightstore.registry import VersionRegistry
@@ -52,26 +54,23 @@ class World:
     @asynccontextmanager
     async def feeder(self, **changes: Any) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
         """A feeder: its URL and task. Leaving the block kills it; an error of its own is raised by awaiting the task."""
-        listening: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         values: dict[str, Any] = {
-            "run": self.run,
-            "bus_url": self.url,
-            "root": self.root,
-            "prompts": self.prompts(),
+            "model": ModelFacts(vocab_size=256),
             "learner": self.learner,
             "staleness": self.staleness,
             "sampling": Sampling(max_new_tokens=8),
-            "bus": self.config,
-            "keys": KEYS,
-            "vocab_size": 256,
-            "on_listening": listening.set_result,
+            "push_every": 1,
+            "draining": asyncio.Event(),
         }
-        feeding = asyncio.create_task(run_feeder(**(values | changes)), name="feeder")
-        try:
-            yield await listening, feeding
-        finally:
-            feeding.cancel()
-            await asyncio.gather(feeding, return_exceptions=True)
+        with KeptPort() as port:
+            url = f"tcp://127.0.0.1:{port.number}"
+            places = FeederPlaces(run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root)
+            feeding = asyncio.create_task(run_feeder(places, self.prompts(), **(values | changes)), name="feeder")
+            try:
+                yield url, feeding
+            finally:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
 
     @asynccontextmanager
     async def actors(self, make: Callable[[Task, int], Sample] | None = None) -> AsyncIterator[None]:

@@ -10,8 +10,8 @@ import aiohttp
 from torch import Tensor
 
 from bus.errors import Fenced
-from weightstore.engine_api import CallFailed, EngineApi, Failure
 from weightstore.checksums import ChecksumReport
+from weightstore.engine_api import CallFailed, EngineApi, Failure
 from weightstore.errors import ReceiverFailed
 from weightstore.manifest import TensorSpec
 from weightstore.port import Rendezvous

@@ -26,7 +26,7 @@ from actors.builtin.lending import Lending
 from actors.builtin.progress import Progress
 from actors.builtin.request import Generate, Limits, SamplingParams, seeds
 from actors.builtin.scheduler import CLIENT_GONE, Event, Scheduler
-from actors.builtin.sequence import Sequence
+from actors.builtin.sequence import Model, Sequence
 from actors.builtin.shape import ModelShape
 from actors.builtin.text import Text
 from actors.builtin.updates import WeightUpdates
@@ -230,6 +230,7 @@ class BuiltinEngine:
         if self._unfinished + len(generate.prompts) > limit:
             raise EngineUnavailable(self.url, f"the queue is full: {self._unfinished} unfinished requests, at most {limit}")
         progress = Progress()
+        model = Model(eos_ids=self.eos_ids, max_context=self.limits.max_context, text=self.text)
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
             progress.add(
                 Sequence(
@@ -237,9 +238,7 @@ class BuiltinEngine:
                     prompt,
                     params,
                     seed=seed,
-                    eos_ids=self.eos_ids,
-                    max_context=self.limits.max_context,
-                    text=self.text,
+                    model=model,
                     sink=progress.tell,
                     stream=generate.stream,
                     continued_tokens=generate.continued_tokens,

@@ -6,6 +6,7 @@ The decoding thread writes; the loop's thread reads only prefixes that it was to
 import itertools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,16 @@ from numpy.typing import NDArray
 
 from actors.builtin.request import SamplingParams
 from actors.builtin.text import StopStrings, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The facts of a model on which the end of a response depends."""
+
+    eos_ids: frozenset[int]
+    max_context: int
+    text: Text | None
+    """Its tokenizer; None = it has none, and stop strings are not looked for."""
 
 
 class Sequence:
@@ -48,9 +59,7 @@ class Sequence:
         params: SamplingParams,
         *,
         seed: int,
-        eos_ids: frozenset[int],
-        max_context: int,
-        text: Text | None,
+        model: Model,
         sink: Callable[["Sequence", int, bool], None],
         stream: bool = False,
         continued_tokens: int = 0,
@@ -64,12 +73,12 @@ class Sequence:
         self.log_probs: list[float] = []
         self.spans: list[tuple[int, int]] = []
         """(version, index of its first token)."""
-        self.max_new_tokens = min(params.max_new_tokens, max_context - len(prompt))
-        enders = eos_ids | params.stop_token_ids
+        self.max_new_tokens = min(params.max_new_tokens, model.max_context - len(prompt))
+        enders = model.eos_ids | params.stop_token_ids
         self.stop_ids = frozenset() if params.ignore_eos else enders
         self.suppressed = sorted(enders) if params.min_new_tokens else []
         """Ids with probability 0 for the first ``min_new_tokens``."""
-        self.stop_strings = StopStrings(text, params.stop) if params.stop and text else None
+        self.stop_strings = StopStrings(model.text, params.stop) if params.stop and model.text else None
         self.finish: dict[str, Any] | None = None
         self.error: str | None = None
         """Why the engine could not complete it, by its own fault."""

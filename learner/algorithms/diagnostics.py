@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learner.algorithms.advantages import group_moments
+from learner.algorithms.objective import Tokens
 from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.ratios import DELTA_BOUND, log_ratio
 
@@ -71,96 +72,145 @@ def num_lag_buckets(max_lag: int) -> int:
     return min(max_lag + 1, MAX_LAG_BUCKETS) + 1
 
 
+@dataclass(frozen=True, slots=True)
+class _Trainable:
+    """The trainable tokens of a micro-batch, [M], float64. ``d = log pi - log mu`` and ``w = e^d`` are of the policy that the update starts
+    from, before any bound."""
+
+    at_M: Tensor
+    """Their places in the row."""
+    pi_M: Tensor
+    mu_M: Tensor
+    log_pi_M: Tensor
+    log_mu_M: Tensor
+    log_theta_M: Tensor
+    delta_M: Tensor
+    w_M: Tensor
+    k3_M: Tensor
+    entropy_M: Tensor
+    lag_M: Tensor
+    sample_M: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor) -> "_Trainable":
+        at_M = tokens.mask_T.nonzero()[:, 0]
+        start_T = log_probs_T if tokens.old_T is None else tokens.old_T
+        delta_M = log_ratio(start_T, tokens.rollout_T, tokens.mask_T)[at_M].double()
+        log_pi_M, log_mu_M, w_M = start_T[at_M].double(), tokens.rollout_T[at_M].double(), delta_M.exp()
+        return cls(
+            at_M=at_M,
+            pi_M=log_pi_M.exp(),
+            mu_M=log_mu_M.exp(),
+            log_pi_M=log_pi_M,
+            log_mu_M=log_mu_M,
+            log_theta_M=log_probs_T[at_M].double(),
+            delta_M=delta_M,
+            w_M=w_M,
+            k3_M=w_M - 1 - delta_M,
+            entropy_M=entropy_T[at_M].double(),
+            lag_M=tokens.lag_T[at_M],
+            sample_M=tokens.sample_T[at_M],
+        )
+
+
 @torch.no_grad()
-def token_sums(
-    *,
-    log_probs_T: Tensor,
-    start_T: Tensor,
-    rollout_T: Tensor,
-    entropy_T: Tensor,
-    advantages_T: Tensor,
-    mask_T: Tensor,
-    lag_T: Tensor,
-    sample_T: Tensor,
-    num_samples: int,
-    position_T: Tensor,
-    loss: TokenLoss,
-    lag_buckets: int,
-) -> Sums:
+def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, position_T: Tensor, loss: TokenLoss, lag_buckets: int) -> Sums:
     """Sums over the trainable tokens of one micro-batch; what is masked never enters.
 
-    ``d = log pi - log mu`` and ``w = e^d`` are of ``start_T``, the policy the update starts from, before any bound. ``position_T``: place
-    of the token in its response, from 0. Samples are whole in a micro-batch.
+    ``position_T``: place of the token in its response, from 0. Samples are whole in a micro-batch.
     """
-    at_M = mask_T.nonzero()[:, 0]
-    delta_M = log_ratio(start_T, rollout_T, mask_T)[at_M].double()
-    log_pi_M, log_mu_M, log_theta_M = start_T[at_M].double(), rollout_T[at_M].double(), log_probs_T[at_M].double()
-    entropy_M, lag_M, sample_M = entropy_T[at_M].double(), lag_T[at_M], sample_T[at_M]
-    w_M, pi_M, mu_M = delta_M.exp(), log_pi_M.exp(), log_mu_M.exp()
-    k3_M, abs_M, gap_p_M = w_M - 1 - delta_M, delta_M.abs(), (pi_M - mu_M).abs()
-    counts_N = torch.zeros(num_samples, dtype=torch.float64, device=delta_M.device).index_add(0, sample_M, torch.ones_like(w_M))
-    oldest_N = lag_M.new_zeros(num_samples).scatter_reduce(0, sample_M, lag_M, "amax")
-    newest_N = lag_M.new_full((num_samples,), torch.iinfo(lag_M.dtype).max).scatter_reduce(0, sample_M, lag_M, "amin")
-    fresh_M = (oldest_N[sample_M] == 0).double()
-    unsure_M = (entropy_M >= UNCERTAIN).double()
-    now_M = log_ratio(log_probs_T, rollout_T, mask_T)[at_M].double().exp()
-    surprise_M = now_M * (entropy_M + log_theta_M) * unsure_M
-    advantages_M = advantages_T[at_M]
-    clipped_M, up_M, down_M = loss.clipped_T[at_M].double(), (advantages_M > 0).double(), (advantages_M < 0).double()
-    middle_M = (pi_M + mu_M) / 2
+    row = _Trainable.of(tokens, log_probs_T, entropy_T)
+    ones_M, abs_M = torch.ones_like(row.w_M), row.delta_M.abs()
+    counts_N = torch.zeros(tokens.num_samples, dtype=torch.float64, device=abs_M.device).index_add(0, row.sample_M, ones_M)
+    oldest_N = row.lag_M.new_zeros(tokens.num_samples).scatter_reduce(0, row.sample_M, row.lag_M, "amax")
+    newest_N = row.lag_M.new_full((tokens.num_samples,), torch.iinfo(row.lag_M.dtype).max)
+    newest_N = newest_N.scatter_reduce(0, row.sample_M, row.lag_M, "amin")
+    now_M = log_ratio(log_probs_T, tokens.rollout_T, tokens.mask_T)[row.at_M].double().exp()
+    columns = {
+        **_mismatch(row),
+        **_surprise(row, now_M),
+        **_fresh(row, (oldest_N[row.sample_M] == 0).double()),
+        **_trust_region(row, loss, tokens.advantages_T[row.at_M]),
+        **_rejections(loss, row.at_M),
+        **_weighting(loss, row.at_M),
+    }
+    totals = dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True))
+    coupled_MC = torch.stack([ones_M, abs_M, row.delta_M, row.k3_M, row.w_M], -1)
+    totals |= {
+        "by_lag_BC": _by(row.lag_M.clamp(max=lag_buckets - 1).long(), coupled_MC, lag_buckets),
+        "by_position_BC": _by(_bucket(position_T[row.at_M], POSITIONS), coupled_MC, len(POSITIONS)),
+        "by_probability_BC": _by(_bucket(row.mu_M, PROBABILITIES), coupled_MC, len(PROBABILITIES)),
+    }
+    samples, longest = _sample_sums(row, counts_N, oldest_N - newest_N, loss.rejected_T[row.at_M] if loss.rejected else None)
+    gap_p_M = (row.pi_M - row.mu_M).abs()
+    maxima = {"abs_delta": _largest(abs_M), "lag": _largest(row.lag_M), "prob_diff": _largest(gap_p_M), "span": longest}
+    return Sums(totals=totals | samples, maxima=maxima)
+
+
+def _mismatch(row: _Trainable) -> dict[str, Tensor]:
+    """Of pi against mu, token by token."""
+    pi_M, mu_M, w_M, abs_M = row.pi_M, row.mu_M, row.w_M, row.delta_M.abs()
+    gap_p_M, middle_M = (pi_M - mu_M).abs(), (pi_M + mu_M) / 2
     to_middle_M, from_middle_M = (middle_M / mu_M).log(), (middle_M / pi_M).log()
-    columns: dict[str, Tensor] = {
+    return {
         "tokens": torch.ones_like(w_M),
-        "delta": delta_M,
+        "delta": row.delta_M,
         "abs_delta": abs_M,
-        "k2": delta_M.square() / 2,
-        "k3": k3_M,
+        "k2": row.delta_M.square() / 2,
+        "k3": row.k3_M,
         "w": w_M,
         "w_squared": w_M.square(),
         "prob_error": abs_M.exp(),
         "prob_diff": gap_p_M,
         "prob_diff_squared": gap_p_M.square(),
         "js": (to_middle_M.exp() - 1 - to_middle_M + w_M * (from_middle_M.exp() - 1 - from_middle_M)) / 2,
-        "entropy": entropy_M,
-        "unsure": unsure_M,
-        "gap": surprise_M,
-        "gap_squared": surprise_M.square(),
-        "fresh": fresh_M,
-        "fresh_abs_delta": fresh_M * abs_M,
-        "fresh_k3": fresh_M * k3_M,
-        "fresh_prob_error": fresh_M * abs_M.exp(),
         "pi": pi_M,
         "mu": mu_M,
         "pi_squared": pi_M.square(),
         "mu_squared": mu_M.square(),
         "pi_mu": pi_M * mu_M,
-        "lag": lag_M.double(),
+        "lag": row.lag_M.double(),
+    }
+
+
+def _surprise(row: _Trainable, now_M: Tensor) -> dict[str, Tensor]:
+    """Entropy, and how far the tokens drawn are from it. ``now_M``: pi_theta / mu."""
+    unsure_M = (row.entropy_M >= UNCERTAIN).double()
+    surprise_M = now_M * (row.entropy_M + row.log_theta_M) * unsure_M
+    return {"entropy": row.entropy_M, "unsure": unsure_M, "gap": surprise_M, "gap_squared": surprise_M.square()}
+
+
+def _fresh(row: _Trainable, fresh_M: Tensor) -> dict[str, Tensor]:
+    """Mismatch of samples of which no token is older than the policy: only the engines' numerics are in it."""
+    abs_M = row.delta_M.abs()
+    return {
+        "fresh": fresh_M,
+        "fresh_abs_delta": fresh_M * abs_M,
+        "fresh_k3": fresh_M * row.k3_M,
+        "fresh_prob_error": fresh_M * abs_M.exp(),
+    }
+
+
+def _trust_region(row: _Trainable, loss: TokenLoss, advantages_M: Tensor) -> dict[str, Tensor]:
+    clipped_M, up_M, down_M = loss.clipped_T[row.at_M].double(), (advantages_M > 0).double(), (advantages_M < 0).double()
+    return {
         "clipped": clipped_M,
         "up": up_M,
         "down": down_M,
         "clipped_up": clipped_M * up_M,
         "clipped_down": clipped_M * down_M,
-        "moved": log_pi_M - log_theta_M,
-        **_rejections(loss, at_M),
+        "moved": row.log_pi_M - row.log_theta_M,
     }
-    if loss.weights is not None:
-        columns |= {
-            "weight": loss.weights.weight_T[at_M].double(),
-            "too_high": loss.weights.too_high_T[at_M].double(),
-            "too_low": loss.weights.too_low_T[at_M].double(),
-        }
-    totals = dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True))
-    coupled_MC = torch.stack([torch.ones_like(w_M), abs_M, delta_M, k3_M, w_M], -1)
-    totals |= {
-        "by_lag_BC": _by(lag_M.clamp(max=lag_buckets - 1).long(), coupled_MC, lag_buckets),
-        "by_position_BC": _by(_bucket(position_T[at_M], POSITIONS), coupled_MC, len(POSITIONS)),
-        "by_probability_BC": _by(_bucket(mu_M, PROBABILITIES), coupled_MC, len(PROBABILITIES)),
+
+
+def _weighting(loss: TokenLoss, at_M: Tensor) -> dict[str, Tensor]:
+    if loss.weights is None:
+        return {}
+    return {
+        "weight": loss.weights.weight_T[at_M].double(),
+        "too_high": loss.weights.too_high_T[at_M].double(),
+        "too_low": loss.weights.too_low_T[at_M].double(),
     }
-    samples, longest = _sample_sums(
-        counts_N, sample_M, delta_M, log_pi_M, log_mu_M, oldest_N - newest_N, loss.rejected_T[at_M] if loss.rejected else None
-    )
-    maxima = {"abs_delta": _largest(abs_M), "lag": _largest(lag_M), "prob_diff": _largest(gap_p_M), "span": longest}
-    return Sums(totals=totals | samples, maxima=maxima)
 
 
 def _rejections(loss: TokenLoss, at_M: Tensor) -> dict[str, Tensor]:
@@ -179,17 +229,15 @@ def _by(bucket_M: Tensor, values_MC: Tensor, num_buckets: int) -> Tensor:
     return values_MC.new_zeros(num_buckets, values_MC.shape[1]).index_add(0, bucket_M, values_MC)
 
 
-def _sample_sums(
-    counts_N: Tensor, sample_M: Tensor, delta_M: Tensor, log_pi_M: Tensor, log_mu_M: Tensor, span_N: Tensor, rejected_M: Tensor | None
-) -> tuple[dict[str, Tensor], Tensor]:
+def _sample_sums(row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
     """Sums over the samples of this micro-batch that have a trainable token, and the longest span of versions."""
     here_S = counts_N.nonzero()[:, 0]
     counts_S = counts_N[here_S]
 
     def per_sample(values_M: Tensor) -> Tensor:
-        return torch.zeros_like(counts_N).index_add(0, sample_M, values_M)[here_S]
+        return torch.zeros_like(counts_N).index_add(0, row.sample_M, values_M)[here_S]
 
-    delta_S = per_sample(delta_M)
+    delta_S = per_sample(row.delta_M)
     w_S = delta_S.clamp(-DELTA_BOUND, DELTA_BOUND).exp()
     log_ppl_diff_S = -delta_S / counts_S
     span_S = span_N[here_S].double()
@@ -197,8 +245,8 @@ def _sample_sums(
         "samples": torch.ones_like(counts_S),
         "sequence_w": w_S,
         "sequence_w_squared": w_S.square(),
-        "ppl_train": (-per_sample(log_pi_M) / counts_S).exp(),
-        "ppl_rollout": (-per_sample(log_mu_M) / counts_S).exp(),
+        "ppl_train": (-per_sample(row.log_pi_M) / counts_S).exp(),
+        "ppl_rollout": (-per_sample(row.log_mu_M) / counts_S).exp(),
         "ppl_ratio": log_ppl_diff_S.exp(),
         "log_ppl_diff": log_ppl_diff_S,
         "log_ppl_diff_abs": log_ppl_diff_S.abs(),

@@ -89,7 +89,8 @@ def _shaped(name: str) -> LossFunction:
     def call(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
         settings: dict[str, Any] = {}
         if name in ("ppo", "gspo", "gspo_token"):
-            settings = {"clip_low": config.clip_low, "clip_high": config.clip_high, "clip_dual": config.clip_dual}
+            assert config.clip_low is not None and config.clip_high is not None
+            settings = {"clip": policy_losses.Clip(low=config.clip_low, high=config.clip_high, dual=config.clip_dual)}
         elif name == "cispo":
             settings = {"clip_low": config.clip_low, "clip_high": config.clip_high}
         elif name == "sapo":

@@ -24,6 +24,16 @@ class PolicyLoss:
     """True where the gradient is 0 although the advantage is not; False where masked."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """Trust region of a ratio: 1 - low .. 1 + high."""
+
+    low: float
+    high: float
+    dual: float = 0.0
+    """Bound of the ratio where the advantage is negative, > 1; 0 = none."""
+
+
 def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
     """1, with the gradient of log pi_theta."""
     return log_ratio(log_probs_T, log_probs_T.detach(), mask_T).exp()
@@ -52,26 +62,24 @@ def ppo(
     advantages_T: Tensor,
     mask_T: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float = 0.0,
+    clip: Clip,
 ) -> PolicyLoss:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``clip_dual = c > 1`` no more than ``-c A`` where A < 0.
+    """``-min(r A, clip(r, 1 - low, 1 + high) A)``; with ``dual = c > 1`` no more than ``-c A`` where A < 0.
 
-    The gradient is 0 iff (A > 0 and r > 1 + clip_high) or (A < 0 and r < 1 - clip_low) or (dual, A < 0 and r > c), else ``-A r``.
+    The gradient is 0 iff (A > 0 and r > 1 + high) or (A < 0 and r < 1 - low) or (dual, A < 0 and r > c), else ``-A r``.
     Sources: PPO, Schulman et al. 2017; asymmetric range, DAPO 2503.14476; dual clip, Ye et al. 2020.
     """
     ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
-    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
+    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip)
 
 
-def _clipped(ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, clip_low: float, clip_high: float, clip_dual: float) -> PolicyLoss:
+def _clipped(ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, clip: Clip) -> PolicyLoss:
     plain_T = ratio_T * advantages_T
-    held_T = ratio_T.clamp(1 - clip_low, 1 + clip_high) * advantages_T
+    held_T = ratio_T.clamp(1 - clip.low, 1 + clip.high) * advantages_T
     loss_T, clipped_T = -torch.minimum(plain_T, held_T), held_T < plain_T
-    if clip_dual:
-        over_T = (advantages_T < 0) & (ratio_T > clip_dual)
-        loss_T, clipped_T = torch.where(over_T, -clip_dual * advantages_T, loss_T), clipped_T | over_T
+    if clip.dual:
+        over_T = (advantages_T < 0) & (ratio_T > clip.dual)
+        loss_T, clipped_T = torch.where(over_T, -clip.dual * advantages_T, loss_T), clipped_T | over_T
     return _made(loss_T, clipped_T, mask_T)
 
 
@@ -94,9 +102,7 @@ def gspo(
     sample_T: Tensor,
     num_samples: int,
     *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float = 0.0,
+    clip: Clip,
 ) -> PolicyLoss:
     """PPO on the sequence ratio ``s = exp(mean_t log r_t)``, the same at every token of a sample.
 
@@ -105,7 +111,7 @@ def gspo(
     """
     mean_N = sequence_means(log_ratio(log_probs_T, anchor_T.detach(), mask_T), mask_T, sample_T, num_samples)
     ratio_T = torch.where(mask_T, spread(mean_N, sample_T), 0.0).exp()
-    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
+    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip)
 
 
 def gspo_token(
@@ -116,9 +122,7 @@ def gspo_token(
     sample_T: Tensor,
     num_samples: int,
     *,
-    clip_low: float,
-    clip_high: float,
-    clip_dual: float = 0.0,
+    clip: Clip,
 ) -> PolicyLoss:
     """GSPO whose gradient goes through each token by itself: ``s_t = sg(s) pi_theta / sg(pi_theta)``; advantages may differ by token.
 
@@ -126,7 +130,7 @@ def gspo_token(
     """
     means_N = sequence_means(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     ratio_T = torch.where(mask_T, spread(means_N, sample_T), 0.0).exp() * _score(log_probs_T, mask_T)
-    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip_low, clip_high, clip_dual)
+    return _clipped(ratio_T, torch.where(mask_T, advantages_T, 0.0), mask_T, clip)
 
 
 def topr(

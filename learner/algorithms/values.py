@@ -94,6 +94,23 @@ class VTrace:
     """The weight min(rho_pg_bar, pi / mu) is in it: its loss is ``-A log pi``, with no further weight and no ratio."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bars:
+    """Upper bounds of V-trace's weights. Raises ValueError unless 0 < c_bar <= rho_bar and rho_pg_bar > 0: there is no fixed point else."""
+
+    rho_bar: float = 1.0
+    c_bar: float = 1.0
+    rho_pg_bar: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (0 < self.c_bar <= self.rho_bar and self.rho_pg_bar > 0):
+            got = f"c_bar {self.c_bar}, rho_bar {self.rho_bar}, rho_pg_bar {self.rho_pg_bar}"
+            raise ValueError(f"want 0 < c_bar <= rho_bar, rho_pg_bar > 0, got {got}")
+
+
+_ALL_ONE = Bars()
+
+
 @torch.no_grad()
 def vtrace(
     log_ratio_T: Tensor,
@@ -103,10 +120,8 @@ def vtrace(
     sample_T: Tensor,
     *,
     gamma: float,
-    rho_bar: float = 1.0,
-    c_bar: float = 1.0,
-    rho_pg_bar: float = 1.0,
     lam: float = 1.0,
+    bars: Bars = _ALL_ONE,
 ) -> VTrace:
     """Value targets v and advantages that correct for data of mu, ``log_ratio_T = log pi - log mu``.
 
@@ -115,17 +130,15 @@ def vtrace(
     return. The mean of v over data of mu is V when V is the value of the policy proportional to ``min(rho_bar mu, pi)``, between mu and
     pi: rho_bar says where the learning ends, c_bar how fast (the product of c over many tokens goes to 0, and so does the reach of a late
     reward).
-    Raises ValueError for gamma or lam outside 0..1, and unless 0 < c_bar <= rho_bar and rho_pg_bar > 0.
+    Raises ValueError for gamma or lam outside 0..1.
     Source: IMPALA, Espeholt et al. 2018.
     """
     _check(gamma=gamma, lam=lam)
-    if not (0 < c_bar <= rho_bar and rho_pg_bar > 0):
-        raise ValueError(f"want 0 < c_bar <= rho_bar, rho_pg_bar > 0, got c_bar {c_bar}, rho_bar {rho_bar}, rho_pg_bar {rho_pg_bar}")
     steps = _Steps.of(mask_T, sample_T)
     rewards_M, values_M, weights_M = steps.gathered(rewards_T), steps.gathered(values_T), steps.gathered(log_ratio_T).exp()
-    errors_M = weights_M.clamp(max=rho_bar) * (rewards_M + gamma * steps.following(values_M) - values_M)
-    targets_M = values_M + steps.summed(errors_M, gamma * lam * weights_M.clamp(max=c_bar))
-    advantages_M = weights_M.clamp(max=rho_pg_bar) * (rewards_M + gamma * steps.following(targets_M) - values_M)
+    errors_M = weights_M.clamp(max=bars.rho_bar) * (rewards_M + gamma * steps.following(values_M) - values_M)
+    targets_M = values_M + steps.summed(errors_M, gamma * lam * weights_M.clamp(max=bars.c_bar))
+    advantages_M = weights_M.clamp(max=bars.rho_pg_bar) * (rewards_M + gamma * steps.following(targets_M) - values_M)
     return VTrace(targets_T=steps.spread(targets_M, values_T), advantages_T=steps.spread(advantages_M, rewards_T))
 
 

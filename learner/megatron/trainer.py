@@ -332,18 +332,7 @@ class Trainer:
         log_probs_T, entropy_T = self._log_probs(row, logits_TV, step.temperature)
         total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
         sums = diagnostics.token_sums(
-            log_probs_T=log_probs_T,
-            start_T=log_probs_T.detach() if seen.old_T is None else seen.old_T,
-            rollout_T=seen.rollout_T,
-            entropy_T=entropy_T,
-            advantages_T=seen.advantages_T,
-            mask_T=seen.mask_T,
-            lag_T=seen.lag_T,
-            sample_T=seen.sample_T,
-            num_samples=seen.num_samples,
-            loss=loss,
-            lag_buckets=self._lag_buckets,
-            position_T=row.position_T,
+            seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets
         )
         more = {"loss": total.detach().double()}
         if divergence_T is not None:

@@ -15,7 +15,8 @@ from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import LearnerConfig, OptimizerConfig, StalenessConfig
 from learner.feed_keys import FeedKeys
-from learner.rank import RankPlaces, main
+from learner.places import RankPlaces
+from learner.rank import main
 from weightstore.config import WeightsConfig
 
 MARK = 666.0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
-from actors.engine_process import WHOLE, Factory, run_engine
+from actors.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
 from bus.connection import Bus
 from bus.keys import make_keys
 from bus.live import Heartbeat
@@ -55,7 +55,8 @@ async def engine(
     """An engine process e1, ended with the block."""
     draining = asyncio.Event()
     config = EngineConfig(max_running=4, colocated=colocated)
-    running = run_engine(url, bus.run, model, config, bus.config, draining, "e1", factory=factory, grace_s=grace_s)
+    places = EnginePlaces(run=bus.run, bus_url=url, bus=bus.config, model_dir=model, id="e1")
+    running = run_engine(places, config, draining, factory=factory, limits=EngineLimits(grace_s=grace_s))
     work = asyncio.create_task(cancellable(running))
     try:
         yield

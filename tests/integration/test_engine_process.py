@@ -13,7 +13,7 @@ import pytest
 from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
 from actors.engine_client import HttpEngine
-from actors.engine_process import run_engine
+from actors.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.connection import Bus
 from bus.keys import make_keys
 from bus.messages import Sampling
@@ -36,8 +36,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 async def process(
     bus: Bus, server: EmbeddedServer, model: Path, id: str = "e1", *, grace_s: float = 0.1, catch_up_s: float = 60.0
 ) -> AsyncIterator[asyncio.Event]:
-    draining, config, times = asyncio.Event(), EngineConfig(max_running=4), {"grace_s": grace_s, "catch_up_s": catch_up_s}
-    running = run_engine(server.url, bus.run, model, config, bus.config, draining, id, factory=BuiltinEngine, **times)
+    draining, limits = asyncio.Event(), EngineLimits(grace_s=grace_s, catch_up_s=catch_up_s)
+    places = EnginePlaces(run=bus.run, bus_url=server.url, bus=bus.config, model_dir=model, id=id)
+    running = run_engine(places, EngineConfig(max_running=4), draining, factory=BuiltinEngine, limits=limits)
     work = asyncio.create_task(cancellable(running))
     try:
         yield draining
@@ -147,4 +148,5 @@ async def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
 ) -> None:
     async with open_bus() as bus:
         with pytest.raises(Exception, match=r"config\.json"):
-            await run_engine(nats_server.url, bus.run, tmp_path, EngineConfig(), bus.config, asyncio.Event(), "e1", factory=BuiltinEngine)
+            places = EnginePlaces(run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=tmp_path, id="e1")
+            await run_engine(places, EngineConfig(), asyncio.Event(), factory=BuiltinEngine, limits=EngineLimits())

@@ -29,7 +29,7 @@ from learner.feed_client import FeedClient
 from learner.feed_messages import Start
 from learner.feed_server import FeedServer
 from learner.outcomes import Outcomes
-from learner.restart import CHECKPOINT_KEY
+from learner.restart import CHECKPOINT_KEY, resume
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
@@ -532,8 +532,9 @@ async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
         await (await Reader.open(bus, "quick")).advance(8)
         created = (await bus.samples.info()).created
         server = FeedServer("tcp://127.0.0.1:*", keys=KEYS, world_size=1, data_parallel=1)
+        begun = await resume(bus, rules=data_kit.rules(run=bus.run), epoch=1, root=tmp_path)
         outcomes = Outcomes(
-            bus, server, epoch=1, step=0, steps=1, root=tmp_path, keep_checkpoints=1, earlier={}, on_published=lambda version, step: None
+            bus, server, begun, epoch=1, steps=1, root=tmp_path, keep_checkpoints=1, on_published=lambda version, step: None
         )
         assert await outcomes._waited_for(7, created) == 3
         outcomes.fullness = 0.86

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from launch import audit_progress
 from launch.audit import Books, Claims, audit
 from launch.looking import read_status
 from launch.samples.search import as_map
-from launch.summary import broken_promises, seconds_of_steps, summarize
+from launch.summary import Observed, broken_promises, seconds_of_steps, summarize
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
@@ -247,21 +248,14 @@ async def test_a_plan_that_tells_other_things_than_stream_and_registry_is_seen(o
     assert sum("its plan has it for" in problem for problem in books.problems) == 2
 
 
+def observed(**changes: Any) -> Observed:
+    values: dict[str, Any] = {"run": "r", "seconds": 1, "seconds_to_reward": None, "max_lag": 1, "loads": {}, "aborted_by_pushes": 0}
+    return Observed(**({**values, "restarts": {}} | changes))
+
+
 def result(books: Books, rewards: list[float]) -> dict[str, object]:
     lines = [{"step": place + 1, "data/reward_mean": reward} for place, reward in enumerate(rewards)]
-    nothing: dict[str, float] = {}
-    return summarize(
-        books,
-        lines,
-        [],
-        run="r",
-        seconds=1,
-        seconds_to_reward=None,
-        max_lag=1,
-        loads={"engine.0": nothing},
-        aborted_by_pushes=0,
-        restarts={},
-    )
+    return summarize(books, lines, [], observed(loads={"engine.0": {}}))
 
 
 @pytest.mark.parametrize(
@@ -283,9 +277,7 @@ def test_broken_promises_are_named(books: Books, rewards: list[float], complaint
 
 def test_skipped_minibatches_are_counted_and_break_no_promise() -> None:
     lines = [{"step": 1, "data/reward_mean": 1.0}, *({"step": step, "train/skipped_minibatches": 2.0} for step in (2, 3))]
-    summary = summarize(
-        Books(), lines, [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads={}, aborted_by_pushes=0, restarts={}
-    )
+    summary = summarize(Books(), lines, [], observed())
     assert (summary["minibatches_skipped"], summary["reward_last"]) == (4, 1.0)
     assert broken_promises(summary, require_reward=0.9) == []
 
@@ -296,9 +288,7 @@ def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
 
 def test_requests_that_a_push_aborted_break_a_promise() -> None:
     loads = {"actor.0": {"waiting_share": 0.5}, "feeder.feeder": {"prompts_too_long": 25.0}}
-    summary = summarize(
-        Books(), [], [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads=loads, aborted_by_pushes=1, restarts={}
-    )
+    summary = summarize(Books(), [], [], observed(loads=loads, aborted_by_pushes=1))
     assert summary["requests_aborted_by_pushes"] == 1
     assert summary["actor_wait_share"] == 0.5
     assert summary["prompts_too_long"] == 25
@@ -310,9 +300,7 @@ def test_means_over_pushes_count_each_push_once() -> None:
         return {"step": step, "push/version": version, "push/seconds": seconds, "push/stall_seconds_max": stall}
 
     lines = [line(1, 1, 2, 0.2), line(2, 1, 2, 0.2), line(3, 3, 4, 0.6), {"step": 4}]
-    summary = summarize(
-        Books(), lines, [], run="r", seconds=1, seconds_to_reward=None, max_lag=1, loads={}, aborted_by_pushes=0, restarts={}
-    )
+    summary = summarize(Books(), lines, [], observed())
     assert summary["push_seconds_mean"] == 3
     assert summary["stall_seconds_mean"] == pytest.approx(0.4)
 

@@ -12,8 +12,10 @@ import torch
 from bus.config import BusConfig
 from bus.server import EmbeddedServer
 from learner.feed_client import FeedClient
+from learner.feed_keys import FeedKeys
 from learner.feed_messages import Start
 from learner.megatron.model import Policy
+from learner.places import RankPlaces
 from learner.pushes import Pushes
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
@@ -49,12 +51,18 @@ def pushes_of(policy: Sharded, feed: Feed, url: str, run: str, directory: Path, 
     return Pushes(
         cast(Policy, policy),
         cast(FeedClient, feed),
-        run=run,
-        bus_url=url,
+        RankPlaces(
+            run=run,
+            bus_url=url,
+            feeder_url="",
+            feeder_keys=FeedKeys.new(),
+            model_dir=write_tiny_companions(directory / "model"),
+            checkpoints=directory / "checkpoints",
+            snapshots=directory / "snapshots",
+            final_dir=directory / "final",
+        ),
         bus=BusConfig(),
         weights=WeightsConfig(phase_deadline_s=5.0, **settings),
-        model_dir=write_tiny_companions(directory / "model"),
-        snapshots=directory / "snapshots",
         wait=wait,
     )
 

@@ -15,7 +15,7 @@ from actors.builtin.engine import BuiltinEngine
 from actors.builtin.lending import Lending
 from actors.builtin.updates import WeightUpdates
 from actors.config import EngineConfig
-from actors.engine_process import run_engine
+from actors.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
 from bus.connection import connect
 from bus.live import Heartbeat, LiveView
@@ -89,9 +89,8 @@ async def engine(
         return made[0]
 
     draining = asyncio.Event()
-    body = asyncio.create_task(
-        run_engine(bus_url, run, model_dir, EngineConfig(dtype=dtype), BusConfig(), draining, id, factory=factory, grace_s=1.0)  # type: ignore[arg-type]
-    )
+    places, limits = EnginePlaces(run=run, bus_url=bus_url, model_dir=model_dir, id=id), EngineLimits(grace_s=1.0)
+    body = asyncio.create_task(run_engine(places, EngineConfig(dtype=dtype), draining, factory=factory, limits=limits))  # type: ignore[arg-type]
     try:
         yield made
     finally:

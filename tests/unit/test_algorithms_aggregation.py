@@ -11,7 +11,7 @@ from torch import Tensor
 
 from learner.algorithms.aggregation import Denominators, aggregate, coefficients
 from learner.algorithms.config import AGGREGATIONS
-from learner.algorithms.policy_losses import ppo
+from learner.algorithms.policy_losses import Clip, ppo
 from learner.algorithms.supervised import sft_loss
 
 CONSTANT = 7.5
@@ -182,7 +182,7 @@ def test_the_first_step_has_loss_zero_and_a_gradient(mode: str) -> None:
     step = _step([6] * 4, masked_share=0.0)
     advantages_T = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)[step.sample_T]
     theta_T = (-torch.rand(24, generator=generator, dtype=torch.float64)).requires_grad_()
-    made = ppo(theta_T, theta_T.detach(), advantages_T, step.mask_T, clip_low=0.2, clip_high=0.28)
+    made = ppo(theta_T, theta_T.detach(), advantages_T, step.mask_T, clip=Clip(low=0.2, high=0.28))
     number = replace(step, values_T=made.loss_T).number(mode)
     (gradient_T,) = torch.autograd.grad(number, theta_T)
     assert abs(number.item()) < 1e-12 and not bool(made.clipped_T.any())

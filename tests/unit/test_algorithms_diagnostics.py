@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from learner.algorithms import objective
 from learner.algorithms.diagnostics import (
     POSITIONS,
     PROBABILITIES,
@@ -56,8 +57,17 @@ class Tokens:
             weight_T=weight_T.clamp(LOW, HIGH), too_high_T=self.mask_T & (weight_T > HIGH), too_low_T=self.mask_T & (weight_T < LOW)
         )
         loss = TokenLoss(loss_T=torch.zeros_like(weight_T), clipped_T=self.clipped_T, weights=weights, rejected={"veto": self.rejected_T})
-        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("clipped_T", "rejected_T")}
-        return token_sums(**given, num_samples=len(LENGTHS), loss=loss, lag_buckets=num_lag_buckets(MAX_LAG))
+        seen = objective.Tokens(
+            mask_T=self.mask_T,
+            sample_T=self.sample_T,
+            num_samples=len(LENGTHS),
+            rollout_T=self.rollout_T,
+            lag_T=self.lag_T,
+            advantages_T=self.advantages_T,
+            old_T=self.start_T,
+        )
+        given = {"log_probs_T": self.log_probs_T, "entropy_T": self.entropy_T, "position_T": self.position_T}
+        return token_sums(seen, **given, loss=loss, lag_buckets=num_lag_buckets(MAX_LAG))
 
 
 def make(seed: int = 0, *, noise: float = 0.3) -> Tokens:

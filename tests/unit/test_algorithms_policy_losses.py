@@ -15,6 +15,7 @@ from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.config import AlgorithmConfig, KLConfig
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.policy_losses import (
+    Clip,
     PolicyLoss,
     cispo,
     dppo_tv,
@@ -33,17 +34,17 @@ PI = Policy(Policy.random(1).logits_PV.requires_grad_())
 MU = Policy.random(2, like=PI, spread=0.5)
 REWARDS_N = torch.rand(len(RESPONSES), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 ADVANTAGES_T = per_token(REWARDS_N - 0.5)
-CLIP: dict[str, float] = {"clip_low": 0.2, "clip_high": 0.28}
+CLIP = Clip(low=0.2, high=0.28)
 
 Loss = Callable[[Tensor, Tensor, Tensor], PolicyLoss]
 """(log_probs_T, anchor_T, advantages_T) on the enumerated row."""
 LOSSES: dict[str, Loss] = {
     "reinforce": lambda p, q, a: reinforce(p, a, MASK_T),
-    "ppo": lambda p, q, a: ppo(p, q, a, MASK_T, **CLIP),
-    "dual": lambda p, q, a: ppo(p, q, a, MASK_T, **CLIP, clip_dual=3.0),
+    "ppo": lambda p, q, a: ppo(p, q, a, MASK_T, clip=CLIP),
+    "dual": lambda p, q, a: ppo(p, q, a, MASK_T, clip=replace(CLIP, dual=3.0)),
     "cispo": lambda p, q, a: cispo(p, q, a, MASK_T, clip_low=1.0, clip_high=4.0),
-    "gspo": lambda p, q, a: gspo(p, q, a, *PLACE, **CLIP),
-    "gspo_token": lambda p, q, a: gspo_token(p, q, a, *PLACE, **CLIP),
+    "gspo": lambda p, q, a: gspo(p, q, a, *PLACE, clip=CLIP),
+    "gspo_token": lambda p, q, a: gspo_token(p, q, a, *PLACE, clip=CLIP),
     "topr": lambda p, q, a: topr(p, q, a, *PLACE),
     "sapo": lambda p, q, a: sapo(p, q, a, MASK_T, tau_positive=1.0, tau_negative=1.05),
     "dppo_tv": lambda p, q, a: dppo_tv(p, q, a, MASK_T, low=0.2, high=0.2),
@@ -87,7 +88,7 @@ def test_ppo_takes_the_gradient_where_it_says(ratio: float, advantage: float, du
     if min(abs(ratio - edge) for edge in edges) < 1e-6 or abs(advantage) < 1e-6:
         return
     gone = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8) or (bool(dual) and advantage < 0 and ratio > 3)
-    value, slope, clipped = at(ratio, advantage, ppo, **CLIP, clip_dual=dual)
+    value, slope, clipped = at(ratio, advantage, ppo, clip=replace(CLIP, dual=dual))
     assert clipped is gone
     assert slope == pytest.approx(0 if gone else -advantage * ratio)
     bounded = min(ratio * advantage, min(max(ratio, 0.8), 1.28) * advantage)
@@ -96,10 +97,10 @@ def test_ppo_takes_the_gradient_where_it_says(ratio: float, advantage: float, du
 
 def test_both_ends_of_the_range_are_their_own() -> None:
     """10."""
-    assert not at(1.25, 1.0, ppo, **CLIP)[2]
-    assert at(1.29, 1.0, ppo, **CLIP)[2]
-    assert not at(0.81, -1.0, ppo, **CLIP)[2]
-    assert at(0.79, -1.0, ppo, **CLIP)[2]
+    assert not at(1.25, 1.0, ppo, clip=CLIP)[2]
+    assert at(1.29, 1.0, ppo, clip=CLIP)[2]
+    assert not at(0.81, -1.0, ppo, clip=CLIP)[2]
+    assert at(0.79, -1.0, ppo, clip=CLIP)[2]
 
 
 @pytest.mark.parametrize("ratio", [0.01, 0.3, 1.0, 4.9, 5.1, 50.0])
@@ -115,31 +116,31 @@ def test_gspo_has_one_ratio_for_a_sample() -> None:
     log_probs_T = PI.log_probs_T
     delta_T = (log_probs_T - MU.log_probs_T).detach()
     s_T = per_token(delta_T.view(-1, STEPS).mean(-1).exp())
-    wide = {"clip_low": 0.99, "clip_high": 100.0}
+    wide = Clip(low=0.99, high=100.0)
     trainable_N = torch.full((len(RESPONSES),), STEPS)
     denominators = Denominators(tokens=81, sequences=27, trainable_N=trainable_N, constant=1.0)
     gradients = []
     for function in (gspo, gspo_token):
-        loss_T = function(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, **wide).loss_T
+        loss_T = function(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, clip=wide).loss_T
         same(loss_T.detach(), -s_T * ADVANTAGES_T)
         total = aggregate(loss_T, MASK_T, SAMPLE_T, denominators, mode="seq_mean_token_mean")
         gradients.append(torch.autograd.grad(total, log_probs_T, retain_graph=True)[0])
     same(gradients[0], -ADVANTAGES_T * s_T / STEPS / 27)
     same(gradients[0], gradients[1])
     for ratio, advantage in ((1.25, 1.0), (1.5, 1.0), (0.5, -1.0), (0.5, 1.0)):
-        assert at(ratio, advantage, gspo, **CLIP) == pytest.approx(at(ratio, advantage, ppo, **CLIP))
-        assert at(ratio, advantage, gspo_token, **CLIP) == pytest.approx(at(ratio, advantage, ppo, **CLIP))
-        assert at(4.0, -1.0, gspo, **CLIP, clip_dual=3.0)[2]
+        assert at(ratio, advantage, gspo, clip=CLIP) == pytest.approx(at(ratio, advantage, ppo, clip=CLIP))
+        assert at(ratio, advantage, gspo_token, clip=CLIP) == pytest.approx(at(ratio, advantage, ppo, clip=CLIP))
+        assert at(4.0, -1.0, gspo, clip=replace(CLIP, dual=3.0))[2]
 
 
 def test_gspo_clips_whole_samples_and_gspo_token_single_advantages() -> None:
     log_probs_T = PI.log_probs_T
-    clipped = gspo(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, clip_low=0.01, clip_high=0.01)
+    clipped = gspo(log_probs_T, MU.log_probs_T, ADVANTAGES_T, *PLACE, clip=Clip(low=0.01, high=0.01))
     by_sample = clipped.clipped_T.view(-1, STEPS)
     assert bool((by_sample.all(-1) == by_sample.any(-1)).all())
     assert by_sample.any()
     mixed_T = torch.where(torch.arange(81) % STEPS == 0, 1.0, -1.0).double()
-    by_token = gspo_token(log_probs_T, MU.log_probs_T, mixed_T, *PLACE, clip_low=0.01, clip_high=0.01)
+    by_token = gspo_token(log_probs_T, MU.log_probs_T, mixed_T, *PLACE, clip=Clip(low=0.01, high=0.01))
     got = torch.autograd.grad(by_token.loss_T.sum(), log_probs_T)[0]
     assert bool((got[by_token.clipped_T] == 0).all())
     assert bool((got[~by_token.clipped_T] != 0).all())
@@ -438,8 +439,8 @@ def test_the_dual_clip_begins_beyond_its_bound_and_below_no_advantage() -> None:
     ratio = float((log_probs_T - anchor_T).exp()[0])
     advantages_T = torch.tensor([-1.0, 0.0], dtype=torch.float64)
     mask_T = torch.ones(2, dtype=torch.bool)
-    assert not ppo(log_probs_T, anchor_T, advantages_T, mask_T, **CLIP, clip_dual=ratio).clipped_T.any()
-    assert ppo(log_probs_T, anchor_T, advantages_T, mask_T, **CLIP, clip_dual=ratio - 1e-9).clipped_T.tolist() == [True, False]
+    assert not ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=replace(CLIP, dual=ratio)).clipped_T.any()
+    assert ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=replace(CLIP, dual=ratio - 1e-9)).clipped_T.tolist() == [True, False]
 
 
 def test_what_is_rejected_has_no_loss_at_all() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from learner.algorithms.advantages import returns_to_go
-from learner.algorithms.values import gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
+from learner.algorithms.values import Bars, gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
 from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
 
 
@@ -176,9 +176,8 @@ def test_vtrace_is_its_definition(row: Row, gamma: float, lam: float, bounds: tu
             after = v[s + 1] if s + 1 < len(v) else 0.0
             targets[step.place] = v[s]
             advantages[step.place] = min(rho_pg_bar, weights[s]) * (step.reward + gamma * after - step.value)
-    got = vtrace(
-        row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=lam, rho_bar=rho_bar, c_bar=c_bar, rho_pg_bar=rho_pg_bar
-    )
+    bars = Bars(rho_bar=rho_bar, c_bar=c_bar, rho_pg_bar=rho_pg_bar)
+    got = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=lam, bars=bars)
     _close(got.targets_T, row.spread(targets))
     _close(got.advantages_T, row.spread(advantages))
 
@@ -231,7 +230,8 @@ class Tree:
 
     def mean_target(self, values_P: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
         """Mean V-trace target of every prefix over data of mu, [13]."""
-        got = vtrace(self.log_ratio_T, self.rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, rho_bar=rho_bar, c_bar=c_bar)
+        bars = Bars(rho_bar=rho_bar, c_bar=c_bar)
+        got = vtrace(self.log_ratio_T, self.rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, bars=bars)
         zeros_P = torch.zeros_like(values_P)
         return zeros_P.index_add(0, PREFIX_T, self.p_T * got.targets_T) / zeros_P.index_add(0, PREFIX_T, self.p_T)
 
@@ -263,14 +263,16 @@ def test_vtrace_comes_to_rest_at_the_value_of_the_clipped_policy(rho_bar: float,
 def test_vtrace_refuses_settings_without_a_fixed_point(changed: dict[str, float], name: str) -> None:
     zeros = torch.zeros(1)
     with pytest.raises(ValueError, match=name):
-        vtrace(zeros, zeros, zeros, torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), **({"gamma": 1.0} | changed))
+        shares = {"gamma": 1.0} | {share: value for share, value in changed.items() if share in ("gamma", "lam")}
+        bars = Bars(**{bar: value for bar, value in changed.items() if bar not in shares})
+        vtrace(zeros, zeros, zeros, torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), bars=bars, **shares)
 
 
 # ---- both
 
 
 def _estimates(row: Row) -> list[Tensor]:
-    traced = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, rho_bar=2.0, lam=0.8)
+    traced = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8, bars=Bars(rho_bar=2.0))
     return [*gae(row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8), traced.targets_T, traced.advantages_T]
 
 

@@ -10,7 +10,7 @@ import pytest
 from actors.builtin.answer import answer
 from actors.builtin.progress import Progress
 from actors.builtin.request import SamplingParams
-from actors.builtin.sequence import Sequence
+from actors.builtin.sequence import Model, Sequence
 from actors.builtin.shape import ModelShape
 from actors.builtin.text import StopStrings, Text
 from actors.engine_client import _generation
@@ -25,9 +25,7 @@ def new_sequence(**params: object) -> Sequence:
         np.array([5, 6, 7], np.int32),
         SamplingParams(**params),  # type: ignore[arg-type]
         seed=1,
-        eos_ids=frozenset({2}),
-        max_context=20,
-        text=None,
+        model=Model(eos_ids=frozenset({2}), max_context=20, text=None),
         sink=lambda sequence, num_tokens, ended: None,
     )
 
