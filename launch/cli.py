@@ -5,8 +5,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.samples import arguments as samples
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
 INNER = ("feeder", "rank")
@@ -34,7 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_runs, _add_processes, _add_router, _add_hosts, _add_dead, _add_onlookers):
+        add(commands)
+    return parser
 
+
+def _add_runs(commands: "Commands") -> None:
     up = commands.add_parser("up", help="all of it on this machine, shown working")
     _configured(up, positional=True)
     how = up.add_mutually_exclusive_group()
@@ -52,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
 
+
+def _add_processes(commands: "Commands") -> None:
     bus = commands.add_parser("bus", help="an embedded nats-server, or a cluster of three (bus.cluster)")
     _configured(bus)
     bus.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
@@ -75,6 +86,8 @@ def _parser() -> argparse.ArgumentParser:
             _reached_at(worker)
         _configured(worker, required=False)
 
+
+def _add_router(commands: "Commands") -> None:
     router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
     router.add_argument("--bus", default="", metavar="URL", help="NATS URL: engines of a run are found there")
     router.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
@@ -92,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
     router.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds that a request waits for an engine that serves")
     router.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
 
+
+def _add_hosts(commands: "Commands") -> None:
     host = commands.add_parser("host", help="engines and actors of this machine, as many as `tidemill scale` says")
     _on_bus(host)
     host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
@@ -114,6 +129,8 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
     scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="default: on all other hosts together")
 
+
+def _add_dead(commands: "Commands") -> None:
     dead = commands.add_parser("dead", help="tasks that could not be processed: list them, issue their prompts again, or drop them")
     _looking(dead)
     dead.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
@@ -122,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     dead.add_argument("--reason", default="", metavar="TEXT", help="of those whose reason has this text in it")
     dead.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
 
+
+def _add_onlookers(commands: "Commands") -> None:
     status = commands.add_parser("status", help="who is there, what they wait for, where the samples are")
     _looking(status)
     status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
@@ -141,7 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     _looking(cursors)
     cursors.add_argument("--forget", default="", metavar="NAME", help="trimming waits for this one no longer")
-    return parser
 
 
 def _inner_parser() -> argparse.ArgumentParser:

@@ -137,6 +137,30 @@ def _refuse_contradictions(config: RunConfig) -> None:
     """Raise ValueError for settings that are right one by one and wrong together."""
     if config.run and not RUN_NAME.fullmatch(config.run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
+    _refuse_sharing(config)
+    _refuse_stale(config)
+    _refuse_rewards(config)
+    try:
+        refuse_unknown(config.learner.algorithm.alarms)
+    except ValueError as bad:
+        raise ValueError(f"learner.algorithm.{bad}") from None
+    processes = max(config.up.actors, config.up.engines)
+    if config.bus.auth and config.bus.auth_users < processes:
+        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")
+
+
+def _refuse_sharing(config: RunConfig) -> None:
+    """Refuse what cannot be where learner and engines share an accelerator."""
+    if config.engine.colocated and not config.learner.colocated:
+        raise ValueError("engine.colocated: follows from learner.colocated; want that one to be said")
+    if config.learner.colocated and config.weights.overlap:
+        raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
+    if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
+        raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+
+
+def _refuse_stale(config: RunConfig) -> None:
+    """Refuse data that is too old, or from a distribution that cannot be corrected for."""
     algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
     if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(
@@ -144,16 +168,25 @@ def _refuse_contradictions(config: RunConfig) -> None:
             "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or say "
             "learner.algorithm.train_without_correction: true as well"
         )
-    try:
-        refuse_unknown(algorithm.alarms)
-    except ValueError as bad:
-        raise ValueError(f"learner.algorithm.{bad}") from None
-    if config.engine.colocated and not config.learner.colocated:
-        raise ValueError("engine.colocated: follows from learner.colocated; want that one to be said")
-    if config.learner.colocated and config.weights.overlap:
-        raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
-    if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
-        raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+    if config.sampling.top_p != 1 or config.sampling.top_k > 0:
+        raise ValueError(
+            f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes "
+            "log-probs of the whole distribution, so importance weights of a truncated one would be wrong"
+        )
+    if push_every - 1 > lag:
+        raise ValueError(
+            f"weights.push_every: want <= staleness.max_lag + 1 = {lag + 1}, got {push_every}: the steps between two versions would "
+            "wait for samples that are too old for them"
+        )
+    if config.learner.checkpoint_every % push_every:
+        raise ValueError(
+            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
+        )
+
+
+def _refuse_rewards(config: RunConfig) -> None:
+    """Refuse rewards from which nothing is learnt, and terms that would outweigh them."""
+    algorithm = config.learner.algorithm
     if config.staleness.filter_zero_variance and config.learner.group_size == 1:
         raise ValueError(
             "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
@@ -169,25 +202,8 @@ def _refuse_contradictions(config: RunConfig) -> None:
             f"learner.algorithm.overlong_buffer: want <= sampling.max_new_tokens = {config.sampling.max_new_tokens}, got "
             f"{algorithm.overlong_buffer}: every response would lose reward; lower it"
         )
-    processes = max(config.up.actors, config.up.engines)
-    if config.bus.auth and config.bus.auth_users < processes:
-        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")
     if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
         raise ValueError(
             f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "
             f"{algorithm.kl.horizon:g}: one step could turn the sign of the coefficient"
-        )
-    if config.sampling.top_p != 1 or config.sampling.top_k > 0:
-        raise ValueError(
-            f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes "
-            "log-probs of the whole distribution, so importance weights of a truncated one would be wrong"
-        )
-    if push_every - 1 > lag:
-        raise ValueError(
-            f"weights.push_every: want <= staleness.max_lag + 1 = {lag + 1}, got {push_every}: the steps between two versions would "
-            "wait for samples that are too old for them"
-        )
-    if config.learner.checkpoint_every % push_every:
-        raise ValueError(
-            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
         )

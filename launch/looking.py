@@ -22,8 +22,9 @@ from bus import discovery, subjects
 from bus.connection import Bus, connect
 from bus.cursors import Cursors
 from bus.errors import BusError, NotFound
+from bus.jetstream import StreamState
 from bus.live import processes
-from bus.messages import Done, Kind, Plan, Settle
+from bus.messages import Done, Kind, LiveRow, Plan, Settle
 from launch.access import VIEWER, viewer_line
 from launch.ended import EndedBus, started
 from launch.roles import BUS_URL_FILE
@@ -144,44 +145,49 @@ async def read_status(bus: Bus) -> dict[str, Any]:
             "last_id": await bus.tasks.last_id(),
             "given_up": dict(sorted(plans.given_up.items())),
         },
-        "samples": {
-            "first_seq": state.first_seq,
-            "last_seq": state.last_seq,
-            "messages": state.messages,
-            "bytes": state.bytes,
-            "trained": plans.trained,
-            "dropped": dict(sorted(plans.dropped.items())),
-            "failed": int(feeder["failed"]) if "failed" in feeder else None,
-            "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
-            "invalid": int(feeder["invalid"]) if "invalid" in feeder else None,
-            "invalid_by_field": counts_under(feeder, "invalid"),
-            "invalid_by_actor": counts_under(feeder, "invalid_of"),
-            "refused": sorted(counts_under(feeder, "refused")),
-        },
+        "samples": _samples(state, plans, feeder),
         "cursors": {
             name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy, "given_up": place.given_up}
             for name, place in (await Cursors(bus).all()).items()
             if place.created == state.created
         },
-        "processes": [
-            {
-                "role": row.role,
-                "id": row.id,
-                "host": row.host,
-                "pid": row.pid,
-                "phase": row.phase,
-                "waits_for": row.waits_for,
-                "trouble": row.trouble,
-                "version": row.version,
-                "silent_s": round(age, 1),
-                "address": row.address,
-                "load": row.load,
-                "capabilities": asdict(row.capabilities),
-                "unreadable": row.unreadable,
-            }
-            for row, age in rows
-        ],
+        "processes": [_process(row, age) for row, age in rows],
         "unreadable": str(bus.refusals),
+    }
+
+
+def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "first_seq": state.first_seq,
+        "last_seq": state.last_seq,
+        "messages": state.messages,
+        "bytes": state.bytes,
+        "trained": plans.trained,
+        "dropped": dict(sorted(plans.dropped.items())),
+        "failed": int(feeder["failed"]) if "failed" in feeder else None,
+        "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
+        "invalid": int(feeder["invalid"]) if "invalid" in feeder else None,
+        "invalid_by_field": counts_under(feeder, "invalid"),
+        "invalid_by_actor": counts_under(feeder, "invalid_of"),
+        "refused": sorted(counts_under(feeder, "refused")),
+    }
+
+
+def _process(row: LiveRow, age_s: float) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "id": row.id,
+        "host": row.host,
+        "pid": row.pid,
+        "phase": row.phase,
+        "waits_for": row.waits_for,
+        "trouble": row.trouble,
+        "version": row.version,
+        "silent_s": round(age_s, 1),
+        "address": row.address,
+        "load": row.load,
+        "capabilities": asdict(row.capabilities),
+        "unreadable": row.unreadable,
     }
 
 
