@@ -17,9 +17,9 @@ from pathlib import Path
 
 from bus import subjects
 from bus.config import BusConfig
+from bus.files import write_whole
 from bus.layout import stream_configs
 from bus.link import inbox_prefix
-from bus.server import write_private
 
 ACCOUNT = "TIDEMILL"
 """Of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
@@ -192,10 +192,10 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
         if user not in known or not credentials_file(directory, user).exists():
             known[user] = _new_user(directory, user)
     known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
-    write_private(file, json.dumps(known, indent=1) + "\n")
+    write_whole(file, json.dumps(known, indent=1) + "\n", private=True)
     allowed = {user: permissions(role, user, run, config) for user, role in wanted.items()}
     lines = ["accounts {", *_account_lines(allowed, known), "}"]
-    write_private(directory / SERVER_FILE, "\n".join(lines) + "\n")
+    write_whole(directory / SERVER_FILE, "\n".join(lines) + "\n", private=True)
     return lines
 
 
@@ -229,7 +229,7 @@ def read_credentials(file: Path) -> tuple[str, str]:
 def _new_user(directory: Path, user: str) -> str:
     """Its password is in its file only; what the server keeps cannot be turned back into it (where this system has bcrypt)."""
     password = secrets.token_urlsafe(_PASSWORD_BYTES)
-    write_private(credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n")
+    write_whole(credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n", private=True)
     return _hashed(password)
 
 

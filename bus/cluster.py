@@ -9,7 +9,8 @@ from pathlib import Path
 from bus.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
 from bus.config import BusConfig
 from bus.errors import ServerFailed
-from bus.server import EmbeddedServer, write_private
+from bus.files import write_whole
+from bus.server import EmbeddedServer
 
 _ROUTES_FILE = "routes.json"
 _CLUSTER_NAME = "tidemill"
@@ -86,7 +87,7 @@ class EmbeddedBus:
             return list(json.loads(file.read_text()))
         self._directory.mkdir(parents=True, exist_ok=True)
         places = free_places(self._config.cluster)
-        write_private(file, json.dumps(places))
+        write_whole(file, json.dumps(places), private=True)
         return places
 
 

@@ -14,6 +14,7 @@ from typing import Self
 
 from bus.config import BusConfig
 from bus.errors import ServerFailed
+from bus.files import write_whole
 from bus.ports import KeptPort
 from bus.processes import die_with_parent, tail
 from bus.readonly import ReaderLock, ask_to_end, holder
@@ -241,7 +242,7 @@ class EmbeddedServer:
             *self._extra,
         ]
         path = self.directory / "nats-server.conf"
-        write_private(path, "\n".join(lines) + "\n")
+        write_whole(path, "\n".join(lines) + "\n", private=True)
         return path
 
     def _tls_lines(self) -> list[str]:
@@ -268,15 +269,6 @@ class EmbeddedServer:
 
 def _of_reader(pid: int) -> str:
     return f": process {pid} looks at this run; end it first" if pid else ""
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file whole, for its owner alone, from its first byte on."""
-    aside = path.with_name(f".{path.name}.new")
-    aside.unlink(missing_ok=True)
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    os.replace(aside, path)
 
 
 def _reachable(url: str, config: BusConfig) -> str:

@@ -29,11 +29,11 @@ def auth_dir(config: RunConfig) -> Path:
 
 def write_keys(directory: Path, keys: "Keys") -> None:
     """The run's keys for who asks its engines by HTTP: files ``api-key`` and ``admin-key``, readable by their owner alone."""
-    from bus.server import write_private
+    from bus.files import write_whole
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, key in ((API_KEY_FILE, keys.api), (ADMIN_KEY_FILE, keys.admin)):
-        write_private(directory / name, key + "\n")
+        write_whole(directory / name, key + "\n", private=True)
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:

@@ -4,12 +4,12 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bus.files import write_whole
 from launch.datasets import prompts, write_prompts
 from launch.prepare_config import PrepareConfig
 
@@ -93,9 +93,7 @@ def _read_record(directory: Path) -> dict[str, Any] | None:
 
 
 def _write_record(directory: Path, config: dict[str, Any], *, complete: bool) -> None:
-    aside = directory / f"{RECORD}.new"
-    aside.write_text(json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n")
-    os.replace(aside, directory / RECORD)
+    write_whole(directory / RECORD, json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n")
 
 
 def _differences(there: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from bus.coroutines import first_of
 from bus.errors import BusError
+from bus.files import write_whole
 from launch.access import LEARNER, address_line, auth_dir
 from launch.config import RunConfig
 from launch.settings import SettingsError
@@ -60,7 +61,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     try:
         async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
             await bus.jet.insist(bus.create_layout)
-            write_aside(config.root / BUS_URL_FILE, url)
+            write_whole(config.root / BUS_URL_FILE, url)
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
             id = config.bus.server_name or "bus"
             row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
@@ -398,11 +399,3 @@ def eos_ids(model: Path) -> frozenset[int]:
             ids = json.loads((model / name).read_text()).get("eos_token_id")
             found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
     return frozenset(found)
-
-
-def write_aside(file: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.new")
-    aside.write_text(text)
-    os.replace(aside, file)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bus.files import write_whole
 from bus.messages import Done, VersionRow
 from launch.audit import Books, mean
 
@@ -132,6 +133,4 @@ def seconds_of_steps(file: Path) -> dict[int, float]:
 
 def write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
     """JSON lines, whole or not at all."""
-    from launch.roles import write_aside
-
-    write_aside(file, "".join(json.dumps(line) + "\n" for line in lines))
+    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))

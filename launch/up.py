@@ -26,6 +26,7 @@ from bus import exit_codes
 from bus.connection import Bus, connect
 from bus.coroutines import first_of
 from bus.errors import BusError, ServerFailed
+from bus.files import write_whole
 from bus.messages import VersionRow
 from bus.server import end_reader
 from launch import audit_progress, process, roles, summary, view, wanted
@@ -211,7 +212,7 @@ class Up:
         self._console.print(text, markup=False)
 
     def _write_config(self) -> None:
-        roles.write_aside(self._root / CONFIG_FILE, yaml.safe_dump(to_map(self._config), sort_keys=False))
+        write_whole(self._root / CONFIG_FILE, yaml.safe_dump(to_map(self._config), sort_keys=False))
 
     def _arguments(self, command: str) -> list[str]:
         return [command, "--config", str(self._root / CONFIG_FILE)]
@@ -350,7 +351,7 @@ class Up:
         result = summary.summarize(books, lines, versions, observed)
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
         result |= {"promises_broken": broken, "config_digest": self._config.digest()}
-        roles.write_aside(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
+        write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         await asyncio.to_thread(_draw, lines, self._root / "curves.png", f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s")
         self._report(result, broken)
 

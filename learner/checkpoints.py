@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bus.files import sync
 from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
@@ -58,11 +59,11 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
     files = {name: {"size": (tmp / name).stat().st_size, "sha256": digest} for name, digest in zip(names, digests, strict=True)}
     manifest = {"schema": SCHEMA, "extra": extra or {}, "files": files}
     (tmp / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1))
-    _sync(tmp / MANIFEST)
+    sync(tmp / MANIFEST)
     for directory in sorted({tmp, *((tmp / name).parent for name in names)}, reverse=True):
-        _sync(directory)
+        sync(directory)
     tmp.rename(path)
-    _sync(path.parent)
+    sync(path.parent)
     return path
 
 
@@ -184,11 +185,3 @@ def _digest(file: Path, *, sync: bool = False) -> str:
         if sync:
             os.fsync(opened.fileno())
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from bus.files import sync
 from weightstore.errors import SnapshotBroken
 from weightstore.manifest import ITEM_BYTES, Manifest, TensorSpec
 
@@ -129,12 +130,12 @@ def settle(aside: Path, directory: Path, *, durable: bool) -> None:
     """Give a finished directory its name."""
     if durable:
         for path in [*aside.iterdir(), aside]:
-            _sync(path)
+            sync(path)
     if directory.exists():
         shutil.rmtree(directory)
     aside.rename(directory)
     if durable:
-        _sync(directory.parent)
+        sync(directory.parent)
 
 
 def read_info(directory: Path) -> SnapshotInfo:
@@ -227,11 +228,3 @@ class HashingFile:
 def _hash_file(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

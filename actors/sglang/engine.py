@@ -29,10 +29,10 @@ from actors.sglang.checksums import layout_of
 from actors.sglang.child import STOP_S, command_line, failure, server_child, until_ended, until_healthy
 from actors.sglang.releases import NEWEST, Release, release_of, written
 from actors.sglang.updates import WeightUpdates
+from bus.files import write_whole
 from bus.messages import Capabilities
 from bus.ports import KeptPort
 from bus.processes import Child
-from bus.server import write_private
 
 if TYPE_CHECKING:
     from actors.sglang.guard import Guard
@@ -144,7 +144,7 @@ class SglangEngine:
             key = KEY_PREFIX + secrets.token_hex(24)
             self._secret = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-sglang-"))  # mode 0700
             arguments["config"] = str(self._secret / "server.yaml")
-            write_private(self._secret / "server.yaml", f"api-key: {key}\n")
+            write_whole(self._secret / "server.yaml", f"api-key: {key}\n", private=True)
         self.api = Api(f"http://127.0.0.1:{self._port.number}", key)
         words = command_line(settings.python, self.model_dir, self._port.number, arguments)
         log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{self._port.number}.log"

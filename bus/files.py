@@ -1,0 +1,23 @@
+"""Files that are there whole or not at all, and on the disk when that is asked for."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(file: Path, text: str, *, private: bool = False) -> None:
+    """Write a small file beside its place, then put it there. ``private``: only its owner can read it, from its first byte on."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_name(f".{file.name}.new")
+    aside.unlink(missing_ok=True)
+    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "w") as opened:
+        opened.write(text)
+    os.replace(aside, file)
+
+
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a directory, would survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
