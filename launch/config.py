@@ -15,6 +15,7 @@ from bus.config import RUN_NAME, BusConfig
 from launch.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
 from learner.config import DataConfig, LearnerConfig, StalenessConfig
+from learner.rules import refuse_rare_pushes, refuse_sampling
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
@@ -45,10 +46,6 @@ class SamplingConfig:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(f"temperature: want > 0 (a greedy sample has no distribution to learn from), got {self.temperature!r}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p: want 0 < top_p <= 1, got {self.top_p!r}")
         if self.max_new_tokens <= 0:
             raise ValueError(f"max_new_tokens: want > 0, got {self.max_new_tokens}")
 
@@ -168,16 +165,8 @@ def _refuse_stale(config: RunConfig) -> None:
             "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or say "
             "learner.algorithm.train_without_correction: true as well"
         )
-    if config.sampling.top_p != 1 or config.sampling.top_k > 0:
-        raise ValueError(
-            f"sampling: want top_p 1 and top_k -1, got {config.sampling.top_p} and {config.sampling.top_k}: the learner computes "
-            "log-probs of the whole distribution, so importance weights of a truncated one would be wrong"
-        )
-    if push_every - 1 > lag:
-        raise ValueError(
-            f"weights.push_every: want <= staleness.max_lag + 1 = {lag + 1}, got {push_every}: the steps between two versions would "
-            "wait for samples that are too old for them"
-        )
+    refuse_sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k)
+    refuse_rare_pushes(push_every, max_lag=lag)
     if config.learner.checkpoint_every % push_every:
         raise ValueError(
             f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"

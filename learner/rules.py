@@ -9,6 +9,25 @@ import msgpack
 from learner.errors import ConfigRefused
 
 
+def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
+    """Raise ConfigRefused for versions so far apart that a step between two of them gets only data that is too old."""
+    if push_every - 1 > max_lag:
+        want = f"<= staleness.max_lag + 1 = {max_lag + 1} (the steps between two versions would wait for samples that are too old for them)"
+        raise ConfigRefused("weights.push_every", want, push_every)
+
+
+def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
+    """Raise ConfigRefused for a sampling distribution that importance weights cannot be computed for."""
+    if temperature <= 0:
+        raise ConfigRefused("sampling.temperature", "> 0 (greedy samples have no distribution to correct for)", temperature)
+    if top_p != 1.0 or top_k not in (-1, 0):
+        want = (
+            "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance weights of a truncated one "
+            "would be wrong)"
+        )
+        raise ConfigRefused("sampling", want, (top_p, top_k))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
     """Everything the DataSource decides by. Meanings as in ``learner.config`` and ``bus.messages.Sampling``."""
@@ -39,14 +58,8 @@ class DataRules:
     """Which model and tokenizer, in words and digests; "" = not known."""
 
     def __post_init__(self) -> None:
-        if self.push_every - 1 > self.max_lag:
-            want = f"<= staleness.max_lag + 1 = {self.max_lag + 1} (older data would be all there is)"
-            raise ConfigRefused("weights.push_every", want, self.push_every)
-        if self.temperature <= 0:
-            raise ConfigRefused("sampling.temperature", "> 0 (greedy samples have no distribution to correct for)", self.temperature)
-        if self.top_p != 1.0 or self.top_k not in (-1, 0):
-            want = "top_p 1 and top_k -1 (the learner's log-probs are over the whole vocabulary)"
-            raise ConfigRefused("sampling", want, (self.top_p, self.top_k))
+        refuse_rare_pushes(self.push_every, max_lag=self.max_lag)
+        refuse_sampling(self.temperature, self.top_p, self.top_k)
 
     @property
     def admitted(self) -> int:
