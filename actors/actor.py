@@ -34,6 +34,7 @@ from bus.errors import BusError, WireError
 from bus.messages import Kind, Partial, Sample, Status, Task
 from bus.repeated import Repeated
 from bus.tasks import Lease
+from bus.waiter import Waiter
 from rewards.errors import RewardFailed
 from rewards.port import RewardRequest, Scorer
 
@@ -70,7 +71,7 @@ class Actor:
         self._bus, self._config, self._generation, self._score, self._activity = bus, config, generation, score, activity
         self._repeated = Repeated(logger)
         self._held = 0
-        self._changed = asyncio.Event()
+        self._changed = Waiter()
         self._draining = False
         self._idle_since_s = time.monotonic()
 
@@ -102,7 +103,7 @@ class Actor:
         logger.info("draining held=%d", self._held)
         self._draining = True
         self._generation.give_up_waiting()
-        self._wake()
+        self._changed.wake()
         if self._config.partials:
             await self._finish_or_leave()
 
@@ -275,11 +276,7 @@ class Actor:
         self._held += num_samples
         if not self._held:
             self._idle_since_s = time.monotonic()
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.wake()
 
 
 def _stored(sample: Sample, seq: int) -> Partial:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from actors.errors import EngineError, EngineFailed, EngineUnavailable, VersionU
 from actors.port import Engine
 from bus.errors import BusError
 from bus.live import LiveView
+from bus.waiter import Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -163,11 +164,11 @@ class Engines:
         """
         self._lookout, self._engine, self._quarantine_s, self._in_turn = lookout, engine, quarantine_s, in_turn
         self._places: dict[str, _Place] = {}
-        self._changed = asyncio.Event()
+        self._changed = Waiter()
         self._tickets, self._choices = itertools.count(), itertools.count(1)
         self._waiting: dict[int, tuple[int, float]] = {}
         """Ticket -> (version asked for, since when)."""
-        self._look_now = asyncio.Event()
+        self._look_now = Waiter()
         self._looks = 0
         self._closing = False
 
@@ -182,11 +183,8 @@ class Engines:
                     except BusError as error:  # what was seen last is still the best guess
                         logger.debug("engines not seen error=%s", error)
                     self._looks += 1
-                    self._wake()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S):
-                            await self._look_now.wait()
-                    self._look_now.clear()
+                    self._changed.wake()
+                    await self._look_now.wait(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S)
         finally:
             await self._lookout.close()
             for place in self._places.values():
@@ -197,7 +195,7 @@ class Engines:
 
         def wake() -> None:
             if self._waiting:
-                self._look_now.set()
+                self._look_now.wake()
 
         try:
             await stack.enter_async_context(self._lookout.noticing(wake))
@@ -225,21 +223,21 @@ class Engines:
             place.failures = 0
         finally:
             place.in_flight -= 1
-            self._wake()
+            self._changed.wake()
 
     async def look_again(self) -> None:
         """Return when what the lookout says now is known; at once, whoever waits."""
         async with asyncio.timeout(ANSWER_S):
             for _ in range(2):  # the first may have begun before
                 seen = self._looks
-                self._look_now.set()
+                self._look_now.wake()
                 while self._looks == seen:
                     await self._changed.wait()
 
     def give_up(self) -> None:
         """From now on nobody waits: who finds no engine at once gets NoEngine."""
         self._closing = True
-        self._wake()
+        self._changed.wake()
 
     def waits_for(self) -> str:
         """Say what is waited for and since when; empty when nobody waits."""
@@ -274,10 +272,8 @@ class Engines:
                     raise NoEngine(self._wanted(min_version), time.monotonic() - begin)
                 if ticket not in self._waiting:
                     self._waiting[ticket] = (min_version, begin)
-                    self._look_now.set()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(min(left_s, self._next_return_s())):
-                        await self._changed.wait()
+                    self._look_now.wake()
+                await self._changed.wait(min(left_s, self._next_return_s()))
             return place
         finally:
             self._waiting.pop(ticket, None)
@@ -330,8 +326,4 @@ class Engines:
         for url, sighting in seen.items():
             if url not in self._places:
                 self._places[url] = _Place(engine=self._engine(url), sighting=sighting)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._changed.wake()

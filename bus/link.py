@@ -333,34 +333,3 @@ async def linked(url: str, name: str, wait_s: float) -> AsyncIterator[Link]:
         yield link
     finally:
         await link.close()
-
-
-class Waiter:
-    """One place to wait for one thing: ``wake`` ends the present wait, or the next one."""
-
-    def __init__(self) -> None:
-        self._future: asyncio.Future[None] | None = None
-        self._woken = False
-
-    def wake(self) -> None:
-        self._woken = True
-        if self._future is not None and not self._future.done():
-            self._future.set_result(None)
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until woken, at most ``timeout_s``."""
-        if not self._woken:
-            loop = asyncio.get_running_loop()
-            self._future = loop.create_future()
-            timer = loop.call_later(timeout_s, self._expire, self._future)
-            try:
-                await self._future
-            finally:
-                timer.cancel()
-                self._future = None
-        self._woken = False
-
-    @staticmethod
-    def _expire(future: "asyncio.Future[Any]") -> None:
-        if not future.done():
-            future.set_result(None)

@@ -11,9 +11,9 @@ from typing import Any, Self
 
 from bus.connection import Bus
 from bus.errors import BusError, WireError
-from bus.link import Waiter
 from bus.messages import Capabilities, LiveRow
 from bus.subjects import token
+from bus.waiter import Waiter
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Heartbeat:
         self._ending = False
         self._changes = self._stored = 0
         """Changes of the row, and how many of them are in what was stored last."""
-        self._written = asyncio.Event()
+        self._written = Waiter()
 
     def update(self, **changes: Any) -> None:
         """Change fields of the row; written at once."""
@@ -84,8 +84,7 @@ class Heartbeat:
                 async with asyncio.timeout(_PATIENCE * self._every_s):
                     await self._rows.put(_key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)})
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
-                self._written.set()
-                self._written = asyncio.Event()
+                self._written.wake()
             except (BusError, TimeoutError) as error:
                 self.last_error = str(error) or f"no answer for {_PATIENCE * self._every_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)

@@ -17,8 +17,9 @@ from nats.aio.subscription import Subscription
 
 from bus.errors import BusUnavailable, NotFound
 from bus.jetstream import JetStream, StreamState
-from bus.link import FOREIGN, Waiter
+from bus.link import FOREIGN
 from bus.subjects import delivery, natural
+from bus.waiter import Waiter
 
 _log = logging.getLogger(__name__)
 

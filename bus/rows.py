@@ -15,11 +15,11 @@ from typing import Any
 from bus import subjects
 from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.jetstream import PATIENCE_S, JetStream, Message
-from bus.link import Waiter
 from bus.nonce import new_id
 from bus.outbox import WRONG_LAST_SEQUENCE, Stored
 from bus.pull import Delivered, present
 from bus.row_shapes import read_row
+from bus.waiter import Waiter
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"

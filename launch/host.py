@@ -19,9 +19,9 @@ from pathlib import Path
 from bus.auth import CREDENTIALS_VARIABLE
 from bus.connection import Bus
 from bus.errors import BusError
-from bus.link import Waiter
 from bus.live import Heartbeat, LiveView, processes
 from bus.messages import LiveRow
+from bus.waiter import Waiter
 from launch import wanted
 from launch.supervisor import Supervisor
 from launch.wanted import ROLES, Place

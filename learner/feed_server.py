@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from bus.exit_codes import CRASHED
-from bus.link import Waiter
+from bus.waiter import Waiter
 from learner.errors import FeedError, RankFailed
 from learner.feed_gate import Gate
 from learner.feed_keys import FeedKeys

@@ -26,11 +26,11 @@ from bus.coroutines import first_of
 from bus.dead import REQUEUE
 from bus.epoch import current_epoch, raise_epoch
 from bus.errors import BusError, Fenced
-from bus.link import Waiter
 from bus.live import Heartbeat
 from bus.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.patience import cancellable, patiently
 from bus.subjects import EPOCH_KEY
+from bus.waiter import Waiter
 from learner import checkpoints
 from learner.admission import Wanted
 from learner.batch import build_batches, encode

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from functools import partial
 
 from bus.connection import Bus
-from bus.link import Waiter
 from bus.patience import patiently
+from bus.waiter import Waiter
 from learner.datasource import DataSource
 
 log = logging.getLogger(__name__)

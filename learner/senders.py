@@ -13,10 +13,10 @@ from functools import partial
 
 from bus.connection import Bus
 from bus.errors import WireError
-from bus.link import Waiter
 from bus.patience import patiently
 from bus.samples import Received
 from bus.subjects import REFUSED_KEY, refused
+from bus.waiter import Waiter
 from learner.ledger import count_of
 
 log = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel, Ver
 from actors.handles import HandleListener
 from actors.http_api import listen
 from bus.messages import Capabilities
+from bus.waiter import Waiter
 from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class BuiltinEngine:
         self._unfinished = 0
         self._awaiting_version = 0
         """Requests that wait for a newer version before they are queued."""
-        self._changed = asyncio.Event()
+        self._changed = Waiter()
         self._history: deque[tuple[float, float]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: Listener | None = None
@@ -297,11 +298,6 @@ class BuiltinEngine:
             while not reached():
                 await self._changed.wait()
 
-    def _wake(self) -> None:
-        """Let every waiter in ``_until`` look again."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
     def _post(self, events: list[Event]) -> None:
         assert self._loop is not None
         try:
@@ -316,11 +312,11 @@ class BuiltinEngine:
             ended += has_ended
         self._unfinished -= ended
         if ended and self._unfinished == 0 and self._phase == "draining":
-            self._wake()
+            self._changed.wake()
 
     def _updated(self, version: int, epoch: int) -> None:
         if self._phase == "stale":
             self.phase = "serving"
-        self._wake()
+        self._changed.wake()
         if self._on_update is not None:
             self._on_update(version, epoch)

@@ -33,6 +33,7 @@ from bus.files import write_whole
 from bus.messages import Capabilities
 from bus.ports import KeptPort
 from bus.processes import Child
+from bus.waiter import Waiter
 
 if TYPE_CHECKING:
     from actors.sglang.guard import Guard
@@ -67,8 +68,8 @@ class SglangEngine:
         self._first_version, self._on_update, self._release = version, on_update, release
         self.authority = authority or Authority()
         self._phase = "joining"
-        self._changed = asyncio.Event()
         self._child: Child | None = None
+        self._changed = Waiter()
         self._port: KeptPort | None = None
         self._guard: Guard | None = None
         self._cache = secrets.token_hex(4)
@@ -316,16 +317,12 @@ class SglangEngine:
     def ended(self, count: int) -> None:
         self.unfinished -= count
         if not self.unfinished:
-            self._wake()
+            self._changed.wake()
 
     async def _until(self, reached: Callable[[], bool], timeout_s: float) -> None:
         async with asyncio.timeout(timeout_s):
             while not reached():
                 await self._changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
     async def _look(self) -> None:
         """Notice that the server is gone, or answers no more."""
@@ -364,7 +361,7 @@ class SglangEngine:
     def _updated(self, version: int, epoch: int) -> None:
         if self._phase == "stale":
             self.phase = "serving"
-        self._wake()
+        self._changed.wake()
         if self._on_update is not None:
             self._on_update(version, epoch)
 
