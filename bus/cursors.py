@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.connection import Bus
-from bus.errors import BusError, NotFound, RowConflict, StreamReplaced
+from bus.errors import BusError, NotFound, StreamReplaced
 from bus.messages import Cursor
 from bus.nonce import nonce
-from bus.rows import Rows
+from bus.rows import Rows, Value
 from bus.samples import Received
 from bus.subjects import token
 
@@ -91,19 +91,17 @@ class Reader:
         """
         if policy not in (WAIT, LEAVE):
             raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
-        rows, mine = bus.rows("run"), f"{owner or bus.name} {nonce()}"
-        while True:
-            (value, revision), start = await rows.standing(_key(name)), await bus.samples.cursor()
+        start, mine = await bus.samples.cursor(), f"{owner or bus.name} {nonce()}"
+
+        def taken_over(value: Value | None) -> Value:
             before = None if value is None else _place(value)
             if before is not None and before.created != start.created:
                 raise StreamReplaced(f"cursor {name}", before.created, start.created)
             floor = start.floor if before is None else before.floor
-            place = Place(created=start.created, floor=floor, policy=policy, owner=mine)
-            try:
-                await rows.update(_key(name), dataclasses.asdict(place), revision)
-                return cls(bus, name, place, is_new=before is None)
-            except RowConflict:
-                continue
+            return dataclasses.asdict(Place(created=start.created, floor=floor, policy=policy, owner=mine))
+
+        before, after = await bus.rows("run").change(_key(name), taken_over, replace_unreadable=True)
+        return cls(bus, name, _place(after), is_new=before is None)
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
         """Every sample behind its place, in stream order, for ever. Raises StreamTrimmed when it was left behind, StreamReplaced."""
@@ -131,21 +129,17 @@ def _waits(place: Place, created: str) -> bool:
 
 async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> Place:
     """Change a row by compare-and-set; with ``owner``, only while it is still its."""
-    while True:
-        value, revision = await rows.standing(_key(name))
+
+    def changed(value: Value | None) -> Value:
         if value is None:
             raise NotFound("cursor", name)
         place = _place(value)
         if owner is not None and place.owner != owner:
             raise CursorTaken(name)
-        if "floor" in changes:
-            changes["floor"] = max(place.floor, changes["floor"])
         new = dataclasses.replace(place, **changes)
-        try:
-            await rows.update(_key(name), dataclasses.asdict(new), revision)
-            return new
-        except RowConflict:
-            continue
+        return dataclasses.asdict(dataclasses.replace(new, floor=max(place.floor, new.floor)))
+
+    return _place((await rows.change(_key(name), changed, replace_unreadable=True)).after)
 
 
 def _key(name: str) -> str:

@@ -9,8 +9,8 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from bus import subjects
 from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
@@ -27,8 +27,17 @@ _OPERATION = "KV-Operation"
 _RETRY_S = 0.1
 _AT_ONCE = 16
 
-Row = tuple[dict[str, Any], int]
+Value = dict[str, Any]
+Row = tuple[Value, int]
 """(value, revision)"""
+After = TypeVar("After", Value, Value | None)
+
+
+class Changed(NamedTuple, Generic[After]):
+    """A row before and after ``Rows.change``; None = there is none."""
+
+    before: Value | None
+    after: After
 
 
 class Rows:
@@ -82,6 +91,21 @@ class Rows:
     async def update(self, key: str, value: dict[str, Any], revision: int) -> int:
         """Write a row that must have this revision. Raises RowConflict."""
         return await self._write(key, value, revision)
+
+    async def change(self, key: str, fn: Callable[[Value | None], After], *, replace_unreadable: bool = False) -> Changed[After]:
+        """Write the value that ``fn`` makes of the present one, by compare-and-set, again whenever another writer was faster.
+
+        ``fn`` gets None when there is no row. It returns None to leave the row as it is, and what it raises is passed on.
+        Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None for that one, too.
+        """
+        while True:
+            before, revision = await self.standing(key) if replace_unreadable else await self.get(key) or (None, 0)
+            after = fn(before)
+            if after is None:
+                return Changed(before, before)
+            with suppress(RowConflict):
+                await self.update(key, after, revision)
+                return Changed(before, after)
 
     async def delete(self, key: str) -> None:
         """Remove a row; nothing when there is none.

@@ -12,13 +12,13 @@ from nats.aio.msg import Msg
 from bus import subjects
 from bus.codec import decode_record, decode_task, encode_task
 from bus.dead import DeadLetters
-from bus.errors import BusUnavailable, RowConflict, WireError
+from bus.errors import BusUnavailable, WireError
 from bus.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
 from bus.jetstream import JetStream, Message
 from bus.messages import Dead, Fence, Kind, Task
 from bus.nonce import nonce
 from bus.pull import Delivered
-from bus.rows import Rows
+from bus.rows import Rows, Value
 from bus.waiting import ACK, NAK, PROGRESS, Slots
 
 _log = logging.getLogger(__name__)
@@ -174,15 +174,11 @@ class TaskQueue:
 
     async def raise_floor(self, floor: int) -> None:
         """All tasks with ids up to ``floor`` are settled: their deliveries are acked unworked. Never falls."""
-        while True:
-            row, revision = await self._rows.standing(subjects.FLOOR_KEY)
-            if row is not None and row["floor"] >= floor:
-                return
-            try:
-                await self._rows.update(subjects.FLOOR_KEY, {"floor": floor}, revision)
-                return
-            except RowConflict:
-                continue
+
+        def raised(row: Value | None) -> Value | None:
+            return None if row is not None and row["floor"] >= floor else {"floor": floor}
+
+        await self._rows.change(subjects.FLOOR_KEY, raised, replace_unreadable=True)
 
     async def trim(self, below: int) -> None:
         """Forget tasks with ids < ``below``; fences stay."""

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bus.connection import Bus
-from bus.errors import RowConflict
-from bus.rows import Row
+from bus.rows import Row, Value
 from bus.subjects import token
 
 ROLES = ("engine", "actor")
 """In the order in which they are started."""
 ALL = "all"
 MOST = 10_000
-_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +73,13 @@ async def read(bus: Bus) -> Wanted:
 
 
 async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Set the numbers of some roles in one row, the others stay: (before, after). Raises BusUnavailable, RowConflict."""
-    rows = bus.rows("wanted")
-    for attempt in range(_TRIES):
-        standing, revision = await rows.standing(key)
-        before = standing or {}
-        after = {**before, **counts}
-        try:
-            await rows.update(key, after, revision)
-            return before, after
-        except RowConflict:  # somebody else was faster; theirs is changed, not lost
-            if attempt == _TRIES - 1:
-                raise
-    raise AssertionError("unreachable")
+    """Set the numbers of some roles in one row, the others stay: (before, after). Raises BusUnavailable."""
+
+    def changed(before: Value | None) -> Value:
+        return {**(before or {}), **counts}
+
+    before, after = await bus.rows("wanted").change(key, changed, replace_unreadable=True)
+    return before or {}, after
 
 
 def parse(words: Sequence[str]) -> dict[str, int]:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from bus.connection import Bus
 from bus.cursors import Cursors
 from bus.epoch import current_epoch
-from bus.errors import BusUnavailable, Fenced, RowConflict
+from bus.errors import BusUnavailable, Fenced
 from bus.messages import Done, Plan
 from bus.patience import patiently
+from bus.rows import Value
 from learner import checkpoints
 from learner.batch import StepBatch
 from learner.checkpoints import Checkpoint
@@ -119,20 +120,18 @@ class Outcomes:
             self.finished.set()
 
     async def _commit(self, row: dict[str, Any]) -> None:
-        rows = self._bus.rows("run")
-        while True:
-            await self._refuse_if_replaced()
-            _, revision = await rows.standing(CHECKPOINT_KEY)
-            try:
-                await rows.update(CHECKPOINT_KEY, row, revision)
-                return
-            except RowConflict:
-                continue
+        """Write the row. Raises Fenced for a learner that was replaced: by the newest epoch, or by that of the row that stands there."""
+        await self._refuse_if_replaced()
+
+        def committed(found: Value | None) -> Value:
+            _refuse_newer(int((found or {}).get("epoch", 0)), self._epoch)
+            return row
+
+        await self._bus.rows("run").change(CHECKPOINT_KEY, committed, replace_unreadable=True)
 
     async def _refuse_if_replaced(self) -> None:
         """Raises Fenced."""
-        if (newest := await current_epoch(self._bus)) > self._epoch:
-            raise Fenced(f"run.{CHECKPOINT_KEY}", self._epoch, newest)
+        _refuse_newer(await current_epoch(self._bus), self._epoch)
 
     async def _trim(self, latest: Checkpoint, state: dict[str, Any]) -> None:
         """Forget what lies behind the oldest kept checkpoint, less the window of history."""
@@ -161,6 +160,12 @@ class Outcomes:
         late = await cursors.give_up(below, created)
         log.error("SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, ", ".join(late), needed)
         return below
+
+
+def _refuse_newer(newest: int, epoch: int) -> None:
+    """Raises Fenced."""
+    if newest > epoch:
+        raise Fenced(f"run.{CHECKPOINT_KEY}", epoch, newest)
 
 
 def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from typing import Any
 from bus.connection import Bus
 from bus.errors import Fenced, NotFound, RowConflict, WireError
 from bus.messages import VersionRow
+from bus.rows import Value
 from bus.subjects import natural
 
 _log = logging.getLogger(__name__)
@@ -76,17 +77,14 @@ class VersionRegistry:
 
     async def fence(self, epoch: int) -> VersionRow | None:
         """Shut out the learners of lower epochs; the head. Raises Fenced when this one is shut out itself."""
-        while True:
-            found = await self._rows.get(HEAD)
-            value = {} if found is None else found[0]
-            _check_fence(value, epoch)
-            try:
-                await self._rows.update(HEAD, {**value, "fence": epoch}, 0 if found is None else found[1])
-                break
-            except RowConflict:
-                continue
+
+        def fenced(head: Value | None) -> Value:
+            _check_fence(head, epoch)
+            return {**(head or {}), "fence": epoch}
+
+        head = (await self._rows.change(HEAD, fenced)).after
         await self._count()
-        return _parse(HEAD, value)
+        return _parse(HEAD, head)
 
     async def lost(self, known: Mapping[int, int]) -> bool:
         """Whether rows are missing of versions (-> step) that are ``known`` to have been used, or the head of them is."""
@@ -105,21 +103,24 @@ class VersionRegistry:
                 with suppress(RowConflict):
                     await self._rows.create(_key(row.version), dataclasses.asdict(row))
         newest = await self._newest_published()
-        while newest is not None:
-            found = await self._rows.get(HEAD)
-            value = {} if found is None else found[0]
-            _check_fence(value, epoch)
-            head = _parse(HEAD, value)
-            if head is not None and head.version >= newest.version:
-                break
-            with suppress(RowConflict):
-                await self._rows.update(HEAD, {**dataclasses.asdict(newest), "fence": epoch}, 0 if found is None else found[1])
+        if newest is not None:
+            await self._raise_head(newest, epoch)
         _log.error(
             "the registry of versions has lost rows (bucket weights emptied?): head=%s restored=%d, new versions are numbered after %d",
             None if newest is None else newest.version,
             len(missing),
             max(await self._versions()),
         )
+
+    async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
+        def raised(value: Value | None) -> Value | None:
+            _check_fence(value, epoch)
+            head = None if value is None else _parse(HEAD, value)
+            if head is not None and head.version >= newest.version:
+                return None
+            return {**dataclasses.asdict(newest), "fence": epoch}
+
+        await self._rows.change(HEAD, raised)
 
     async def _newest_published(self) -> VersionRow | None:
         for version in sorted(await self._versions(), reverse=True):
@@ -151,7 +152,7 @@ class VersionRegistry:
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
         """A new version, ``pushing``: its number has never been used, and ``after`` is set. Raises Fenced."""
         found = await self._rows.get(HEAD)
-        _check_fence({} if found is None else found[0], epoch)
+        _check_fence(None if found is None else found[0], epoch)
         if not self._next:
             await self._count()
         while True:
@@ -166,21 +167,17 @@ class VersionRegistry:
     async def publish(self, row: VersionRow) -> VersionRow:
         """Make it the head. Raises Fenced when a newer learner has been here: by its epoch, or by a higher version."""
         row = dataclasses.replace(row, state="published")
-        while True:
-            found = await self._rows.get(HEAD)
-            value = {} if found is None else found[0]
+
+        def published(value: Value | None) -> Value | None:
             _check_fence(value, row.epoch)
-            head = _parse(HEAD, value)
-            if head is not None and head.version >= row.version:
-                if (head.version, head.epoch) == (row.version, row.epoch):
-                    break
-                raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
-            new = {**dataclasses.asdict(row), "fence": max(row.epoch, int(value.get("fence", 0)))}
-            try:
-                await self._rows.update(HEAD, new, 0 if found is None else found[1])
-                break
-            except RowConflict:
-                continue
+            head = None if value is None else _parse(HEAD, value)
+            if head is None or head.version < row.version:
+                return {**dataclasses.asdict(row), "fence": row.epoch}
+            if (head.version, head.epoch) == (row.version, row.epoch):
+                return None
+            raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
+
+        await self._rows.change(HEAD, published)
         await self._change(_key(row.version), row.version, state="published")
         return row
 
@@ -209,16 +206,12 @@ class VersionRegistry:
 
     async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
         """The row with ``after``, which is set once."""
-        while True:
-            found = await self._rows.get(_key(row.version))
-            if found is None:
-                return dataclasses.replace(row, after=seq)
-            if int(found[0].get("after", -1)) >= 0:
-                return dataclasses.replace(row, after=int(found[0]["after"]))
-            try:
-                await self._rows.update(_key(row.version), {**found[0], "after": seq}, found[1])
-            except RowConflict:
-                continue
+
+        def begun(found: Value | None) -> Value | None:
+            return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
+
+        found = (await self._rows.change(_key(row.version), begun)).after
+        return dataclasses.replace(row, after=seq if found is None else int(found["after"]))
 
     async def set_evicted(self, reasons: Mapping[str, str]) -> None:
         """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
@@ -231,41 +224,36 @@ class VersionRegistry:
 
     async def _note_snapshot(self, row: VersionRow) -> None:
         """Keep the row ``snapshot`` at the newest version that has one; the newest may lose it."""
-        while True:
-            found, revision = await self._rows.standing(SNAPSHOT)
-            noted = -1 if found is None else int(found["version"])
-            if row.version < noted or (row.version > noted and not row.snapshot):
-                return
-            try:
-                await self._rows.update(SNAPSHOT, dataclasses.asdict(row), revision)
-                return
-            except RowConflict:
-                continue
+
+        def noted(found: Value | None) -> Value | None:
+            before = -1 if found is None else int(found["version"])
+            if row.version < before or (row.version > before and not row.snapshot):
+                return None
+            return dataclasses.asdict(row)
+
+        await self._rows.change(SNAPSHOT, noted, replace_unreadable=True)
 
     async def _versions(self) -> list[int]:
         named = [natural(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
         return [version for version in named if version is not None]
 
-    async def _change(self, key: str, version: int, **changes: str | int) -> bool:
-        """Change fields of a row as long as it speaks of this version; whether it does."""
-        while True:
-            found, revision = await self._rows.standing(key)
-            if found is None or found.get("version") != version:
-                return False
-            try:
-                await self._rows.update(key, {**found, **changes}, revision)
-                return True
-            except RowConflict:
-                continue
+    async def _change(self, key: str, version: int, **changes: str | int) -> None:
+        """Change fields of a row if it is that of this version."""
+
+        def changed(found: Value | None) -> Value | None:
+            return None if found is None or found.get("version") != version else {**found, **changes}
+
+        await self._rows.change(key, changed, replace_unreadable=True)
 
 
 def _key(version: int) -> str:
     return f"v.{version}"
 
 
-def _check_fence(head: dict[str, Any], epoch: int) -> None:
-    if int(head.get("fence", 0)) > epoch:
-        raise Fenced(f"weights.{HEAD}", epoch, int(head["fence"]))
+def _check_fence(head: Value | None, epoch: int) -> None:
+    fence = 0 if head is None else int(head.get("fence", 0))
+    if fence > epoch:
+        raise Fenced(f"weights.{HEAD}", epoch, fence)
 
 
 def _parse(key: str, value: dict[str, Any]) -> VersionRow | None:

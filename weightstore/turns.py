@@ -11,8 +11,9 @@ import logging
 import time
 
 from bus.connection import Bus
-from bus.errors import BusError, RowConflict
+from bus.errors import BusError
 from bus.live import LiveView
+from bus.rows import Value
 
 _log = logging.getLogger(__name__)
 
@@ -67,12 +68,8 @@ class AcceleratorLease:
             await asyncio.sleep(_POLL_S)  # a learner that dies writes no row
 
     async def _write(self, whose: str, epoch: int) -> None:
-        while True:
-            found, revision = await self._rows.standing(_KEY)
-            if found is not None and int(found.get("epoch", 0)) > epoch:
-                return  # this learner has been replaced
-            try:
-                await self._rows.update(_KEY, {"whose": whose, "epoch": epoch}, revision)
-                return
-            except RowConflict:  # another learner has written, perhaps a newer one
-                continue
+        def changed(found: Value | None) -> Value | None:
+            replaced = found is not None and int(found.get("epoch", 0)) > epoch
+            return None if replaced else {"whose": whose, "epoch": epoch}
+
+        await self._rows.change(_KEY, changed, replace_unreadable=True)

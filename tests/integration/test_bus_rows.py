@@ -8,9 +8,10 @@ import pytest
 from bus.commands import Command
 from bus.connection import Bus, connect
 from bus.epoch import raise_epoch
-from bus.errors import RowConflict, UnreadableRow, WireError
+from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from bus.live import Heartbeat, LiveView, processes
 from bus.messages import Capabilities, LiveRow
+from bus.rows import Value
 from bus.server import EmbeddedServer
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until
@@ -216,6 +217,51 @@ async def test_an_unreadable_row_is_replaced_passed_over_or_refused(open_bus: Bu
         await bus.js.publish(f"$KV.TM_{bus.run}_run.epoch", b"junk")
         with pytest.raises(UnreadableRow, match=r"row run\.epoch, revision"):
             await raise_epoch(bus)
+
+
+async def test_changes_at_the_same_time_are_all_made(open_bus: BusOpener) -> None:
+    async with open_bus() as bus, open_bus(name="other") as other:
+        calls = 0
+
+        def one_more(value: Value | None) -> Value:
+            nonlocal calls
+            calls += 1
+            return {"count": 0 if value is None else value["count"] + 1}
+
+        changes = [one.rows("weights").change("mine", one_more) for one in (bus, other) for _ in range(5)]
+        found = await asyncio.gather(*changes)
+        assert sorted(changed.after["count"] for changed in found) == list(range(10)), "each is made once, on top of another"
+        assert all((changed.before or {"count": -1})["count"] == changed.after["count"] - 1 for changed in found)
+        assert calls > 10, "those that met another were made again"
+        assert (await bus.rows("weights").get("mine") or ({}, 0))[0] == {"count": 9}
+
+
+async def test_a_change_may_leave_the_row_as_it_is(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("weights")
+        assert await rows.change("mine", lambda value: None) == (None, None)
+        assert await rows.get("mine") is None
+        revision = await rows.put("mine", {"version": 1})
+        assert await rows.change("mine", lambda value: None) == ({"version": 1}, {"version": 1})
+        with pytest.raises(NotFound, match="weights: no mine"):
+            await rows.change("mine", not_there)
+        assert await rows.get("mine") == ({"version": 1}, revision)
+
+
+def not_there(value: Value | None) -> Value:
+    raise NotFound("weights", "mine")
+
+
+async def test_an_unreadable_row_is_changed_only_where_that_is_wanted(open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        rows = bus.rows("run")
+        await bus.js.publish(f"$KV.TM_{bus.run}_run.epoch", b"junk")
+        with pytest.raises(UnreadableRow):
+            await rows.change("epoch", lambda value: {"epoch": 7})
+        assert await rows.change("epoch", lambda value: None, replace_unreadable=True) == (None, None)
+        assert (await rows.standing("epoch"))[0] is None
+        assert (await rows.change("epoch", lambda value: {"epoch": 7}, replace_unreadable=True)) == (None, {"epoch": 7})
+        assert (await rows.standing("epoch"))[0] == {"epoch": 7}
 
 
 async def test_commands_that_cannot_be_read_are_passed_over(open_bus: BusOpener) -> None:
