@@ -83,9 +83,7 @@ class DeadLetters:
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | Word]]:
         """Dead tasks and what was said of them, from sequence ``start`` on, for ever."""
         async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._words]) as pull:
-            while True:
-                delivered = await pull.next()
-                assert delivered is not None
+            async for delivered in pull:
                 found = self._read(delivered)
                 if found is not None:
                     yield delivered.seq, found

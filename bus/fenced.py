@@ -240,9 +240,7 @@ async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIt
 
 async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Delivered]:
     async with OrderedPull(stream.jet, stream.name, max(1, start)) as pull:
-        while True:
-            delivered = await pull.next()
-            assert delivered is not None
+        async for delivered in pull:
             yield delivered
 
 

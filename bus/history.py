@@ -115,10 +115,8 @@ class History:
                 yield delivered
             return
         async with OrderedPull(self._jet, self._stream, max(1, first), filters=self._filters, headers_only=headers_only) as pull:
-            while True:
-                found = await pull.next()
-                assert found is not None
-                yield found
+            async for delivered in pull:
+                yield delivered
 
     async def _stored(self, message: Delivered | Message) -> Stored:
         data: bytes | WireError

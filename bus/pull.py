@@ -9,8 +9,8 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple, Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple, Self, overload
 
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -45,7 +45,10 @@ class Delivered(NamedTuple):
 
 
 class OrderedPull:
-    """``next`` gives the messages behind ``start`` - 1. ``on_open`` sees the stream before the first and after every re-opening."""
+    """Async iterator over the messages from ``start`` on; it has no end. ``next`` gives one of them, or none within a time.
+
+    ``on_open`` gets the state of the stream and the position, before the first message and after every re-opening.
+    """
 
     def __init__(
         self,
@@ -78,6 +81,16 @@ class OrderedPull:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[Delivered]:
+        return self.next()
+
+    @overload
+    async def next(self) -> Delivered: ...
+    @overload
+    async def next(self, timeout_s: float) -> Delivered | None: ...
     async def next(self, timeout_s: float | None = None) -> Delivered | None:
         """The next message; None after ``timeout_s`` without one. Waits for the bus as long as it takes, says so in the log.
 

@@ -168,10 +168,8 @@ class SampleStream:
                 yield delivered
             return
         async with OrderedPull(self._jet, self._stream, start, filters=filters, headers_only=headers_only) as pull:
-            while True:
-                found = await pull.next()
-                assert found is not None
-                yield found
+            async for delivered in pull:
+                yield delivered
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
         """None = everything, parts too: then a jump in the sequences can only be a hole, and filtering costs the server nothing."""
@@ -256,16 +254,15 @@ class _Reading:
 
     async def messages(self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None) -> AsyncIterator[Received]:
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
-            while True:
-                expected = pull.position
-                delivered = await pull.next()
-                assert delivered is not None
+            expected = pull.position
+            async for delivered in pull:
                 if delivered.seq != expected and expected > self._start:
                     await self._check_gap(expected)
                 if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
                     yield await self.received(delivered)
                 if on_passed is not None:
                     on_passed(delivered.seq)
+                expected = pull.position
 
     async def received(self, delivered: Delivered) -> Received:
         sample: Sample | WireError
