@@ -82,20 +82,20 @@ class _Rights:
 
     def learner(self) -> _Lists:
         """Everything of its run."""
-        own = [f"tm.{self._run}.>", *self._rows_of.values()]
+        own = [subjects.everything(self._run), *self._rows_of.values()]
         api = [_api("INFO"), _api("STREAM.NAMES")]
         for stream in self._streams:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
-        return [*own, *api], [f"tm.{self._run}.>", *self._rows_of.values(), *subjects.acks(self._run)], []
+        return [*own, *api], [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run)], []
 
     def actor(self) -> _Lists:
         """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of failures."""
         publish = [
-            f"tm.{self._run}.sample.*.*.{self._name}",
-            f"tm.{self._run}.sample.*.*.{self._name}.parts",
-            f"tm.{self._run}.part.*.*",
+            subjects.samples_of(self._run, self._name),
+            subjects.manifest(subjects.samples_of(self._run, self._name)),
+            subjects.part(self._run, "*", "*"),
             subjects.partial(self._run),
             *(_api(f"STREAM.{verb}.{subjects.stream(self._run, subjects.PARTIALS)}") for verb in ("INFO", "MSG.GET")),
             subjects.dead_report(self._run, "*"),
@@ -131,7 +131,7 @@ class _Rights:
         queues = list(subjects.CONSUMERS.values())
         publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
         never = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
-        return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), f"tm.{self._run}.metric.>"], never
+        return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], never
 
     def operator(self) -> _Lists:
         """Reads everything, says what is wanted and what shall become of dead tasks, registers readers, and commands."""
@@ -147,7 +147,7 @@ class _Rights:
     def _member(self, role: str) -> Iterator[str]:
         """Its own live row, metrics, and reading the rows of every bucket but the secret ones."""
         yield subjects.row(self._run, "live", f"{role}.{self._name}")
-        yield f"tm.{self._run}.metric.>"
+        yield subjects.metric(self._run)
         yield _api("INFO")  # an account that has not this from another gets an API of its own, of no streams
         yield _api("STREAM.NAMES")
         yield from self._reading(_PUBLIC_BUCKETS)

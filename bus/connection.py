@@ -1,11 +1,14 @@
 """The one connection of a process to the bus, and the doors to what is on it."""
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from bus import subjects
 from bus.commands import Commands
 from bus.config import BusConfig
 from bus.dead import DeadLetters
@@ -65,6 +68,10 @@ class Bus:
         if bucket not in self._rows:
             self._rows[bucket] = Rows(self.jet, bucket)
         return self._rows[bucket]
+
+    async def announce(self, source: str, metric: dict[str, Any]) -> None:
+        """Publish live numbers of a process; they are stored nowhere, and may be lost. Raises BusUnavailable."""
+        await self._link.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 
     async def create_layout(self) -> None:
         """Streams, consumers and buckets of this run; nothing happens where they exist as wanted.

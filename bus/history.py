@@ -31,7 +31,7 @@ class History:
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.SAMPLES)
-        self._filters = [f"tm.{jet.run}.sample.>"]
+        self._filters = [subjects.samples(jet.run)]
 
     async def state(self) -> StreamState:
         return await self._jet.state(self._stream)
@@ -57,7 +57,7 @@ class History:
     async def payload(self, seq: int) -> Stored:
         """One sample. Raises NotFound; ValueError for a sequence at which no sample stands."""
         message = await self._jet.insist(partial(self._jet.message, self._stream, seq))
-        if not message.subject.startswith(self._filters[0].removesuffix(">")):
+        if not subjects.is_sample(self._jet.run, message.subject):
             raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
         return await self._stored(message)
 
@@ -89,16 +89,15 @@ class History:
 
     async def at_version(self, version: int) -> int:
         """Sequence of the first sample whose oldest token is of this version; where there is none, of the next version that has one."""
-        prefix = f"tm.{self._jet.run}.sample."
-        for found in sorted(v for v in await self._versions(prefix) if v >= version):
-            firsts = [await self._first(f"{prefix}{kind}.{found}.>") for kind in Kind]
+        for found in sorted(v for v in await self._versions() if v >= version):
+            firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
             if any(firsts):
                 return min(seq for seq in firsts if seq)
         return (await self.state()).last_seq + 1
 
-    async def _versions(self, prefix: str) -> set[int]:
-        found = [subject.removeprefix(prefix).split(".") for subject in await self._jet.subjects(self._stream, f"{prefix}>")]
-        return {version for words in found if len(words) > 1 and (version := subjects.natural(words[1])) is not None}
+    async def _versions(self) -> set[int]:
+        found = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        return {version for subject in found if (version := subjects.version_of_sample(subject)) is not None}
 
     async def _first(self, subject: str) -> int:
         """0 when there is none."""

@@ -47,11 +47,11 @@ async def create_archive(jet: JetStream) -> None:
 def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
     """Settings of every stream of a run, buckets included, as the server spells them."""
     names = {
-        subjects.TASKS: [f"tm.{run}.task.*"],
-        subjects.SAMPLES: [f"tm.{run}.sample.>", f"tm.{run}.part.>"],
-        subjects.PLAN: [f"tm.{run}.plan.*"],
-        subjects.PARTIALS: [f"tm.{run}.partial.*.*"],
-        subjects.DEAD: [f"tm.{run}.dead.>"],
+        subjects.TASKS: [subjects.task(run, "*")],
+        subjects.SAMPLES: [subjects.samples(run), subjects.parts(run)],
+        subjects.PLAN: [subjects.plan(run, "*")],
+        subjects.PARTIALS: [subjects.partial(run)],
+        subjects.DEAD: [subjects.dead(run)],
     }
     for name, subject_list in names.items():
         yield {

@@ -16,8 +16,6 @@ from bus.pull import Delivered, OrderedPull, present
 SAMPLE_HEADER = "Tm-Sample"
 PARTS_HEADER = "Tm-Parts"
 """Number of parts; only on a manifest."""
-_MANIFEST_TOKEN = "parts"
-"""Last token of a manifest's subject."""
 _HEADER_VALUE = re.compile(r"[!-~]{1,200}")
 
 
@@ -89,8 +87,8 @@ class SampleStream:
         if not parts.fits(data, self._jet.link.max_payload):
             if len(data) > parts.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
-            seqs = await self._store_parts(subject.split(".")[3], headers[subjects.MESSAGE_ID], data)
-            data, subject = parts.describe(data, seqs), f"{subject}.{_MANIFEST_TOKEN}"
+            seqs = await self._store_parts(subjects.kind_of_sample(subject), headers[subjects.MESSAGE_ID], data)
+            data, subject = parts.describe(data, seqs), subjects.manifest(subject)
             headers = {**headers, PARTS_HEADER: str(len(seqs))}
         seq = await self._store(subject, data, headers)
         self.stats.published += 1
@@ -162,7 +160,7 @@ class SampleStream:
 
     async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
         state = await self.info()
-        start, filters = max(1, state.last_seq - last + 1), [f"tm.{self._jet.run}.sample.>"]
+        start, filters = max(1, state.last_seq - last + 1), [subjects.samples(self._jet.run)]
         if not follow:
             async for delivered in present(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
                 yield delivered
@@ -175,7 +173,7 @@ class SampleStream:
         """None = everything, parts too: then a jump in the sequences can only be a hole, and filtering costs the server nothing."""
         if kinds is None or set(kinds) == set(Kind):
             return []
-        return [f"tm.{self._jet.run}.sample.{kind}.>" for kind in sorted(kinds)]
+        return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
 
     async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
         subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
@@ -196,7 +194,7 @@ class SampleStream:
     async def _oldest_part_needed(self, below: int) -> int:
         """The smallest sequence of a part named by a manifest at ``below`` or behind it; ``below`` when there is none."""
         oldest, seq = below, below
-        manifests = f"tm.{self._jet.run}.sample.*.*.*.{_MANIFEST_TOKEN}"
+        manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
         while True:
             try:
                 message = await self._jet.next(self._stream, max(1, seq), manifests)
@@ -250,7 +248,7 @@ class _Reading:
         self._created = None if cursor is None else cursor.created
         self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
         self._start = 1 if cursor is None else cursor.floor + 1
-        self._parts_prefix = f"tm.{jet.run}.part."
+        self._parts_prefix = subjects.parts(jet.run).removesuffix(">")
 
     async def messages(self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None) -> AsyncIterator[Received]:
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
@@ -326,7 +324,7 @@ async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq:
     except NotFound:
         raise WireError("parts.seqs", "parts that are in the stream", seq) from None
     message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
-    subject = subjects.part(jet.run, manifest.subject.split(".")[3], subjects.natural(message_id.partition(".")[0]) or 0)
+    subject = subjects.part(jet.run, subjects.kind_of_sample(manifest.subject), subjects.natural(message_id.partition(".")[0]) or 0)
     if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
         raise WireError("parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}")
     return part.data

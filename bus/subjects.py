@@ -72,6 +72,41 @@ def sample(run: str, kind: str, version: int, actor: str) -> str:
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
+def samples(run: str, *tokens: object) -> str:
+    """All samples, or those whose subject goes on with these tokens (kind, version)."""
+    return ".".join(("tm", run, "sample", *map(str, tokens), ">"))
+
+
+def samples_of(run: str, actor: str) -> str:
+    """All samples of an actor (a token already, or ``*``), but for their manifests."""
+    return f"tm.{run}.sample.*.*.{actor}"
+
+
+def manifest(sample: str) -> str:
+    """Subject of the manifest of a sample that is stored in parts, from the sample's own."""
+    return f"{sample}.parts"
+
+
+def sample_in(run: str, subject: str) -> str:
+    """Subject of a sample, or of its manifest, as that of the whole sample in another run."""
+    tokens = subject.split(".")
+    return ".".join((tokens[0], run, *tokens[2:6]))
+
+
+def is_sample(run: str, subject: str) -> bool:
+    return subject.startswith(samples(run).removesuffix(">"))
+
+
+def kind_of_sample(subject: str) -> str:
+    return subject.split(".")[3]
+
+
+def version_of_sample(subject: str) -> int | None:
+    """The version that a subject of SAMPLES names; None when it names none."""
+    tokens = subject.split(".", 5)
+    return natural(tokens[4]) if len(tokens) > 4 else None
+
+
 def refused(actor: str) -> str:
     """Key of the row of a refused actor."""
     return f"{REFUSED_KEY}.{token(actor)[:_LONGEST_NAME]}"
@@ -89,9 +124,14 @@ def acks(run: str) -> tuple[str, str]:
     return f"$JS.ACK.{consumer}.>", f"$JS.ACK.*.*.{consumer}.>"
 
 
-def part(run: str, kind: str, task: int) -> str:
+def part(run: str, kind: str, task: int | str) -> str:
     """Parts of samples too large for one message."""
     return f"tm.{run}.part.{kind}.{task}"
+
+
+def parts(run: str) -> str:
+    """All parts of all samples."""
+    return f"tm.{run}.part.>"
 
 
 def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
@@ -137,6 +177,11 @@ def delivery(reply: str) -> Delivery | None:
     return told if max(told) < _LIMIT else None
 
 
+def dead(run: str) -> str:
+    """All of stream DEAD."""
+    return f"tm.{run}.dead.>"
+
+
 def dead_task(run: str, task: int | str) -> str:
     return f"tm.{run}.dead.task.{task}"
 
@@ -147,6 +192,16 @@ def dead_report(run: str, task: int | str) -> str:
 
 def dead_word(run: str, task: int | str) -> str:
     return f"tm.{run}.dead.word.{task}"
+
+
+def metric(run: str, source: str = ">") -> str:
+    """Live numbers of one process, or of all; core messages, in no stream."""
+    return f"tm.{run}.metric.{source}"
+
+
+def everything(run: str) -> str:
+    """Every subject of the run but its rows."""
+    return f"tm.{run}.>"
 
 
 def command(run: str, role: str, id: str) -> str:

@@ -1,7 +1,6 @@
 """What rank 0 reports: steps done, versions published, checkpoints written. Makes it lasting, then trims what is no longer needed."""
 
 import asyncio
-import json
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -94,7 +93,7 @@ class Outcomes:
         """Live numbers; lossy on purpose."""
         metric = {"step": done.step, "epoch": done.epoch, "metrics": done.metrics}
         try:
-            await self._bus.jet.link.send(f"tm.{self._bus.run}.metric.learner", json.dumps(metric).encode())
+            await self._bus.announce("learner", metric)
             self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
         except BusUnavailable as error:
             log.info("metrics unsent error=%s", error)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol
 
+from bus import subjects
 from bus.codec import encode_sample
 from bus.connection import Bus, connect
 from bus.errors import BusError, WireError
@@ -167,8 +168,7 @@ class _Published:
             data = encode_sample(replace(sample, run=self._bus.run))
         headers = {name: value for name, value in stored.headers.items() if name not in _OF_THE_STORE}
         headers[REPLAYED_HEADER] = f"{self._origin.run}.{stored.seq}"
-        words = stored.subject.split(".")
-        await self._bus.samples.publish_bytes(data, ".".join([words[0], self._bus.run, *words[2:6]]), headers)
+        await self._bus.samples.publish_bytes(data, subjects.sample_in(self._bus.run, stored.subject), headers)
 
 
 def _readable(stored: Stored) -> Sample:
