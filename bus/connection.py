@@ -43,12 +43,18 @@ class Bus:
 
     @property
     def nc(self) -> Client:
-        """The client library's connection, for what has no door here."""
+        """The client library's connection. For tests and benchmarks: every use of the program has a method of its own."""
         return self._link.nc
 
     @property
     def js(self) -> JetStreamContext:
+        """As ``nc``, for JetStream."""
         return self._link.nc.jetstream()
+
+    @property
+    def connected_url(self) -> str:
+        """The server to which the connection is, or was last."""
+        return self._link.connected_url
 
     @property
     def refusals(self) -> Refusals:

@@ -84,6 +84,11 @@ class Link:
         return self.nc.is_closed
 
     @property
+    def connected_url(self) -> str:
+        url = self.nc.connected_url
+        return "" if url is None else url.geturl()
+
+    @property
     def max_payload(self) -> int:
         return self.nc.max_payload
 

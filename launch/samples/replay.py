@@ -46,7 +46,7 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
             if found.stored is not None:
                 yield found.stored
 
-    return await _replay(samples(), Origin(run=bus.run, created=state.created), args, url=args.bus or bus.nc.connected_url.geturl())
+    return await _replay(samples(), Origin(run=bus.run, created=state.created), args, url=args.bus or bus.connected_url)
 
 
 def _all(args: argparse.Namespace) -> str:

@@ -1,7 +1,9 @@
 """Names, parts and headers: what needs no server."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import msgpack
 import pytest
@@ -16,6 +18,9 @@ from bus.outbox import answered
 from bus.samples import headers_of, told_by
 from tests.bus_kit import join, make_sample
 
+ROOT = Path(__file__).parents[2]
+ROOMS = ("weightstore", "rewards", "actors", "learner", "launch")
+
 
 @pytest.mark.parametrize("run", ["a", "Run_7-b", "x" * 64])
 def test_a_good_run_id_passes(run: str) -> None:
@@ -26,6 +31,31 @@ def test_a_good_run_id_passes(run: str) -> None:
 def test_a_bad_run_id_is_refused(run: str) -> None:
     with pytest.raises(ValueError, match="run: want 1 to 64 of"):
         subjects.check_run(run)
+
+
+def test_no_subject_and_no_client_of_the_bus_is_spelled_elsewhere() -> None:
+    own = ROOT / "bus/subjects.py"
+    texts = {path: path.read_text() for room in (*ROOMS, "bus") for path in (ROOT / room).rglob("*.py") if path != own}
+    assert len(texts) > 100
+    assert [str(path) for path, text in texts.items() if re.search(r"""["']tm\.""", text)] == []
+    outside = {path: text for path, text in texts.items() if not path.is_relative_to(ROOT / "bus")}
+    assert [str(path) for path, text in outside.items() if re.search(r"\.(nc|js)\b|\.jet\.link\b", text)] == []
+
+
+def test_the_subjects_of_a_sample_fit_each_other() -> None:
+    sample = subjects.sample("r", "train", 3, "a.1")
+    manifest = subjects.manifest(sample)
+    assert (sample, manifest) == ("tm.r.sample.train.3.a_1", "tm.r.sample.train.3.a_1.parts")
+    for subject in (sample, manifest):
+        assert subjects.is_sample("r", subject)
+        assert not subjects.is_sample("other", subject)
+        assert (subjects.kind_of_sample(subject), subjects.version_of_sample(subject)) == ("train", 3)
+        assert subjects.sample_in("other", subject) == "tm.other.sample.train.3.a_1"
+    assert not subjects.is_sample("r", subjects.part("r", "train", 1))
+    assert subjects.version_of_sample(subjects.sample("r", "train", -1, "a")) is None
+    assert subjects.version_of_sample("tm.r.sample") is None
+    assert (subjects.samples("r"), subjects.samples("r", "train", 3)) == ("tm.r.sample.>", "tm.r.sample.train.3.>")
+    assert subjects.manifest(subjects.samples_of("r", "*")) == "tm.r.sample.*.*.*.parts"
 
 
 @given(st.text())
