@@ -106,20 +106,20 @@ class _Rights:
         ]
         for consumer in subjects.CONSUMERS.values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
-        return [*publish, *self._member("actor")], self._hears("actor", live=("engine",), weights=(">",)), []
+        return [*publish, *self._member("actor")], self._hears(live=("engine",), weights=(">",)), []
 
     def engine(self) -> _Lists:
         """Reads which weights there are, and asks for a snapshot of them."""
         publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
-        return publish, self._hears("engine", live=(), weights=("head", "snapshot")), []
+        return publish, self._hears(live=(), weights=("head", "snapshot")), []
 
     def host(self) -> _Lists:
         """Keeps the actors and engines of its machine, its own children: reads what is wanted."""
-        return list(self._member("host")), self._hears("host", live=(), weights=()), []
+        return list(self._member("host")), self._hears(live=(), weights=()), []
 
     def router(self) -> _Lists:
         """Sees where the engines are; commands to it want the same key as those to engines."""
-        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._hears("router", live=("engine",), weights=()), []
+        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._hears(live=("engine",), weights=()), []
 
     def viewer(self) -> _Lists:
         """Reads everything but secret rows. A consumer of its own to read with is all it makes; those of tasks it may not touch."""
@@ -134,13 +134,12 @@ class _Rights:
         return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], never
 
     def operator(self) -> _Lists:
-        """Reads everything, says what is wanted and what shall become of dead tasks, registers readers, and commands."""
+        """Reads everything, says what is wanted, what shall become of dead tasks, and registers readers."""
         publish, heard, never = self.viewer()
         says = [
             self._rows_of["wanted"],
             subjects.row(self._run, "run", "cursor.*"),
             subjects.dead_word(self._run, "*"),
-            f"tm.{self._run}.do.>",
         ]
         return [*says, *publish], [subject for subject in heard if subject not in (self._rows_of["wanted"], self._rows_of["run"])], never
 
@@ -160,12 +159,11 @@ class _Rights:
             yield _api(f"STREAM.MSG.GET.{stream}")
             yield _api(f"DIRECT.GET.{stream}")
 
-    def _hears(self, role: str, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
-        """Commands to it, and changes of rows: of the processes of some roles, of some keys of the weights, and of what is wanted."""
+    def _hears(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
+        """Changes of rows: of the processes of some roles, of some keys of the weights, and of what is wanted."""
         rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
-        commands = [subjects.command(self._run, role, name) for name in (self._name, "all")]
-        return [*rows, self._rows_of["run"], self._rows_of["wanted"], *commands]
+        return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
 
 
 def _api(verb: str) -> str:

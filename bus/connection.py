@@ -9,7 +9,6 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 
 from bus import subjects
-from bus.commands import Commands
 from bus.config import BusConfig
 from bus.dead import DeadLetters
 from bus.jetstream import JetStream
@@ -38,7 +37,6 @@ class Bus:
         self.samples = SampleStream(self.jet)
         self.partials = Partials(self.jet)
         self.plans = PlanLog(self.jet)
-        self.commands = Commands(link, run, self.jet.refusals)
         self._rows: dict[str, Rows] = {}
 
     @property

@@ -1,4 +1,4 @@
-"""Messages, rows and commands that were passed over because they could not be read: counted, and logged."""
+"""Messages and rows that were passed over because they could not be read: counted, and logged."""
 
 import logging
 from collections import Counter
@@ -27,7 +27,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """By stream (``DEAD``), bucket (``live``) or ``commands``."""
+        """By stream (``DEAD``) or bucket (``live``)."""
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
         self._repeated = Repeated(_log)

@@ -202,7 +202,3 @@ def metric(run: str, source: str = ">") -> str:
 def everything(run: str) -> str:
     """Every subject of the run but its rows."""
     return f"tm.{run}.>"
-
-
-def command(run: str, role: str, id: str) -> str:
-    return f"tm.{run}.do.{token(role)}.{token(id)}"

@@ -135,7 +135,6 @@ class Hostile:
             (f"$KV.TM_{self._run}_wanted.host.z", b'{"engine": 0, "actor": 0}'),
             (f"$KV.TM_{self._run}_weights.want", b'{"version": 0, "by": "z", "nonce": "n"}'),
             *((f"$KV.TM_{self._run}_weights.v.{name}", b'{"version": 5}') for name in ("x", "\u00b2", "-1", "1e3", "700")),
-            *((f"tm.{self._run}.do.{role}.all", b'{"command": "nothing", "args": {}}') for role in ("actor", "engine", "feeder", "host")),
             (f"tm.{self._run}.metric.learner", b'{"step": 1}'),
         ]
 

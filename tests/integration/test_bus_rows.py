@@ -1,11 +1,10 @@
-"""Rows, heartbeats and commands on a real server."""
+"""Rows and heartbeats on a real server."""
 
 import asyncio
 import dataclasses
 
 import pytest
 
-from bus.commands import Command
 from bus.connection import Bus, connect
 from bus.epoch import raise_epoch
 from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
@@ -153,25 +152,6 @@ async def test_a_heartbeat_outlives_an_outage(nats_server: EmbeddedServer, open_
         assert heartbeat.last_error == ""
 
 
-async def test_commands_reach_one_or_all(open_bus: BusOpener) -> None:
-    async with open_bus() as bus, open_bus(name="other") as other:
-        receiving = bus.commands.receive("actor", "a.1")
-        first = asyncio.create_task(anext(receiving))
-        await until(lambda: len(bus.nc._subs) >= 2)
-        await bus.nc.flush()
-        await other.commands.send("actor", "a.2", "drain")
-        await other.nc.publish(f"tm.{bus.run}.do.actor.all", b"nonsense")
-        await other.commands.send("actor", "all", "pause", {"for_s": 3})
-        assert await first == _command("all", "pause", {"for_s": 3})
-        await other.commands.send("actor", "a.1", "drain")
-        assert await anext(receiving) == _command("a_1", "drain", {})
-        await receiving.aclose()  # type: ignore[attr-defined]
-
-
-def _command(id: str, command: str, args: dict[str, object]) -> object:
-    return Command(role="actor", id=id, command=command, args=args)
-
-
 async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:
     async with open_bus(run="one") as one, open_bus(run="two") as two:
         await one.rows("run").put("epoch", {"epoch": 1})
@@ -262,16 +242,3 @@ async def test_an_unreadable_row_is_changed_only_where_that_is_wanted(open_bus: 
         assert (await rows.standing("epoch"))[0] is None
         assert (await rows.change("epoch", lambda value: {"epoch": 7}, replace_unreadable=True)) == (None, {"epoch": 7})
         assert (await rows.standing("epoch"))[0] == {"epoch": 7}
-
-
-async def test_commands_that_cannot_be_read_are_passed_over(open_bus: BusOpener) -> None:
-    async with open_bus() as bus:
-        commands = bus.commands.receive("actor", "a")
-        coming = asyncio.create_task(take(commands, 1))
-        await until(lambda: len(bus.nc._subs) > 2)
-        for data in (b"", b"junk", b"[" * 9999, b"[]", b'{"command": 1}', b'{"command": "drain", "args": 3}'):
-            await bus.nc.publish(f"tm.{bus.run}.do.actor.a", data)
-        await bus.commands.send("actor", "a", "drain")
-        assert [command.command for command in await coming] == ["drain"]
-        assert bus.refusals.counts == {"commands": 6}
-        await commands.aclose()  # type: ignore[attr-defined]
