@@ -137,7 +137,7 @@ class Activities:
             try:
                 revision = await rows.update(ROW, {"count": self.load.written + 1}, revision)
             except BusUnavailable:  # stored or not: what stands there tells
-                found = await self.buses["feeder"].jet.insist(lambda: rows.get(ROW))
+                found = await self.buses["feeder"].jet.retry_for_ever(lambda: rows.get(ROW))
                 if found is None or found[0]["count"] != self.load.written + 1:
                     continue
                 revision = found[1]
@@ -160,7 +160,7 @@ async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus
             names = ("actor", "reader", "feeder")
             buses = {name: await stack.enter_async_context(connect(servers.url, RUN, config, name=name)) for name in names}
             feeder = buses["feeder"]
-            await feeder.jet.insist(feeder.create_layout)
+            await feeder.jet.retry_for_ever(feeder.create_layout)
             await feeder.tasks.fence(1)
             await feeder.plans.fence(1)
             activities = Activities(load, buses)
@@ -205,7 +205,7 @@ async def leader(servers: EmbeddedBus, bus: Bus, stream: str) -> EmbeddedServer:
     """The server that leads a stream; waited for, when there is none at the moment."""
     async with asyncio.timeout(GOES_ON_S):
         while True:
-            name = (await bus.jet.insist(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"].get("leader", "")
+            name = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"].get("leader", "")
             if name:
                 return servers.servers[int(name.removeprefix("n"))]
             await asyncio.sleep(LOOK_S)
@@ -219,7 +219,7 @@ async def caught_up(bus: Bus) -> None:
 
 
 async def _complete(bus: Bus, stream: str) -> bool:
-    cluster = (await bus.jet.insist(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"]
+    cluster = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"]
     others = cluster.get("replicas") or []
     return bool(cluster.get("leader")) and len(others) == 2 and all(other["current"] and not other.get("offline") for other in others)
 

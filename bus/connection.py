@@ -1,9 +1,10 @@
 """The one connection of a process to the bus, and the doors to what is on it."""
 
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -11,10 +12,12 @@ from nats.js import JetStreamContext
 from bus import subjects
 from bus.config import BusConfig
 from bus.dead import DeadLetters
+from bus.errors import BusUnavailable
 from bus.jetstream import JetStream
 from bus.layout import create_layout
 from bus.link import Link, linked
 from bus.partials import Partials
+from bus.patience import retry
 from bus.plans import PlanLog
 from bus.refusals import Refusals
 from bus.rows import Rows
@@ -22,7 +25,13 @@ from bus.samples import SampleStream
 from bus.subjects import check_run
 from bus.tasks import TaskQueue
 
+_log = logging.getLogger(__name__)
+
 _DEFAULT = BusConfig()
+_PAUSE_S = 1.0
+_OUTAGE_S = 3600.0
+
+T = TypeVar("T")
 
 
 class Bus:
@@ -66,6 +75,17 @@ class Bus:
     async def wait_connected(self, timeout_s: float) -> None:
         """Raises BusUnavailable."""
         await self._link.wait_up(timeout_s)
+
+    async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``ask``, called again while the bus is away.
+
+        Raises BusUnavailable after an outage of an hour, and when the connection was closed.
+        """
+
+        def report(error: BusUnavailable) -> None:
+            _log.warning("bus: still trying error=%s", error)
+
+        return await retry(self._link, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
 
     def rows(self, bucket: str) -> Rows:
         """One of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""

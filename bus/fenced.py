@@ -20,12 +20,12 @@ from bus.jetstream import JetStream, Message
 from bus.messages import Fence
 from bus.nonce import nonce
 from bus.outbox import WRONG_LAST_SEQUENCE
+from bus.patience import before_retry, retry
 from bus.pull import Delivered, OrderedPull, present
 from bus.subjects import natural
 
 _log = logging.getLogger(__name__)
 
-_RETRY_S = 0.1
 _SAY_EVERY_S = 5.0
 _NO_EPOCH = -1
 """Epoch of a message that names none: older than all."""
@@ -122,12 +122,10 @@ class FencedWriter(Generic[R]):
                 if error.code not in WRONG_LAST_SEQUENCE:
                     raise
             except BusUnavailable as error:
-                if self._jet.link.closed:
-                    raise
+                await before_retry(self._jet.link, error)
                 if time.monotonic() - said_s > _SAY_EVERY_S:
                     said_s = time.monotonic()
                     _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
-                await asyncio.sleep(_RETRY_S)
             mine = await self._look(message_id)
             if mine is not None:
                 return mine
@@ -136,15 +134,11 @@ class FencedWriter(Generic[R]):
         """What stands behind the last message we know of: ours (its sequence), a newer learner's (Fenced), or what is void."""
         while True:
             try:
-                found = await self._jet.next(self._stream, self._last + 1)
+                found = await retry(self._jet.link, partial(self._jet.next, self._stream, self._last + 1))
             except NotFound as error:
                 if error.what == "stream":
                     raise
                 return None
-            except BusUnavailable:
-                if self._jet.link.closed:
-                    raise
-                continue
             if found.headers.get(subjects.MESSAGE_ID) == message_id:
                 self._last = found.seq
                 return found.seq

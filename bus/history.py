@@ -56,7 +56,7 @@ class History:
 
     async def payload(self, seq: int) -> Stored:
         """One sample. Raises NotFound; ValueError for a sequence at which no sample stands."""
-        message = await self._jet.insist(partial(self._jet.message, self._stream, seq))
+        message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
         if not subjects.is_sample(self._jet.run, message.subject):
             raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
         return await self._stored(message)

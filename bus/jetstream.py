@@ -1,6 +1,5 @@
 """The verbs of JetStream's API we use: maps in and out, foreign errors translated, reads repeated over a server restart."""
 
-import asyncio
 import base64
 import json
 import logging
@@ -14,6 +13,7 @@ from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
 from bus.link import Link
 from bus.outbox import Outbox, answered
+from bus.patience import RETRY_S, retry
 from bus.refusals import Refusals
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,6 @@ T = TypeVar("T")
 _ANSWER_S = 2.0
 PATIENCE_S = 15.0
 """A server that was killed is back within a second or so; one that is gone for longer is an error for whoever asks."""
-_RETRY_S = 0.1
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
 """Error codes of a server that is not ready yet."""
@@ -68,25 +67,17 @@ class JetStream:
         """
         payload = json.dumps(request).encode() if request else b""
         deadline = time.monotonic() + patience_s
-        while True:
-            try:
-                await self.link.wait_up(deadline - time.monotonic(), verb)
-                answer = await self.link.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
-                return _fields(verb, answer.data)
-            except BusUnavailable:
-                if self.link.closed or time.monotonic() + _RETRY_S >= deadline:
-                    raise
-                await asyncio.sleep(_RETRY_S)
 
-    async def insist(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What ``ask`` gives, asked again for as long as the bus is away. Raises BusUnavailable only when the connection was closed."""
-        while True:
-            try:
-                return await ask()
-            except BusUnavailable as error:
-                if self.link.closed:
-                    raise
-                _log.warning("bus: waiting reason=%s", error)
+        async def ask() -> dict[str, Any]:
+            await self.link.wait_up(deadline - time.monotonic(), verb)
+            answer = await self.link.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
+            return _fields(verb, answer.data)
+
+        return await retry(self.link, ask, pause_s=RETRY_S, deadline=deadline)
+
+    async def retry_for_ever(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the connection was closed."""
+        return await retry(self.link, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
 
     async def state(self, stream: str) -> StreamState:
         """Raises NotFound."""

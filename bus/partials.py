@@ -68,7 +68,7 @@ class Partials:
     async def _exists(self) -> bool:
         if not self._found:
             try:
-                await self._jet.insist(lambda: self._jet.state(self._stream))
+                await self._jet.retry_for_ever(lambda: self._jet.state(self._stream))
             except NotFound:
                 return False
             self._found = True

@@ -1,34 +1,53 @@
-"""Waiting that ends as it should: over any outage of the bus, and at a cancellation."""
+"""Retries while the bus is away, all by one rule; and a cancellation that is not lost."""
 
 import asyncio
-import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from bus.errors import BusUnavailable
+from bus.link import Link
 
-if TYPE_CHECKING:
-    from bus.connection import Bus
-
-log = logging.getLogger(__name__)
-
-RETRY_S = 1.0
+RETRY_S = 0.1
+"""Between two tries of one request."""
 CANCEL_AGAIN_S = 0.2
-OUTAGE_S = 3600.0
-"""An outage longer than this is an error."""
 
 T = TypeVar("T")
 
 
-async def patiently(bus: "Bus", call: Callable[[], Awaitable[T]]) -> T:
-    """What ``call`` (which may be repeated) gives. Raises BusUnavailable after an hour without the bus, or when it is closed."""
+async def retry(
+    link: Link,
+    ask: Callable[[], Awaitable[T]],
+    *,
+    pause_s: float = 0.0,
+    deadline: float = math.inf,
+    outage_s: float | None = None,
+    report: Callable[[BusUnavailable], None] | None = None,
+) -> T:
+    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry`` does not.
+
+    ``report`` gets the error behind which another try comes. With ``outage_s`` that try waits for the connection, at most so long.
+    """
     while True:
         try:
-            return await call()
+            return await ask()
         except BusUnavailable as error:
-            log.warning("bus: still trying error=%s", error)
-            await bus.wait_connected(OUTAGE_S)
-            await asyncio.sleep(RETRY_S)
+            await before_retry(link, error, pause_s=pause_s, deadline=deadline)
+            if report is not None:
+                report(error)
+        if outage_s is not None:
+            await link.wait_up(outage_s)
+
+
+async def before_retry(link: Link, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf) -> None:
+    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be past ``deadline``.
+
+    ``deadline`` is a time of the monotonic clock.
+    """
+    if link.closed or time.monotonic() + pause_s >= deadline:
+        raise error
+    await asyncio.sleep(pause_s)
 
 
 async def cancellable(work: Coroutine[Any, Any, T]) -> T:

@@ -17,6 +17,7 @@ from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict
 from bus.jetstream import PATIENCE_S, JetStream, Message
 from bus.nonce import new_id
 from bus.outbox import WRONG_LAST_SEQUENCE, Stored
+from bus.patience import RETRY_S, retry
 from bus.pull import Delivered, present
 from bus.row_shapes import read_row
 from bus.waiter import Waiter
@@ -24,7 +25,6 @@ from bus.waiter import Waiter
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
 """Header of a message that stands where a row was."""
-_RETRY_S = 0.1
 _AT_ONCE = 16
 
 Value = dict[str, Any]
@@ -167,19 +167,17 @@ class Rows:
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
         deadline = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                stored: Stored = await self._jet.outbox.attempt(subject, payload, headers)
-                return stored.seq
-            except Refused as error:
-                if error.code not in WRONG_LAST_SEQUENCE or expected is None:
-                    raise
-                return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
-            except BusUnavailable:
-                if self._jet.link.closed or time.monotonic() + _RETRY_S >= deadline:
-                    raise
-                await asyncio.sleep(_RETRY_S)
-                await self._jet.link.wait_up(deadline - time.monotonic(), subject)
+
+        async def attempt() -> Stored:
+            await self._jet.link.wait_up(deadline - time.monotonic(), subject)
+            return await self._jet.outbox.attempt(subject, payload, headers)
+
+        try:
+            return (await retry(self._jet.link, attempt, pause_s=RETRY_S, deadline=deadline)).seq
+        except Refused as error:
+            if error.code not in WRONG_LAST_SEQUENCE or expected is None:
+                raise
+            return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
 
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
         """ "Wrong last sequence" is said of our own write, too, when its first answer was lost: what stands there tells."""

@@ -295,7 +295,7 @@ class _Reading:
 
     async def _check_gap(self, expected: int) -> None:
         """A jump is a message of a kind not asked for - or a hole."""
-        self._check_first(await self._jet.insist(lambda: self._jet.state(self._stream)), expected)
+        self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
         if needed < state.first_seq:
@@ -320,7 +320,7 @@ async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
 
 async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq: int) -> bytes:
     try:
-        part = await jet.insist(partial(jet.message, subjects.stream(jet.run, subjects.SAMPLES), seq))
+        part = await jet.retry_for_ever(partial(jet.message, subjects.stream(jet.run, subjects.SAMPLES), seq))
     except NotFound:
         raise WireError("parts.seqs", "parts that are in the stream", seq) from None
     message_id = manifest.headers.get(subjects.MESSAGE_ID, "")

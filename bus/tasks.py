@@ -17,6 +17,7 @@ from bus.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
 from bus.jetstream import JetStream, Message
 from bus.messages import Dead, Fence, Kind, Task
 from bus.nonce import nonce
+from bus.patience import RETRY_S, retry
 from bus.pull import Delivered
 from bus.rows import Rows, Value
 from bus.waiting import ACK, NAK, PROGRESS, Slots
@@ -54,18 +55,22 @@ class Lease:
 
     async def settle(self) -> bool:
         """All its samples are stored. True when the server confirmed it, tried for up to ``lease_s``."""
-        deadline = time.monotonic() + self._lease_s
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                await self._queue.jet.link.wait_up(left)
-                await self._queue.jet.link.request(self._reply, ACK, min(left, _CONFIRM_S))
-                return True
-            except BusUnavailable as error:
-                if self._queue.jet.link.closed:
-                    break
-                _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
-                await asyncio.sleep(0.1)
-        return False
+        link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
+
+        async def ack() -> None:
+            left = deadline - time.monotonic()
+            await link.wait_up(left)
+            await link.request(self._reply, ACK, min(left, _CONFIRM_S))
+
+        def report(error: BusUnavailable) -> None:
+            _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
+
+        try:
+            await retry(link, ack, pause_s=RETRY_S, deadline=deadline, report=report)
+        except BusUnavailable as error:
+            report(error)
+            return False
+        return True
 
     async def hand_back(self, delay_s: float = 0) -> bool:
         """Let another actor have it, at once or after ``delay_s``. False when the bus was away."""

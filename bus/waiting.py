@@ -15,13 +15,13 @@ from nats.aio.subscription import Subscription
 from bus.errors import BusUnavailable
 from bus.jetstream import JetStream
 from bus.link import FOREIGN
+from bus.patience import RETRY_S, before_retry
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
 
 _ASK_S = 2.0
 """A request lives this long at the server; one that died with it costs no more."""
 _GRACE_S = 0.5
-_RETRY_S = 0.1
 _NS = 1_000_000_000
 
 
@@ -56,10 +56,8 @@ class _Slot:
             try:
                 await self._jet.link.wait_up(left)
                 message = await self._ask(left)
-            except BusUnavailable:
-                if self._jet.link.closed:
-                    raise
-                await asyncio.sleep(min(_RETRY_S, left))
+            except BusUnavailable as error:
+                await before_retry(self._jet.link, error, pause_s=min(RETRY_S, left))
                 continue
             if message is not None:
                 return message

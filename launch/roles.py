@@ -60,7 +60,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     url = await asyncio.to_thread(servers.start)
     try:
         async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
-            await bus.jet.insist(bus.create_layout)
+            await bus.jet.retry_for_ever(bus.create_layout)
             write_whole(config.root / BUS_URL_FILE, url)
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
             id = config.bus.server_name or "bus"

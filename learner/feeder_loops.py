@@ -28,7 +28,7 @@ from bus.epoch import current_epoch, raise_epoch
 from bus.errors import BusError, Fenced
 from bus.live import Heartbeat
 from bus.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
-from bus.patience import cancellable, patiently
+from bus.patience import cancellable
 from bus.subjects import EPOCH_KEY
 from bus.waiter import Waiter
 from learner import checkpoints
@@ -260,7 +260,7 @@ class Feeder:
     async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
         """Read the rows of versions that are new here. A row is written before any engine gets the weights: without one there is none."""
         for version in sorted(self._source.unread_versions(sample), reverse=True):
-            row = await patiently(self._bus, partial(registry.row_for, version, seq))
+            row = await self._bus.retry(partial(registry.row_for, version, seq))
             if row is not None:
                 self._source.version(version, row.step, max(0, row.after))
             elif version in self._recorded_steps:  # the registry has lost it, and a plan that uses it must be repeated
@@ -297,11 +297,11 @@ class Feeder:
         registry = VersionRegistry(self._bus)
         async for _ in self._bus.rows("weights").watch(HEAD):
             known = -1 if self._source.head is None else self._source.head[0]
-            head = await patiently(self._bus, registry.head)
+            head = await self._bus.retry(registry.head)
             if head is not None and head.version >= known:
                 self._published(head.version, head.step)
             elif known >= 0:
-                await patiently(self._bus, partial(registry.restore, self._source.versions, self._epoch))
+                await self._bus.retry(partial(registry.restore, self._source.versions, self._epoch))
 
     def _published(self, version: int, step: int) -> None:
         self._source.published(version, step)

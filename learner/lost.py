@@ -15,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 
 from bus.connection import Bus
-from bus.patience import patiently
 from bus.waiter import Waiter
 from learner.datasource import DataSource
 
@@ -59,7 +58,7 @@ class LostTasks:
 
     async def _look(self) -> None:
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S and (incomplete := self._source.incomplete()):
-            floor = await patiently(self._bus, self._bus.tasks.acked_to)
+            floor = await self._bus.retry(self._bus.tasks.acked_to)
             self._acked.update(id for id in incomplete if id <= floor)
             self._looked_s = time.monotonic()
         acked, self._acked = sorted(id for id in self._acked if self._source.lacks_samples(id)), set()
@@ -70,12 +69,12 @@ class LostTasks:
 
     async def _read_everything(self) -> None:
         """Until what SAMPLES holds now has been read: what was stored before these acks is part of it."""
-        self._wanted = (await patiently(self._bus, self._bus.samples.info)).last_seq
+        self._wanted = (await self._bus.retry(self._bus.samples.info)).last_seq
         while self._read_to < self._wanted:
             await self._read_on.wait(LOOK_EVERY_S)
 
     async def _judge(self, id: int) -> None:
-        dead = await patiently(self._bus, partial(self._bus.dead.of, id))
+        dead = await self._bus.retry(partial(self._bus.dead.of, id))
         if dead is not None or not self._source.lacks_samples(id):
             return
         log.warning("task lost, its prompt is issued again task=%d: acknowledged, and %s", id, self._source.lack(id))

@@ -15,7 +15,6 @@ from bus.cursors import Cursors
 from bus.epoch import current_epoch
 from bus.errors import BusUnavailable, Fenced
 from bus.messages import Done, Plan
-from bus.patience import patiently
 from bus.rows import Value
 from learner import checkpoints
 from learner.batch import StepBatch
@@ -108,7 +107,7 @@ class Outcomes:
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):
             raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
-        await patiently(self._bus, lambda: self._commit({"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain}))
+        await self._bus.retry(lambda: self._commit({"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain}))
         log.info("checkpoint committed step=%d path=%s", step, path)
         self.checkpoint_step = step
         try:

@@ -13,7 +13,6 @@ from functools import partial
 
 from bus.connection import Bus
 from bus.errors import WireError
-from bus.patience import patiently
 from bus.samples import Received
 from bus.subjects import REFUSED_KEY, refused
 from bus.waiter import Waiter
@@ -95,7 +94,7 @@ class Senders:
                 actor, refusal = self._news.popitem()
                 key = refused(actor)
                 write = partial(rows.delete, key) if refusal is None else partial(rows.put, key, asdict(refusal))
-                await patiently(bus, write)
+                await bus.retry(write)
             await self._woken.wait(_IDLE_S)
 
     def load(self, by_reason: Mapping[str, int], by_actor: Mapping[str, int]) -> dict[str, int]:

@@ -43,7 +43,7 @@ async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_str
     url = await asyncio.to_thread(servers.start)
     try:
         async with connect(url, RUN, config, name="looker") as looker, Proxy(url.split(",")[0]) as proxy:
-            await looker.jet.insist(looker.create_layout)
+            await looker.jet.retry_for_ever(looker.create_layout)
             info = await looker.jet.call(f"STREAM.INFO.TM_{RUN}_PLAN")
             assert info["config"]["num_replicas"] == 3
             async with connect(proxy.url, RUN, config, name="learner") as bus:
@@ -74,7 +74,7 @@ async def test_a_cluster_has_users_too_and_outlives_the_first_server_of_its_addr
     line = dataclasses.replace(parse(url), user=user, password=password)
     try:
         async with connect(line.line(), RUN, config, name="early") as bus:
-            await bus.jet.insist(bus.create_layout)
+            await bus.jet.retry_for_ever(bus.create_layout)
         await asyncio.to_thread(servers.servers[0].kill)
         assert len(servers.ended()) == 1
         async with connect(line.line(), RUN, config, name="late") as bus:

@@ -44,7 +44,7 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
             user, password = read_credentials(credentials_file(root / AUTH_DIR, "learner"))
             line = parse(line.line().replace("://", f"://{user}:{password}@"))
         async with connect(line.line(), config.run, config.bus, name="maker", wait_s=20) as bus:
-            await bus.jet.insist(bus.create_layout)
+            await bus.jet.retry_for_ever(bus.create_layout)
             await make_run(bus)
             long = replace(data_kit.sample(data_kit.task(9), 0), run=bus.run, response="x" * 1_000_000)
             await bus.samples.publish(long)
