@@ -1,7 +1,7 @@
-"""Users of the embedded server: a password each, and nothing allowed but what their role does. Knows files, no connection.
+"""Users of the embedded server: a password each, and the permissions of its role. Knows files, no connection.
 
 A process is a user of its own, named as the process is, so that the server can tell one actor's samples and rows from another's.
-The streams are in the account of the learner. Everybody else is in an account of its own, into which the server takes the subjects
+The streams are in the account of the learner. Every other user is in an account of its own, into which the server takes the subjects
 its role needs: in one account with the learner it could name any subject of the run as the place for an answer, and the server
 would write the answer there.
 """
@@ -22,7 +22,7 @@ from bus.layout import stream_configs
 from bus.link import inbox_prefix
 
 ACCOUNT = "TIDEMILL"
-"""Of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
+"""Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
 NO_ACCOUNT = "$G"
 POOLS = ("actor", "engine", "host")
 """Roles with numbered users."""
@@ -31,14 +31,14 @@ SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
 """Roles with one user, named as the role is."""
 USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
 CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
-"""Path of a file that says the other two."""
+"""Path of a file that sets the other two."""
 USERS_FILE = "users.json"
 SERVER_FILE = "users.conf"
 _ROUTES = "routes"
 """Not a user: the servers of a cluster show it to each other."""
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
-"""Requests that are answered by more than one message: a reader's. Whoever takes tasks asks for one at a time; the server forgets the way
-back of such an answer at once, that of the others only when nobody listens there any more."""
+"""Requests of readers, which are answered by more than one message. A request for a task has one answer: the server drops its reply
+subject after that one; the others live until they are unsubscribed."""
 _PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"
@@ -59,7 +59,7 @@ class Permissions:
 
 
 def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
-    """What a process of this role and name needs, and no more. Raises ValueError for an unknown role."""
+    """Return the permissions of a process of this role and name. Raises ValueError for an unknown role."""
     rights = _Rights(run, config, subjects.token(name))
     if role not in (*SINGLE, *POOLS):
         raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
@@ -72,7 +72,7 @@ _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, heard, never) of every role, named as the roles are. What one hears it does not write: that would go in a circle."""
+    """(publish, heard, never) of every role; methods are named as the roles. No role hears what it writes: that would be a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name = run, name
@@ -114,7 +114,7 @@ class _Rights:
         return publish, self._hears(live=(), weights=("head", "snapshot")), []
 
     def host(self) -> _Lists:
-        """Keeps the actors and engines of its machine, its own children: reads what is wanted."""
+        """Runs the actors and engines of its machine: reads the wanted numbers."""
         return list(self._member("host")), self._hears(live=(), weights=()), []
 
     def router(self) -> _Lists:
@@ -134,7 +134,7 @@ class _Rights:
         return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], never
 
     def operator(self) -> _Lists:
-        """Reads everything, says what is wanted, what shall become of dead tasks, and registers readers."""
+        """Reads everything, sets the wanted numbers, decides on dead tasks, and registers readers."""
         publish, heard, never = self.viewer()
         says = [
             self._rows_of["wanted"],
@@ -144,7 +144,7 @@ class _Rights:
         return [*says, *publish], [subject for subject in heard if subject not in (self._rows_of["wanted"], self._rows_of["run"])], never
 
     def _member(self, role: str) -> Iterator[str]:
-        """Its own live row, metrics, and reading the rows of every bucket but the secret ones."""
+        """Yield the subjects of its own live row and metrics, and those to read every bucket but the secret ones."""
         yield subjects.row(self._run, "live", f"{role}.{self._name}")
         yield subjects.metric(self._run)
         yield _api("INFO")  # an account that has not this from another gets an API of its own, of no streams
@@ -160,7 +160,7 @@ class _Rights:
             yield _api(f"DIRECT.GET.{stream}")
 
     def _hears(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
-        """Changes of rows: of the processes of some roles, of some keys of the weights, and of what is wanted."""
+        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and ``wanted``."""
         rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
@@ -205,7 +205,7 @@ def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
 
 
 def route_password(directory: Path) -> str:
-    """What the servers of a cluster show to each other; ``make_users`` made it."""
+    """Return the password between the servers of a cluster; ``make_users`` made it."""
     return str(json.loads((directory / USERS_FILE).read_text())[_ROUTES])
 
 
@@ -214,7 +214,7 @@ def credentials_file(directory: Path, user: str) -> Path:
 
 
 def read_credentials(file: Path) -> tuple[str, str]:
-    """(user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never what is in it."""
+    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its content."""
     try:
         pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
     except OSError as error:
@@ -225,14 +225,14 @@ def read_credentials(file: Path) -> tuple[str, str]:
 
 
 def _new_user(directory: Path, user: str) -> str:
-    """Its password is in its file only; what the server keeps cannot be turned back into it (where this system has bcrypt)."""
+    """Write the file with a new password, and return its hash for the server (where this system has bcrypt)."""
     password = secrets.token_urlsafe(_PASSWORD_BYTES)
     write_whole(credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n", private=True)
     return _hashed(password)
 
 
 def _hashed(password: str) -> str:
-    """By the C library's bcrypt; as it is where there is none: then the server's files are as secret as the users'."""
+    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as secret as the users'."""
     found = ctypes.util.find_library("crypt")
     if found is None:
         return password

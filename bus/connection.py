@@ -1,4 +1,4 @@
-"""The one connection of a process to the bus, and the doors to what is on it."""
+"""The one connection of a process to the bus; streams, rows and counters are reached through it."""
 
 import json
 import logging
@@ -55,7 +55,7 @@ class Bus:
 
     @property
     def js(self) -> JetStreamContext:
-        """As ``nc``, for JetStream."""
+        """The client library's JetStream context; for tests and benchmarks, too."""
         return self._link.nc.jetstream()
 
     @property
@@ -65,7 +65,7 @@ class Bus:
 
     @property
     def refusals(self) -> Refusals:
-        """What this process has passed over because it could not be read."""
+        """Messages and rows that this process has passed over because they could not be read."""
         return self.jet.refusals
 
     @property
@@ -88,7 +88,7 @@ class Bus:
         return await retry(self._link, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
 
     def rows(self, bucket: str) -> Rows:
-        """One of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
+        """Return one of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
         if bucket not in self._rows:
             self._rows[bucket] = Rows(self.jet, bucket)
         return self._rows[bucket]
@@ -98,7 +98,7 @@ class Bus:
         await self._link.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 
     async def create_layout(self) -> None:
-        """Streams, consumers and buckets of this run; nothing happens where they exist as wanted.
+        """Create the streams, consumers and buckets of this run that are missing.
 
         Raises ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
         """

@@ -1,4 +1,4 @@
-"""Further readers of SAMPLES, registered by name: trimming waits for them, or leaves them behind, as each has asked.
+"""Further readers of SAMPLES, registered by name: trimming waits for them or not, by the policy of each.
 
 A row ``cursor.<name>`` of the bucket ``run`` holds a reader's place: all samples up to its floor are taken care of. The learner's own
 place is in its checkpoint, and in no row.
@@ -32,7 +32,7 @@ class CursorTaken(BusError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A registered reader, as its row tells."""
+    """The row of a registered reader."""
 
     created: str
     """Creation time of the stream."""
@@ -40,36 +40,36 @@ class Place:
     """All sequences up to this are taken care of."""
     policy: str = WAIT
     owner: str = ""
-    """Of the process that reads; one that starts takes over."""
+    """Name of the process that reads; one that starts takes over."""
     given_up: bool = False
     """The stream was so full that trimming did not wait for it any longer."""
 
 
 class Cursors:
-    """The registered readers of a run, as whoever trims and whoever looks sees them."""
+    """The registered readers of a run, for trimming and for display."""
 
     def __init__(self, bus: Bus) -> None:
         self._rows = bus.rows("run")
 
     async def all(self) -> dict[str, Place]:
-        """By name. Raises BusUnavailable."""
+        """Return the readers by name. Raises BusUnavailable."""
         rows = await self._rows.all(_PREFIX)
         return {key.removeprefix(f"{_PREFIX}."): _place(value) for key, (value, _) in rows.items()}
 
     async def first_needed(self, created: str) -> int | None:
-        """The smallest sequence that a reader still waits for in the stream made at ``created``; None when trimming waits for nobody."""
+        """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None for none."""
         waiting = [place.floor + 1 for place in (await self.all()).values() if _waits(place, created)]
         return min(waiting, default=None)
 
     async def give_up(self, below: int, created: str) -> list[str]:
-        """Wait no longer for readers that need something before ``below``; their names."""
+        """Stop waiting for readers that need a message before ``below``. Returns their names."""
         late = [name for name, place in (await self.all()).items() if _waits(place, created) and place.floor + 1 < below]
         for name in late:
             await _change(self._rows, name, given_up=True)
         return late
 
     async def drop(self, name: str) -> None:
-        """Forget a reader that will not come back. Raises NotFound."""
+        """Remove a reader. Raises NotFound."""
         if not (await self._rows.standing(_key(name)))[1]:
             raise NotFound("cursor", name)
         await self._rows.delete(_key(name))
@@ -104,19 +104,19 @@ class Reader:
         return cls(bus, name, _place(after), is_new=before is None)
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
-        """Every sample behind its place, in stream order, for ever. Raises StreamTrimmed when it was left behind, StreamReplaced."""
+        """Yield every sample behind its place, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
         cursor = None if self._is_new else Cursor(created=self.place.created, floor=self.place.floor)
         async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
             yield received
 
     async def advance(self, floor: int) -> None:
-        """All samples up to ``floor`` are taken care of. Never goes back. Raises CursorTaken, BusUnavailable."""
+        """Record that all samples up to ``floor`` are taken care of. Never goes back. Raises CursorTaken, BusUnavailable."""
         if floor > self.place.floor:
             self._is_new = False
             self.place = await _change(self._rows, self.name, owner=self.place.owner, floor=floor)
 
     async def leave(self) -> None:
-        """Be registered no longer. Raises CursorTaken."""
+        """Remove the registration. Raises CursorTaken."""
         value, _ = await self._rows.standing(_key(self.name))
         if value is not None and value.get("owner") != self.place.owner:
             raise CursorTaken(self.name)
@@ -128,7 +128,7 @@ def _waits(place: Place, created: str) -> bool:
 
 
 async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> Place:
-    """Change a row by compare-and-set; with ``owner``, only while it is still its."""
+    """Change a row by compare-and-set; with ``owner``, only while the row names it. Raises NotFound, CursorTaken."""
 
     def changed(value: Value | None) -> Value:
         if value is None:

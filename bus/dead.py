@@ -1,4 +1,4 @@
-"""What could not be processed, with the reason: reports of single failures, tasks given up for good, and what was said of those."""
+"""Dead letters: reports of single failures, tasks given up for good, and the operator's decisions on those."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ from bus.pull import Delivered, OrderedPull, present
 from bus.repeated import Repeated
 
 REQUEUE, DROP = "requeue", "drop"
-"""Words."""
+"""Decisions."""
 _IDS, _COUNTS = 2**63, 2**31
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class DeadLetters:
         self._tasks, self._words = subjects.dead_task(jet.run, "*"), subjects.dead_word(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
-        """Store one failure; the number of attempts at this task reported so far. The same attempt counts once."""
+        """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts once."""
         subject = subjects.dead_report(self._jet.run, task)
         payload = msgpack.packb({"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt})
         await self._jet.outbox.store(subject, payload, {subjects.MESSAGE_ID: f"report.{task}.{attempt}"})
@@ -51,7 +51,7 @@ class DeadLetters:
             self._repeated("task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}")
 
     async def say(self, word: Word) -> bool:
-        """Say what shall become of a dead task; False = somebody has before. Retries until stored."""
+        """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
         headers = {subjects.MESSAGE_ID: f"word.{word.task}.{nonce()}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
         try:
             await self._jet.outbox.store(subjects.dead_word(self._jet.run, word.task), encode_word(word), headers)
@@ -62,26 +62,26 @@ class DeadLetters:
         return True
 
     async def words(self) -> dict[int, Word]:
-        """What has been said so far, by task."""
+        """Return the decisions so far, by task."""
         found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._words])]
         return {word.task: word for word in found if isinstance(word, Word)}
 
     async def of(self, task: int) -> Dead | None:
-        """The declaration of one task; None when there is none, or none that can be read."""
+        """Return the dead letter of one task; None when there is none, or none that can be read."""
         try:
             return decode_dead((await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))).data)
         except (NotFound, WireError):
             return None
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
-        """Dead tasks from sequence ``start`` to the present end."""
+        """Yield the dead tasks from sequence ``start`` to the present end."""
         async for delivered in present(self._jet, self._stream, start, filters=[self._tasks]):
             found = self._read(delivered)
             if isinstance(found, Dead):
                 yield delivered.seq, found
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | Word]]:
-        """Dead tasks and what was said of them, from sequence ``start`` on, for ever."""
+        """Yield dead tasks and the decisions on them, from sequence ``start`` on, for ever."""
         async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._words]) as pull:
             async for delivered in pull:
                 found = self._read(delivered)

@@ -1,8 +1,8 @@
-"""One writer at a time on a stream: the newest learner's. Writing, and reading what it wrote.
+"""A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
 Every message carries the epoch of its writer and the sequence it expects to stand behind. A fence is the first message of an
-epoch; messages of an older epoch behind it are void. So are messages that no learner wrote: that cannot be decoded, or whose header
-names another epoch than they do. Writer and readers pass over them alike.
+epoch; later messages of an older epoch are void. So are messages of no learner: those that cannot be decoded, and those whose header
+has another epoch than the message. Writer and readers pass over both.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ _NO_EPOCH = -1
 
 
 class Written(Protocol):
-    """What one learner writes."""
+    """A record of one learner."""
 
     @property
     def epoch(self) -> int: ...
@@ -57,18 +57,18 @@ class FencedStream(Generic[R]):
         return subjects.stream(self.jet.run, self.short)
 
     def read(self, message: Message | Delivered) -> R | None:
-        """What a learner wrote; None, counted as a refusal, for what none wrote."""
+        """Return the record in a message; None, counted as a refusal, for a message of no learner."""
         return self.jet.refusals.read(self.short, message.seq, partial(self.checked, message))
 
     def checked(self, message: Message | Delivered) -> R:
-        """What a learner wrote. Raises WireError for what none wrote."""
+        """Return the record in a message. Raises WireError for a message of no learner."""
         found, named = self.decode(message), message.headers.get(subjects.EPOCH_HEADER, "")
         if natural(named) != found.epoch:
             raise WireError(subjects.EPOCH_HEADER, f"{found.epoch}, the epoch in the message", named[:40])
         return found
 
     def epoch(self, message: Message | Delivered) -> int:
-        """Epoch of the learner that wrote the message; -1 when none did."""
+        """Return the epoch of the learner that wrote the message; -1 for a message of no learner."""
         found = self.read(message)
         return _NO_EPOCH if found is None else found.epoch
 
@@ -84,7 +84,7 @@ class FencedWriter(Generic[R]):
         self._last = 0
 
     async def fence(self, epoch: int) -> None:
-        """Take over. Does nothing when it is done already. Raises Fenced when a newer epoch stands there."""
+        """Take over, if that is not done already. Raises Fenced when the stream has a newer epoch."""
         if epoch < 1:
             raise ValueError(f"epoch: want >= 1, got {epoch}")
         async with self._lock:
@@ -99,7 +99,7 @@ class FencedWriter(Generic[R]):
                 raise
 
     async def append(self, subject: str, payload: bytes) -> int:
-        """Store a message behind all others; its sequence. Retries for ever. Raises Fenced; cancellable."""
+        """Store a message behind all others and return its sequence. Retries for ever. Raises Fenced; cancellable."""
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         async with self._lock:
             return await self._append(subject, payload)
@@ -131,7 +131,7 @@ class FencedWriter(Generic[R]):
                 return mine
 
     async def _look(self, message_id: str) -> int | None:
-        """What stands behind the last message we know of: ours (its sequence), a newer learner's (Fenced), or what is void."""
+        """Read on behind the last known message. Returns the sequence of our message if it is there. Raises Fenced at a newer learner's."""
         while True:
             try:
                 found = await retry(self._jet.link, partial(self._jet.next, self._stream, self._last + 1))
@@ -148,11 +148,11 @@ class FencedWriter(Generic[R]):
             self._last = found.seq
 
     def _is_mine(self, found: Message, epoch: int) -> bool:
-        """Ours, but of a call that was cancelled before it heard that it was stored."""
+        """Return whether a message is ours, of a call that was cancelled before it was confirmed."""
         return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
     async def _stands(self, epoch: int) -> bool:
-        """Whether our fence is the newest already (a call before was cancelled). Raises Fenced when another's is as new or newer."""
+        """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is as new or newer."""
         fence = await self._newest_fence()
         if fence is None:
             return False
@@ -165,7 +165,7 @@ class FencedWriter(Generic[R]):
         return False
 
     async def _newest_fence(self) -> Message | None:
-        """The last message on its subject, unless no learner wrote that: then the last of those before it."""
+        """Return the last message on the fences' subject that a learner wrote."""
         try:
             newest = await self._jet.last(self._stream, self._fence_subject)
         except NotFound as error:
@@ -180,7 +180,7 @@ class FencedWriter(Generic[R]):
 
 
 class Fences(Generic[R]):
-    """The fences of a stream, as far as they are known: (sequence, epoch) in order."""
+    """The fences of a stream that have been read so far: (sequence, epoch) in order."""
 
     def __init__(self, stream: FencedStream[R]) -> None:
         self._log, self._jet, self._stream, self._subject = stream, stream.jet, stream.name, stream.fence_subject
@@ -189,11 +189,11 @@ class Fences(Generic[R]):
 
     @property
     def last(self) -> int:
-        """Sequence of the newest; 0 for none."""
+        """Sequence of the newest fence; 0 for none."""
         return self._known[-1][0] if self._known else 0
 
     async def refresh(self) -> None:
-        """Learn of the fences raised since the last time."""
+        """Read the fences raised since the last call."""
         while True:
             try:
                 found = await self._jet.next(self._stream, self._read_to + 1, self._subject)
@@ -207,16 +207,16 @@ class Fences(Generic[R]):
                 self._known.append((found.seq, epoch))
 
     def voids(self, seq: int, epoch: int) -> bool:
-        """Whether a message stands behind a fence of a newer epoch."""
+        """Return whether a message stands behind a fence of a newer epoch."""
         return any(fence < seq and newer > epoch for fence, newer in self._known)
 
     def newest_below(self, seq: int) -> int:
-        """The highest epoch of the fences before a sequence."""
+        """Return the highest epoch of the fences before a sequence."""
         return max((epoch for fence, epoch in self._known if fence < seq), default=_NO_EPOCH)
 
 
 async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
-    """Messages from ``start`` on that no fence voids, with what they hold, fences included; to the present end, or for ever."""
+    """Yield the messages from ``start`` on that no fence voids, with their records, fences included; to the present end, or for ever."""
     fences = Fences(stream)
     await fences.refresh()
     epoch = fences.newest_below(start)
@@ -239,6 +239,6 @@ async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Deliver
 
 
 def epoch_of(headers: dict[str, str]) -> int:
-    """Epoch in a message's header; -1 when it names none."""
+    """Return the epoch in a message's header; -1 when it has none."""
     named = natural(headers.get(subjects.EPOCH_HEADER, ""))
     return _NO_EPOCH if named is None else named

@@ -20,13 +20,13 @@ class Stored:
     subject: str
     headers: dict[str, str]
     data: bytes | WireError
-    """Its payload, joined from parts where there are any, or why that cannot be had."""
+    """The payload, joined from parts where there are any, or the reason it cannot be read."""
     stored_s: float
     """Unix time of the server's clock."""
 
 
 class History:
-    """The past of stream SAMPLES, and what comes. Every reading has a consumer of its own that the server keeps in memory."""
+    """The stored and the coming messages of stream SAMPLES. Every reading has a consumer of its own that the server keeps in memory."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -37,32 +37,32 @@ class History:
         return await self._jet.state(self._stream)
 
     async def now_s(self) -> float:
-        """Unix time of the server's clock, in which ``stored_s`` is told."""
+        """Return the Unix time of the server's clock, which is also that of ``stored_s``."""
         return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
 
     async def newest_s(self) -> float:
-        """When the newest message was stored; in the same time."""
+        """Return the time at which the newest message was stored, by the same clock."""
         return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["state"]["last_ts"])
 
     async def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Glimpse]:
-        """Headers of the samples from ``first`` to ``last``; for ever without a last one."""
+        """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
         async for delivered in self._read(first, last, headers_only=True):
             yield glimpse_of(delivered)
 
     async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[Stored]:
-        """The samples from ``first`` to ``last``; for ever without a last one."""
+        """Yield the samples from ``first`` to ``last``; for ever without a last one."""
         async for delivered in self._read(first, last, headers_only=False):
             yield await self._stored(delivered)
 
     async def payload(self, seq: int) -> Stored:
-        """One sample. Raises NotFound; ValueError for a sequence at which no sample stands."""
+        """Return one sample. Raises NotFound; ValueError for a sequence at which no sample stands."""
         message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
         if not subjects.is_sample(self._jet.run, message.subject):
             raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
         return await self._stored(message)
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
-        """Sequence of the first message (of another stream: ``name``) that was stored then or later; one behind the last if none was."""
+        """Return the sequence of the first message of stream ``name`` that was stored then or later; one behind the last if none was."""
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
@@ -80,7 +80,7 @@ class History:
         return low
 
     async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
-        """As ``at_time``, for the time at which a task was issued: nothing before speaks of it. 1 when the task is gone."""
+        """Return ``at_time`` of the time at which a task was issued: no earlier message is about it. 1 when the task is gone."""
         try:
             issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
         except NotFound:
@@ -88,7 +88,7 @@ class History:
         return await self.at_time(issued.stored_s, name=name)
 
     async def at_version(self, version: int) -> int:
-        """Sequence of the first sample whose oldest token is of this version; where there is none, of the next version that has one."""
+        """Return the sequence of the first sample whose oldest token is of this version, or else of the next version that has one."""
         for found in sorted(v for v in await self._versions() if v >= version):
             firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
             if any(firsts):
@@ -100,7 +100,7 @@ class History:
         return {version for subject in found if (version := subjects.version_of_sample(subject)) is not None}
 
     async def _first(self, subject: str) -> int:
-        """0 when there is none."""
+        """Return the sequence of the first message on a subject; 0 when there is none."""
         try:
             return (await self._jet.next(self._stream, 1, subject)).seq
         except NotFound:

@@ -1,4 +1,4 @@
-"""The verbs of JetStream's API we use: maps in and out, foreign errors translated, reads repeated over a server restart."""
+"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server restart."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _ANSWER_S = 2.0
 PATIENCE_S = 15.0
-"""A server that was killed is back within a second or so; one that is gone for longer is an error for whoever asks."""
+"""A server that was killed is back within a second or so; one that is away for longer is an error."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
 """Error codes of a server that is not ready yet."""
@@ -42,10 +42,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """What a stream holds."""
+    """Identity and extent of a stream."""
 
     created: str
-    """Creation time as the server tells it: the identity of the stream."""
+    """Creation time by the server: the identity of the stream."""
     first_seq: int
     last_seq: int
     messages: int
@@ -61,7 +61,7 @@ class JetStream:
         self.refusals = Refusals()
 
     async def call(self, verb: str, request: dict[str, Any] | None = None, *, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-        """Ask ``$JS.API.<verb>``, again while the server is away. Only for what may be asked twice.
+        """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may be repeated.
 
         Raises NotFound, Refused, and BusUnavailable after ``patience_s``.
         """
@@ -92,7 +92,7 @@ class JetStream:
         )
 
     async def subjects(self, stream: str, filter: str) -> dict[str, int]:
-        """How many messages each subject holds, of those that match."""
+        """Return the number of messages of each subject that matches."""
         found: dict[str, int] = {}
         while True:
             fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(found)})
@@ -102,15 +102,15 @@ class JetStream:
                 return found
 
     async def message(self, stream: str, seq: int) -> Message:
-        """By sequence, from the leader. Raises NotFound."""
+        """Return a message by sequence, from the leader. Raises NotFound."""
         return await self._get(stream, {"seq": seq})
 
     async def last(self, stream: str, subject: str) -> Message:
-        """The newest on a subject, from the leader. Raises NotFound."""
+        """Return the newest message on a subject, from the leader. Raises NotFound."""
         return await self._get(stream, {"last_by_subj": subject})
 
     async def next(self, stream: str, seq: int, subject: str = ">") -> Message:
-        """The first on a subject at ``seq`` or behind it, from the leader. Raises NotFound."""
+        """Return the first message on a subject at ``seq`` or behind it, from the leader. Raises NotFound."""
         return await self._get(stream, {"seq": seq, "next_by_subj": subject})
 
     async def purge(self, stream: str, below: int, *, subject: str = "") -> None:
@@ -138,7 +138,7 @@ class JetStream:
 
 
 def parse_headers(raw: bytes) -> dict[str, str]:
-    """Header lines behind the ``NATS/1.0`` line."""
+    """Return the headers of a raw header block; its first line is ``NATS/1.0``."""
     headers: dict[str, str] = {}
     for line in raw.split(b"\r\n")[1:]:
         name, colon, value = line.partition(b":")
@@ -148,7 +148,7 @@ def parse_headers(raw: bytes) -> dict[str, str]:
 
 
 def unix_time(stamp: str) -> float:
-    """Unix time of the server's time stamp (RFC 3339 with up to nanoseconds)."""
+    """Return the Unix time of a time stamp of the server (RFC 3339 with up to nanoseconds)."""
     head, _, fraction = stamp.removesuffix("Z").partition(".")
     zone = "+00:00" if stamp.endswith("Z") else ""
     if not zone and ("+" in fraction or "-" in fraction):

@@ -1,4 +1,4 @@
-"""Which streams, consumers and buckets a run has, made once and read back: older servers silently drop what they do not know."""
+"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do not know."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,13 @@ _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 """Stream or consumer exists with another configuration."""
 _ROW_DUPLICATE_WINDOW_S = 120
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
-"""Settings that an older release made otherwise, and that take effect on what is stored already."""
+"""Settings that an older release made otherwise, and that take effect on stored messages."""
 _MAX_WAITING = 16_384
 """Pull requests that may wait at one consumer: one for every free slot of every actor."""
 
 
 async def create_layout(jet: JetStream) -> None:
-    """Create what is missing; compare everything we set with what the server has.
+    """Create missing streams and consumers; compare every setting with that of the server.
 
     Raises ConfigMismatch naming stream and field, BusUnavailable.
     """
@@ -78,7 +78,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "num_replicas": config.copies,
             "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
             "allow_direct": True,
-            "allow_rollup_hdrs": False,  # by its header, whoever may write one row could remove all others
+            "allow_rollup_hdrs": False,  # by its header, a user that may write one row could remove all others
             "deny_delete": True,
         }
 
@@ -123,7 +123,7 @@ async def _ensure_consumer(jet: JetStream, stream: str, config: dict[str, Any]) 
 
 
 async def _created(jet: JetStream, verb: str, request: dict[str, Any], info: str) -> dict[str, Any]:
-    """What the server made of it, or what another process made a moment ago."""
+    """Return the server's description of a stream or consumer that this, or another process a moment ago, has created."""
     try:
         return await jet.call(verb, request)
     except Refused as error:
@@ -135,7 +135,7 @@ async def _created(jet: JetStream, verb: str, request: dict[str, Any], info: str
 def _compare(name: str, want: dict[str, Any], got: dict[str, Any]) -> None:
     for field, value in want.items():
         found = got.get(field)
-        if found is None and value in (False, 0):  # the server leaves out what is off
+        if found is None and value in (False, 0):  # the server leaves out settings that are off
             continue
         if field == "subjects":
             value, found = sorted(value), sorted(found or [])

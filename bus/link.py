@@ -1,4 +1,4 @@
-"""The connection itself: up, down, gone, not allowed; who wants to know is told. Knows nothing of streams."""
+"""The NATS connection. Tracks connected, disconnected, closed and forbidden, and calls listeners. Knows nothing of streams."""
 
 import asyncio
 import logging
@@ -18,6 +18,7 @@ from bus.address import Address, parse
 from bus.config import OLDEST_SERVER
 from bus.errors import BusError, BusUnavailable, Denied, Forbidden
 from bus.repeated import Repeated
+from bus.subjects import token
 
 _log = logging.getLogger(__name__)
 
@@ -27,15 +28,14 @@ _PING_S = 5.0
 _SAY_EVERY_S = 5.0
 _CLOSE_S = 1.0
 _FORBIDDEN_S = 10.0
-"""For so long what was forbidden is not tried again: permissions may have changed then."""
+"""A forbidden subject is not tried again for so long; permissions may have changed then."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _TIDYING = "$js.api.consumer.delete."
-"""Readers say what they no longer need; the server finds out by itself, too."""
+"""Readers delete their consumers; the server also removes them by itself when they are idle."""
 _NO_ENTRY = ("authorization violation", "authentication", "user credentials")
-_NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
-"""What the client library raises when something is wrong outside of this process."""
+"""Errors that the client library raises for causes outside of this process."""
 
 
 class _Client(Client):
@@ -57,17 +57,17 @@ class _Client(Client):
 
 
 class Link:
-    """A connection that is kept for ever."""
+    """One connection, which reconnects for ever."""
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
         self._up = asyncio.Event()
         self._turn = asyncio.Event()
-        """Set when it is up, or closed: what waiting for it can end with."""
+        """Set when the connection is up, or closed: the two ends of waiting for it."""
         self._listeners: set[Callable[[], None]] = set()
         self._refusals: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
-        """What the server refused of late and when, by subject in lower case: so the client library spells it."""
+        """Recent refusals with their time, by subject in lower case, which is how the client library reports it."""
         self.user = ""
         self._opening: Address | None = None
         self.last_error = ""
@@ -93,7 +93,7 @@ class Link:
         return self.nc.max_payload
 
     async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
-        """Raises BusUnavailable when it is not up in time, or closed."""
+        """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
         try:
             async with asyncio.timeout(max(0.0, timeout_s)):
                 while not self._up.is_set():
@@ -104,20 +104,20 @@ class Link:
             raise BusUnavailable(where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})") from None
 
     def on_lost(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Call ``listener`` whenever the connection breaks; returns what ends that."""
+        """Call ``listener`` whenever the connection breaks. Returns a function that removes it."""
         self._listeners.add(listener)
         return lambda: self._listeners.discard(listener)
 
     def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
-        """Call ``listener`` whenever the server refuses a publish; returns what ends that. ``subject`` is in lower case.
+        """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
 
-        It says whether that was its own; what is nobody's is logged.
+        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; one of no listener is logged.
         """
         self._refusals.add(listener)
         return lambda: self._refusals.discard(listener)
 
     def check_allowed(self, subject: str) -> None:
-        """Raises Forbidden for what the server refused a moment ago."""
+        """Raises Forbidden for a subject that the server refused a moment ago."""
         if not self._forbidden:
             return
         error, since = self._forbidden.get(subject.lower(), (None, 0.0))
@@ -128,7 +128,7 @@ class Link:
         del self._forbidden[subject.lower()]
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
-        """One answer. Raises BusUnavailable, at once when the connection breaks that should bring it; Forbidden."""
+        """Return the answer to a request. Raises Forbidden; BusUnavailable, at once when the connection breaks."""
         loop = asyncio.get_running_loop()
         self.check_allowed(subject)
 
@@ -161,7 +161,7 @@ class Link:
             raise self.unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
-        """Fire and forget. Raises BusUnavailable, also when not connected: the client library would send it some day, too late.
+        """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later, too late.
 
         Raises Forbidden when the server refused this subject a moment ago.
         """
@@ -174,7 +174,7 @@ class Link:
             raise self.unavailable(subject, error) from None
 
     async def tell(self, subject: str, payload: bytes) -> bool:
-        """Send what may be lost. False when the bus is away."""
+        """Publish a message that may be lost. Returns False when the bus is away."""
         try:
             await self.send(subject, payload)
         except BusUnavailable as error:
@@ -184,7 +184,7 @@ class Link:
 
     @asynccontextmanager
     async def subscribed(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """While entered, ``hear`` gets what is published on a subject; what passes while the connection is broken is missed."""
+        """While entered, ``hear`` gets every message on a subject, except those that pass while the connection is broken."""
         try:
             sub = await self.nc.subscribe(subject, cb=hear)
         except FOREIGN as error:
@@ -199,7 +199,7 @@ class Link:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``. ``url`` is a line as ``bus.address`` reads it. Raises BusUnavailable, Denied at once, ValueError."""
+        """Connect within ``wait_s``. ``url`` is a line as ``bus.address`` reads it. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user
@@ -232,7 +232,7 @@ class Link:
         self._rise()
 
     async def close(self) -> None:
-        """Send what is pending (for at most a second) and close (for as long: a TLS handshake that failed leaves the library waiting)."""
+        """Flush for at most a second and close within another: after a TLS handshake that failed the library would wait for ever."""
         self._closing = True
         if self.connected and not self.nc.is_closed:
             try:
@@ -246,7 +246,7 @@ class Link:
             _log.info("bus: closed while it was away error=%r", error)
 
     async def _on_error(self, error: Exception) -> None:
-        """Also where the client library tells of a refused publish: to whoever waits for its answer, it says nothing."""
+        """The client library reports a refused publish here, and nowhere else: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
         if self._opening is not None:
             _refuse_to_wait(self._what, self._opening, error)
@@ -297,12 +297,12 @@ class Link:
 
 
 def inbox_prefix(user: str) -> str:
-    """Where answers to a user arrive: nobody else may listen there."""
-    return f"_INBOX_{_NOT_TOKEN.sub('_', user)}" if user else "_INBOX"
+    """Prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
+    return f"_INBOX_{token(user)}" if user else "_INBOX"
 
 
 def _login(address: Address) -> dict[str, Any]:
-    """What the client library wants to know about user and certificates."""
+    """Options of the client library for user and certificates."""
     options: dict[str, Any] = {}
     if address.user and address.password:
         options |= {"user": address.user, "password": address.password, "inbox_prefix": inbox_prefix(address.user).encode()}
@@ -320,7 +320,7 @@ def _login(address: Address) -> dict[str, Any]:
 
 
 def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
-    """Raise Denied for what no waiting cures."""
+    """Raise Denied for an error that waiting does not cure."""
     reason = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         raise Denied(what, f"the certificate of the bus: {error.verify_message}", "give the file that signed it (bus.tls_ca, or ?ca=FILE)")

@@ -1,4 +1,4 @@
-"""Which processes are alive: rows renewed by heartbeats, judged by the reader's own clock."""
+"""Liveness of processes: rows that heartbeats renew, whose age is measured by the reader's own clock."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
 _PATIENCE = 5
-"""Heartbeats after which one that is not stored is an error, and is made anew."""
+"""Periods after which a heartbeat that is not stored counts as failed, and a new one is written."""
 _FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
 _CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 
@@ -27,7 +27,7 @@ _CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 class Heartbeat:
     """Async context manager: writes the row ``<role>.<id>`` every ``every_s``, and removes it on a clean exit.
 
-    A bus that is away is no reason to end: it goes on trying, and ``last_error`` says why it cannot.
+    It does not end because the bus is away: it retries, and ``last_error`` has the reason.
     """
 
     def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
@@ -41,7 +41,7 @@ class Heartbeat:
         self._beating: asyncio.Task[None] | None = None
         self._ending = False
         self._changes = self._stored = 0
-        """Changes of the row, and how many of them are in what was stored last."""
+        """Changes of the row so far, and the number of them in the row that was stored last."""
         self._written = Waiter()
 
     def update(self, **changes: Any) -> None:
@@ -99,7 +99,7 @@ class LiveView:
         self._seen: dict[str, tuple[int, float]] = {}
 
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
-        """(row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
+        """Return (row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
 
         A row seen for the first time counts as just changed. Time in which the bus was away counts as age: let a dead bus not
         look like dead processes by asking ``bus.connected`` too.
@@ -114,11 +114,11 @@ class LiveView:
         return self._refusals.read(_BUCKET, f"{key} (revision {revision})", partial(_parse, key, value))
 
     async def alive(self, role: str = "") -> list[LiveRow]:
-        """Rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
+        """Return the rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
         return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
 
     def noticing(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, ``wake`` is called when a row of the role was written (or nearly so: look again besides)."""
+        """While entered, ``wake`` is called about when a row of the role is written. Some writes may be missed, so refresh besides."""
         return self._rows.noticing(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
@@ -127,7 +127,7 @@ class LiveView:
 
 
 async def processes(bus: Bus, *, look_s: float = 2.0) -> list[tuple[LiveRow, float]]:
-    """(row, age) of every process, by two looks ``look_s`` apart: for a command that has just started and remembers nothing.
+    """Return (row, age) of every process, by two reads ``look_s`` apart: for a command that has just started.
 
     Age is 0 when the row changed in between, else ``look_s``.
     """
@@ -142,7 +142,7 @@ def _key(row: LiveRow) -> str:
 
 
 def _parse(key: str, value: dict[str, Any]) -> LiveRow:
-    """Raises WireError for a row that speaks for another process than the one that may write this key."""
+    """Raises WireError for a row that names another process than the one that may write this key."""
     known = {name: item for name, item in value.items() if name in _FIELDS}
     stated = {name: item for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
     row = LiveRow(**known, capabilities=Capabilities(**stated))

@@ -1,4 +1,4 @@
-"""Names nobody else has."""
+"""Unique names."""
 
 import secrets
 

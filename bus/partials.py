@@ -1,4 +1,4 @@
-"""What draining actors leave behind for whoever goes on with their tasks: unfinished responses, and where the finished ones stand."""
+"""State that draining actors leave for the next actor of a task: unfinished responses, and the sequences of finished samples."""
 
 import logging
 
@@ -13,7 +13,7 @@ _log = logging.getLogger(__name__)
 
 
 class Partials:
-    """Stream PARTIALS. Nothing in it is ever needed: what is not found here is generated again."""
+    """Stream PARTIALS. No process depends on it: a partial that is missing is generated again."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -39,7 +39,7 @@ class Partials:
         return True
 
     async def of(self, task: int) -> dict[int, Partial]:
-        """What is stored for a task: the newest of each index. Empty where the run has no such stream; raises BusUnavailable."""
+        """Return the stored partials of a task: the newest of each index. Empty where the run has no such stream; raises BusUnavailable."""
         found: dict[int, Partial] = {}
         try:
             for subject in await self._jet.subjects(self._stream, subjects.partial(self._jet.run, task)):
@@ -56,7 +56,7 @@ class Partials:
         return found
 
     async def trim(self, below: int) -> None:
-        """Forget what is stored for tasks with ids < ``below``. Raises BusUnavailable."""
+        """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""
         try:
             held = await self._jet.subjects(self._stream, subjects.partial(self._jet.run))
         except NotFound:

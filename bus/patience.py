@@ -51,10 +51,10 @@ async def before_retry(link: Link, error: BusUnavailable, *, pause_s: float = RE
 
 
 async def cancellable(work: Coroutine[Any, Any, T]) -> T:
-    """``work``, ended for certain when this is cancelled.
+    """Return the result of ``work``, which ends for certain when this is cancelled.
 
     ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its result
-    (CPython issue 86296); a loop that goes on for ever then does so. Told again until it ends.
+    (CPython issue 86296); a loop that goes on for ever then does so. So it is cancelled again until it ends.
     """
     task = asyncio.create_task(work)
     try:

@@ -1,8 +1,7 @@
 """Messages of a stream in order, from a sequence on, without a gap, over lost connections and server restarts.
 
-A pull consumer without acknowledgements: the place is kept here (and in the reader's checkpoint), never by the server. Whatever
-looks wrong - a consumer sequence missing, heartbeats missing, the connection lost - ends in opening a new consumer at the next
-sequence.
+A pull consumer without acknowledgements: the position is kept here (and in the reader's checkpoint), never by the server. A missing
+consumer sequence, missing heartbeats and a lost connection all lead to a new consumer at the next sequence.
 """
 
 import json
@@ -24,13 +23,13 @@ from bus.waiter import Waiter
 _log = logging.getLogger(__name__)
 
 _CREDIT = 64
-"""Messages asked for at once; half of it is asked for again when half has come."""
+"""Messages requested at once; more are requested when half of them have arrived."""
 _CREDIT_BYTES = 32_000_000
 _HEARTBEAT_S = 0.5
 _MISSED_S = 2.5 * _HEARTBEAT_S
 _EXPIRES_S = 30.0
 _INACTIVE_S = 60.0
-"""The server forgets a consumer that nobody has pulled from for so long."""
+"""The server removes a consumer without requests after so long."""
 _NS = 1_000_000_000
 
 
@@ -92,9 +91,9 @@ class OrderedPull:
     @overload
     async def next(self, timeout_s: float) -> Delivered | None: ...
     async def next(self, timeout_s: float | None = None) -> Delivered | None:
-        """The next message; None after ``timeout_s`` without one. Waits for the bus as long as it takes, says so in the log.
+        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus as long as it takes, and logs that.
 
-        Raises what ``on_open`` raises, NotFound when the stream is gone, BusUnavailable when the connection was closed.
+        Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was closed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -132,7 +131,7 @@ class OrderedPull:
         return Delivered(told.seq, message.subject, headers, message.data, told.pending, told.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
-        """100 = heartbeat. Anything else ends a request: 408 expired, 409 limit reached or consumer gone, 503 nobody there."""
+        """Status 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
             return
@@ -168,7 +167,7 @@ class OrderedPull:
             _log.info("bus: waiting stream=%s reason=%s", self._stream, error)
 
     async def _open(self) -> None:
-        """Subscribe, then create the consumer, then ask: nothing can arrive before it is heard."""
+        """Subscribe, then create the consumer, then request: no message can arrive before the subscription."""
         self._lost = False
         inbox = self._jet.link.nc.new_inbox()
         try:
@@ -210,7 +209,7 @@ class OrderedPull:
             self._lost = True
 
     async def _drop(self) -> None:
-        """Let go of the present consumer; the server forgets what we cannot tell it."""
+        """Drop the present consumer; the server removes by itself one that cannot be deleted now."""
         sub, consumer = self._sub, self._consumer
         self._sub, self._consumer = None, ""
         self._arrived.clear()
@@ -225,7 +224,7 @@ class OrderedPull:
 
 
 def _unsent(headers: dict[str, str], otherwise: int) -> int:
-    """Messages of a request that the server will not send any more."""
+    """Return the number of messages of a request that the server will not send any more."""
     unsent = natural(headers.get("Nats-Pending-Messages", ""))
     return otherwise if unsent is None else unsent
 
@@ -233,7 +232,7 @@ def _unsent(headers: dict[str, str], otherwise: int) -> int:
 async def present(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
 ) -> AsyncIterator[Delivered]:
-    """Messages from ``start`` to the end as it is now, then stops. Raises NotFound when there is no such stream."""
+    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound when there is no such stream."""
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         while pull.position <= last:
@@ -248,11 +247,11 @@ async def present(
                 return
             yield delivered
             if delivered.pending == 0 and (pull.position > last or not await _any(jet, stream, pull.position, last, filters)):
-                return  # asked, because on a cluster the consumer counts what its own server has heard of
+                return  # the leader is asked: in a cluster the consumer counts only messages that its own server has
 
 
 async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:
-    """Whether there is a message to come, by the leader's word."""
+    """Return whether the stream's leader has a message in this range."""
     for subject in filters or (">",):
         try:
             if (await jet.next(stream, first, subject)).seq <= last:

@@ -27,7 +27,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """By stream (``DEAD``) or bucket (``live``)."""
+        """Refusals by stream (``DEAD``) or bucket (``live``)."""
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
         self._repeated = Repeated(_log)

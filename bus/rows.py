@@ -1,7 +1,7 @@
 """Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
 
-A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. One that is not what its key promises
-(``bus/row_shapes.py``) is passed over, and counted; only ``get`` raises for it.
+A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have the shape of its
+key (``bus/row_shapes.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from bus.waiter import Waiter
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
-"""Header of a message that stands where a row was."""
+"""Header of a message that replaces a deleted row."""
 _AT_ONCE = 16
 
 Value = dict[str, Any]
@@ -50,22 +50,22 @@ class Rows:
         self._stream = subjects.bucket_stream(jet.run, bucket)
 
     async def get(self, key: str) -> Row | None:
-        """(value, revision), None when there is no such row. Raises UnreadableRow: for a row that the caller cannot do without."""
+        """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller needs."""
         value, revision, error = await self._read(key)
         if error is not None:
             raise UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
         return None if value is None else (value, revision)
 
     async def standing(self, key: str) -> tuple[dict[str, Any] | None, int]:
-        """(value, revision); (None, 0) when there is no row.
+        """Return (value, revision), or (None, 0) when there is no row.
 
-        (None, revision) for one that cannot be read: ``update`` at this revision replaces it.
+        Returns (None, revision) for a row that cannot be read; ``update`` at this revision replaces it.
         """
         value, revision, _ = await self._read(key)
         return value, revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
-        """Every readable row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
+        """Return every readable row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(key: str) -> tuple[str, dict[str, Any] | None, int]:
@@ -81,15 +81,15 @@ class Rows:
         return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
 
     async def put(self, key: str, value: dict[str, Any]) -> int:
-        """Write; the new revision."""
+        """Write a row. Returns the new revision."""
         return await self._write(key, value, None)
 
     async def create(self, key: str, value: dict[str, Any]) -> int:
-        """Write a row that must not exist. Raises RowConflict."""
+        """Write a row that must not exist. Returns its revision. Raises RowConflict."""
         return await self._write(key, value, 0)
 
     async def update(self, key: str, value: dict[str, Any], revision: int) -> int:
-        """Write a row that must have this revision. Raises RowConflict."""
+        """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
         return await self._write(key, value, revision)
 
     async def change(self, key: str, fn: Callable[[Value | None], After], *, replace_unreadable: bool = False) -> Changed[After]:
@@ -108,9 +108,9 @@ class Rows:
                 return Changed(before, after)
 
     async def delete(self, key: str) -> None:
-        """Remove a row; nothing when there is none.
+        """Remove a row, if there is one.
 
-        A user who may only write this row, and not remove from the bucket, leaves a mark in its place, which reads as no row.
+        A user that may write this row but not purge the bucket leaves a marker in its place, which is read as no row.
         """
         try:
             await self._jet.purge_subject(self._stream, self._subject(key))
@@ -119,9 +119,9 @@ class Rows:
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
-        """The row now and after each readable change (None = there is none), for ever; changes in quick succession may show as one.
+        """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as one.
 
-        Writes wake it (they pass as core messages), and it looks every ``every_s`` besides: a wake-up may be lost, a change may not.
+        Writes wake it (they pass as core messages), and it reads every ``every_s`` besides: a wake-up may be lost, a change may not.
         """
         waiter = Waiter()
         seen = -1
@@ -139,7 +139,7 @@ class Rows:
                 await waiter.wait(every_s)
 
     async def written(self, keys: str, start: int) -> AsyncIterator[tuple[dict[str, Any], Delivered]]:
-        """(value, the message that wrote it) of the rows of these keys (``v.*``) with revisions >= ``start``, as they are now."""
+        """Yield (value, the message that wrote it) of the rows with these keys (``v.*``) and a revision >= ``start``, as they are now."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
             value, _, _ = self._decoded(delivered.subject.removeprefix(prefix), delivered)
@@ -148,9 +148,9 @@ class Rows:
 
     @asynccontextmanager
     async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called at writes of these keys (``*`` = any one part). Some may be missed, so look besides.
+        """While entered, ``wake`` is called at writes of these keys (``*`` = any one part). Some may be missed, so read besides.
 
-        A wake-up may come a moment before what was written can be read.
+        A wake-up may come a moment before the written row can be read.
         """
         subject = subjects.row(self._jet.run, self.bucket, keys)
 
@@ -161,7 +161,7 @@ class Rows:
             yield
 
     async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
-        """Same message id at every try: a write whose answer was lost is recognised."""
+        """Write with the same message id at every try, so that a write whose answer was lost is recognised."""
         subject, payload = self._subject(key), self._bytes(key, value)
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
@@ -180,7 +180,7 @@ class Rows:
             return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
 
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
-        """ "Wrong last sequence" is said of our own write, too, when its first answer was lost: what stands there tells."""
+        """Return the revision of our own write. "Wrong last sequence" is the answer to it, too, when its first answer was lost."""
         message = await self._message(key)
         if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
             return message.seq
@@ -207,7 +207,7 @@ class Rows:
             raise WireError(f"{self.bucket}.{key}", "what JSON can hold", str(error)) from None
 
     async def _read(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
-        """(value, revision, None), (None, revision, why it cannot be read), or (None, 0, None) when there is none."""
+        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, 0, None) when there is none."""
         message = await self._message(key)
         return (None, 0, None) if message is None else self._decoded(key, message)
 

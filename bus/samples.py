@@ -25,7 +25,7 @@ class Received:
 
     seq: int
     sample: Sample | WireError
-    """What it holds, or why it cannot be used (undecodable, invariant broken, parts missing)."""
+    """The sample, or the reason it cannot be used (undecodable, invariant broken, parts missing)."""
     headers: dict[str, str]
     pending: int
     """Messages behind this one when it was delivered."""
@@ -33,7 +33,7 @@ class Received:
     """Unix time at which the server stored it."""
     size_bytes: int
     actor: str = ""
-    """As its subject names it: also of a message that cannot be decoded."""
+    """The actor that the subject names; also of a message that cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +50,11 @@ class Glimpse:
 
 @dataclass(slots=True, kw_only=True)
 class PublishStats:
-    """What publishing has met so far."""
+    """Counters of publishing."""
 
     published: int = 0
     duplicates: int = 0
-    """Of them, stored by an earlier try whose answer was lost."""
+    """Messages that an earlier try had stored, whose answer was lost; part of ``published``."""
     retries: int = 0
     full: int = 0
     """Refusals because the stream was full."""
@@ -72,7 +72,7 @@ class SampleStream:
         self.stats = PublishStats()
 
     async def publish(self, sample: Sample) -> int:
-        """Store a sample, tried for ever under its message id; its sequence. Cancellable. Does not check invariants.
+        """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check invariants.
 
         Any number may be in flight at once. Waits while the stream is full. Raises WireError for what cannot be encoded, and
         ValueError for a sample of another run.
@@ -83,7 +83,7 @@ class SampleStream:
         return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample))
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
-        """``publish`` for a sample that is encoded already; ``headers`` as ``headers_of`` makes them."""
+        """Store a sample that is encoded already, as ``publish`` does; ``headers`` are those of ``headers_of``."""
         if not parts.fits(data, self._jet.link.max_payload):
             if len(data) > parts.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
@@ -104,7 +104,7 @@ class SampleStream:
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Received]:
-        """Every message behind the cursor in stream order, for ever; over server restarts. End it with ``aclose`` or cancellation.
+        """Yield every message behind the cursor in stream order, for ever, over server restarts. End it with ``aclose`` or cancellation.
 
         None begins at the first message there is. Sequences the cursor calls settled are skipped. Samples are decoded and, with
         ``check``, held against the invariants, but for sequences in ``checked_before``: those passed the invariants of their time.
@@ -115,12 +115,12 @@ class SampleStream:
         return reading.messages(self._filters(kinds), on_passed)
 
     async def cursor(self) -> Cursor:
-        """A cursor before the first message there is now."""
+        """Return a cursor before the first message there is now."""
         state = await self.info()
         return Cursor(created=state.created, floor=max(0, state.first_seq - 1))
 
     async def fetch(self, seq: int) -> Sample:
-        """One sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
+        """Return one sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
         message = await self._jet.message(self._stream, seq)
         return decode_sample(await payload_of(self._jet, message))
 
@@ -128,7 +128,7 @@ class SampleStream:
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
-        """Forget messages with sequences < ``below``, except parts that a manifest behind still needs (and what lies between).
+        """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages between).
 
         A sample whose parts are trimmed before its manifest is stored is lost to its readers (they see a WireError): keep a
         window of history, as ``history_samples`` does.
@@ -143,7 +143,7 @@ class SampleStream:
     @overload
     def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[True]) -> AsyncIterator[Glimpse]: ...
     def tail(self, *, last: int = 0, follow: bool = True, headers_only: bool = False) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
-        """About the ``last`` newest messages (parts count), then, with ``follow``, what comes, for ever. Disturbs nobody.
+        """Yield about the ``last`` newest messages (parts count), then, with ``follow``, every new one, for ever.
 
         Samples are decoded, not checked.
         """
@@ -170,7 +170,7 @@ class SampleStream:
                 yield delivered
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
-        """None = everything, parts too: then a jump in the sequences can only be a hole, and filtering costs the server nothing."""
+        """Return no filter for all kinds: parts come, too, a jump in the sequences can only be a hole, and the server filters nothing."""
         if kinds is None or set(kinds) == set(Kind):
             return []
         return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
@@ -192,7 +192,7 @@ class SampleStream:
         return stored.seq
 
     async def _oldest_part_needed(self, below: int) -> int:
-        """The smallest sequence of a part named by a manifest at ``below`` or behind it; ``below`` when there is none."""
+        """Return the smallest sequence of a part that a manifest at ``below`` or behind it names; ``below`` when there is none."""
         oldest, seq = below, below
         manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
         while True:
@@ -204,7 +204,7 @@ class SampleStream:
             oldest = await self._first_part(message, oldest)
 
     async def _first_part(self, manifest: Message, oldest: int) -> int:
-        """Sequence of the first part if that is before ``oldest``, and the manifest is not one that readers refuse; else ``oldest``."""
+        """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else ``oldest``."""
         try:
             seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.link.max_payload).seqs
             if min(seqs) < oldest:
@@ -215,7 +215,7 @@ class SampleStream:
 
 
 class _Waits:
-    """Keeps ``waiting_full`` true for one publish."""
+    """The share of one publish in ``waiting_full``."""
 
     def __init__(self, stats: PublishStats) -> None:
         self._stats, self._full = stats, False
@@ -235,7 +235,7 @@ class _Waits:
 
 
 _NO_CHECK = -1
-"""As ``vocab_size``: do not hold samples against the invariants."""
+"""A ``vocab_size`` that means: do not check invariants."""
 
 
 class _Reading:
@@ -285,7 +285,7 @@ class _Reading:
         )
 
     def _opened(self, state: StreamState, position: int) -> None:
-        """The stream as it is at the start and after every doubt: is it ours, and is what we need still there?"""
+        """Check, at the start and after every re-opening, that the stream is the same one and still has the messages needed."""
         if self._created is None:
             self._created = state.created
             self._start = max(self._start, state.first_seq)
@@ -294,7 +294,7 @@ class _Reading:
         self._check_first(state, max(position, self._start))
 
     async def _check_gap(self, expected: int) -> None:
-        """A jump is a message of a kind not asked for - or a hole."""
+        """Check a jump in the sequences: a message of another kind stood there, or there is a hole."""
         self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
@@ -305,9 +305,9 @@ class _Reading:
 
 
 async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
-    """The bytes of a sample, joined from its parts where the message is a manifest.
+    """Return the bytes of a sample, joined from its parts where the message is a manifest.
 
-    Raises WireError when the manifest names what no sample has, and at the first part that is gone, too large or another sample's.
+    Raises WireError for a manifest that no sample can have, and at the first part that is gone, too large or another sample's.
     """
     if PARTS_HEADER not in message.headers:
         return message.data
@@ -335,7 +335,7 @@ def _part_id(message_id: str, number: int) -> str:
 
 
 def glimpse_of(delivered: Delivered) -> Glimpse:
-    """What a message that was read without its payload tells."""
+    """Return the headers of a message that was read without its payload."""
     return Glimpse(
         seq=delivered.seq,
         subject=delivered.subject,
@@ -347,7 +347,7 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 
 
 def headers_of(sample: Sample) -> dict[str, str]:
-    """What an onlooker wants to know without the payload: in one header, because each costs both ends and the server."""
+    """Return the headers of a sample. The summary for readers without the payload is one header, because each header costs CPU."""
     versions = [span.version for span in sample.spans]
     told = (
         f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
@@ -359,7 +359,7 @@ def headers_of(sample: Sample) -> dict[str, str]:
 
 
 def told_by(headers: Mapping[str, str]) -> dict[str, str]:
-    """The words of a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ...; those that are there."""
+    """Return the fields in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ...; those present."""
     task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
     words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
     return {"task": task, "index": rest.partition(".")[0], **words}

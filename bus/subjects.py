@@ -73,12 +73,12 @@ def sample(run: str, kind: str, version: int, actor: str) -> str:
 
 
 def samples(run: str, *tokens: object) -> str:
-    """All samples, or those whose subject goes on with these tokens (kind, version)."""
+    """Filter of all samples, or of those whose subject goes on with these tokens (kind, version)."""
     return ".".join(("tm", run, "sample", *map(str, tokens), ">"))
 
 
 def samples_of(run: str, actor: str) -> str:
-    """All samples of an actor (a token already, or ``*``), but for their manifests."""
+    """Filter of all samples of an actor (a token already, or ``*``), except their manifests."""
     return f"tm.{run}.sample.*.*.{actor}"
 
 
@@ -130,7 +130,7 @@ def part(run: str, kind: str, task: int | str) -> str:
 
 
 def parts(run: str) -> str:
-    """All parts of all samples."""
+    """Filter of all parts of all samples."""
     return f"tm.{run}.part.>"
 
 
@@ -178,7 +178,7 @@ def delivery(reply: str) -> Delivery | None:
 
 
 def dead(run: str) -> str:
-    """All of stream DEAD."""
+    """Filter of everything in stream DEAD."""
     return f"tm.{run}.dead.>"
 
 
@@ -200,5 +200,5 @@ def metric(run: str, source: str = ">") -> str:
 
 
 def everything(run: str) -> str:
-    """Every subject of the run but its rows."""
+    """Filter of every subject of the run, except its rows."""
     return f"tm.{run}.>"

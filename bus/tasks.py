@@ -25,19 +25,19 @@ from bus.waiting import ACK, NAK, PROGRESS, Slots
 _log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 50
-"""A task delivered more often is dead even without a report: it takes its actors down before they can speak."""
+"""A task delivered more often is dead even without a report: it ends its actors before they can report."""
 _LOOK_EVERY_S = 2.0
-"""How old an actor's knowledge of the task floor and of fences may be."""
+"""The task floor and the fences that an actor knows are at most so old."""
 _CONFIRM_S = 2.0
 _OVER = (ACK, b"+NXT", b"+TERM")
-"""Answers after which a task is not delivered again."""
+"""Acknowledgements after which a task is not delivered again."""
 _NS = 1_000_000_000
 
 
 class Lease:
     """A task held by this process until it is settled, handed back or failed, or not renewed for ``lease_s``.
 
-    None of its verbs raises because the bus is away: what the server does not hear ends in another delivery, which is harmless.
+    No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is harmless.
     """
 
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
@@ -45,16 +45,16 @@ class Lease:
         self.attempt = nonce()
         """``Sample.attempt`` of everything made under this lease."""
         self.deliveries = deliveries
-        """1 = first time."""
+        """1 for the first delivery."""
         self._queue, self._reply = queue, message.reply
         self._lease_s = queue.lease_s
 
     async def renew(self) -> bool:
-        """Hold it for another ``lease_s``. False when the bus was away."""
+        """Extend the lease by ``lease_s``. Returns False when the bus was away."""
         return await self._say(PROGRESS)
 
     async def settle(self) -> bool:
-        """All its samples are stored. True when the server confirmed it, tried for up to ``lease_s``."""
+        """Acknowledge the task, whose samples are all stored; retried for ``lease_s``. Returns whether the server confirmed it."""
         link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
 
         async def ack() -> None:
@@ -73,11 +73,11 @@ class Lease:
         return True
 
     async def hand_back(self, delay_s: float = 0) -> bool:
-        """Let another actor have it, at once or after ``delay_s``. False when the bus was away."""
+        """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus was away."""
         return await self._say(NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode())
 
     async def fail(self, reason: str, *, actor: str) -> bool:
-        """Report a failure and hand back; the ``max_attempts``-th report makes the task dead. True = it is dead now.
+        """Report a failure and nak; the ``max_attempts``-th report makes the task dead. Returns whether it is dead now.
 
         Waits until the report is stored.
         """
@@ -134,34 +134,34 @@ class TaskQueue:
         await self._writer.fence(epoch)
 
     async def issue(self, task: Task) -> int:
-        """Store a task; its id. Retries until stored. Raises Fenced; needs ``fence`` first; ``task.epoch`` must be the fenced one."""
+        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced one. Raises Fenced."""
         if task.epoch != self._writer.epoch:
             raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
         return await self._writer.append(subjects.task(self.jet.run, task.kind), encode_task(task))
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
-        """Every valid task from id ``start`` to the present end, in order."""
+        """Yield every valid task from id ``start`` to the present end, in order."""
         async for _, found in valid(self._log, start, follow=False):
             if isinstance(found, Task):
                 yield found
 
     async def fetch(self, id: int) -> Task:
-        """One task. Raises NotFound."""
+        """Return one task. Raises NotFound."""
         return decode_task((await self.jet.message(self._stream, id)).data, id)
 
     async def backlog(self, kind: Kind = Kind.TRAIN) -> tuple[int, int]:
-        """(waiting, leased). A task handed back and not yet delivered again counts as leased."""
+        """Return (waiting, leased). A task that was handed back and not delivered again yet counts as leased."""
         info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[kind]}")
         return int(info["num_pending"]), int(info["num_ack_pending"])
 
     async def acked_to(self) -> int:
-        """Every training task with an id up to this one is acknowledged (one that is leased for long holds it back)."""
+        """Return the id up to which every training task is acknowledged (one that is leased for long holds it back)."""
         info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[Kind.TRAIN]}")
         return int(info["ack_floor"]["stream_seq"])
 
     @asynccontextmanager
     async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
-        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed, so look besides."""
+        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see ``acked_to``."""
 
         async def hear(message: Msg) -> None:
             told = subjects.delivery(message.subject)
@@ -174,11 +174,11 @@ class TaskQueue:
             yield
 
     async def last_id(self) -> int:
-        """Id of the newest message of TASKS (a task's or a fence's); 0 when there has been none."""
+        """Return the id of the newest message of TASKS (a task or a fence); 0 when there has been none."""
         return (await self.jet.state(self._stream)).last_seq
 
     async def raise_floor(self, floor: int) -> None:
-        """All tasks with ids up to ``floor`` are settled: their deliveries are acked unworked. Never falls."""
+        """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never falls."""
 
         def raised(row: Value | None) -> Value | None:
             return None if row is not None and row["floor"] >= floor else {"floor": floor}
@@ -186,16 +186,16 @@ class TaskQueue:
         await self._rows.change(subjects.FLOOR_KEY, raised, replace_unreadable=True)
 
     async def trim(self, below: int) -> None:
-        """Forget tasks with ids < ``below``; fences stay."""
+        """Remove tasks with ids < ``below``; fences stay."""
         for kind in Kind:
             await self.jet.purge(self._stream, below, subject=subjects.task(self.jet.run, kind))
 
     # --- the actors' side
 
     async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN) -> Lease | None:
-        """The next task, None when there is none within ``timeout_s`` (or no bus). Any number may wait at once; cancellable.
+        """Return the next task, or None when none came within ``timeout_s``. Any number may wait at once; cancellable.
 
-        Acks and passes over what is settled (below the floor), void (behind a fence), broken or delivered too often (DEAD).
+        Acks and passes over tasks that are settled (below the floor), void (behind a fence), unreadable or delivered too often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -219,7 +219,7 @@ class TaskQueue:
         try:
             async with asyncio.timeout(_CONFIRM_S):
                 await self._look()
-        except (BusUnavailable, TimeoutError) as error:  # then with what we knew
+        except (BusUnavailable, TimeoutError) as error:  # go on with the floor and fences read before
             _log.info("task floor unknown reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
             await self.jet.link.tell(message.reply, ACK)
@@ -244,7 +244,7 @@ class TaskQueue:
 
     async def _look(self) -> None:
         """Refresh the floor and the fences, when they are old."""
-        async with self._looking:  # or who comes second would go on with what was known before
+        async with self._looking:  # or a second caller would go on with the old values
             if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
                 return
             row, _ = await self._rows.standing(subjects.FLOOR_KEY)

@@ -1,7 +1,7 @@
 """Work pulled from a durable consumer, one message at a time, by any number of waiting takers of this process.
 
 Each taker has a slot: a subscription of its own with at most one request at the server. A message that comes when its taker has
-left is handed back at once, so that nothing waits for a lease to run out. (Sharing one subscription, or asking for more than one
+left is handed back at once, so that no task waits for a lease to run out. (Sharing one subscription, or asking for more than one
 message, is what makes the client library's ``fetch`` stall.)
 """
 
