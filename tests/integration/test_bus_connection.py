@@ -54,6 +54,31 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
         assert (await bus.samples.info()).messages == 0
 
 
+async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+    async with open_bus() as bus:
+        failed = asyncio.Event()
+
+        async def ask() -> int:
+            try:
+                return (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES", patience_s=0.2))["state"]["messages"]  # type: ignore[no-any-return]
+            except BusUnavailable:
+                failed.set()
+                raise
+
+        nats_server.kill()
+        for retry in (bus.retry, bus.jet.retry_for_ever):
+            asking = asyncio.create_task(retry(ask))
+            await failed.wait()
+            assert not asking.done()
+            nats_server.start()
+            assert await asking == 0
+            nats_server.kill()
+            failed.clear()
+    for retry in (bus.retry, bus.jet.retry_for_ever):
+        with pytest.raises(BusUnavailable):
+            await retry(ask)
+
+
 async def test_a_closed_connection_says_so(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         pass
