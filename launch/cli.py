@@ -3,10 +3,11 @@
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.extras import explain
 from launch.samples import arguments as samples
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from launch import commands
 
     try:
-        return int(getattr(commands, args.command)(args))
+        return _explained(getattr(commands, args.command), args)
     except ValueError as bad:  # configuration and input errors say where, what was wanted and what came
         print(f"tidemill {args.command}: {bad}", file=sys.stderr)
         return int(getattr(bad, "exit_code", 2))
@@ -33,6 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run ``command`` and return its exit code. Raises PackagesMissing instead of ModuleNotFoundError where an extra has the module."""
+    try:
+        return int(command(args))
+    except ModuleNotFoundError as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bus import exit_codes
 from launch.access import LEARNER, OPERATOR, allowed
 from launch.config import RunConfig
+from launch.extras import require
 from launch.settings import Loaded, changes, load, render
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def up(args: argparse.Namespace) -> int:
     if args.print_config:
         print(render(loaded), end="")
         return 0
+    require("engine", "learner")
     _refuse(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     from launch.up import run_up
 
@@ -98,6 +100,7 @@ def prepare(args: argparse.Namespace) -> int:
     wanted = _config(args)
     if wanted is None:
         return 0
+    require("learner")
     from launch.process import set_up_logging
     from launch.roles import run_prepare
 
@@ -133,6 +136,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         wanted = _config(args)
         if wanted is None:
             return 0
+    require(role)
     from bus.errors import BusUnavailable
     from launch import process, roles
 
@@ -169,6 +173,8 @@ def router(args: argparse.Namespace) -> int:
     from bus.reach import AUTO
     from launch import process, roles
 
+    if args.exact:
+        require("router")
     exact = ["actors.router.exact:TokenExact"] if args.exact else []
     wanted = RouterConfig(
         host=args.host,
@@ -213,10 +219,13 @@ def host(args: argparse.Namespace) -> int:
     from launch.wanted import parse
 
     name = args.name or _user() or host_name()
+    own = parse(args.wanted)
+    if own.get("engine"):
+        require("engine")
     machine = roles.Machine(
         name=name,
         pool=args.pool,
-        own=parse(args.wanted),
+        own=own,
         directory=args.dir or Path("runs/hosts") / name,
         drain_s=args.drain,
         restarts=args.restarts,
@@ -263,6 +272,7 @@ def learner(args: argparse.Namespace) -> int:
     wanted = _config(args)
     if wanted is None:
         return 0
+    require("learner")
     if not args.checked:
         _refuse(args, _loaded(args), starts_workers=False, resumes=True)
     from launch import process, roles
@@ -354,6 +364,7 @@ def stats(args: argparse.Namespace) -> int:
 
 def replay(args: argparse.Namespace) -> int:
     if args.train:
+        require("learner")
         from launch.retrain import retrain
 
         return retrain(args.run_dir, args.train, args.set)

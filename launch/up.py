@@ -29,7 +29,7 @@ from bus.errors import BusError, ServerFailed
 from bus.files import write_whole
 from bus.messages import VersionRow
 from bus.server import end_reader
-from launch import audit_progress, process, roles, summary, view, wanted
+from launch import audit_progress, extras, process, roles, summary, view, wanted
 from launch.audit import audit, read_claims
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
@@ -352,14 +352,15 @@ class Up:
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
         result |= {"promises_broken": broken, "config_digest": self._config.digest()}
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
-        await asyncio.to_thread(_draw, lines, self._root / "curves.png", f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s")
-        self._report(result, broken)
+        title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
+        picture = await asyncio.to_thread(_draw, lines, self._root / "curves.png", title)
+        self._report(result, broken, picture)
 
-    def _report(self, result: dict[str, object], broken: list[str]) -> None:
+    def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
         self._say("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
         for who, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._say(f"  {who}: {trouble}")
-        self._say(f"  model {self._root}/final, picture {self._root}/curves.png, books {self._root}/summary.json")
+        self._say(f"  model {self._root}/final, picture {picture}, books {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
 
@@ -370,10 +371,16 @@ def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _draw(lines: list[dict[str, object]], file: Path, title: str) -> None:
+def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
+    """Draw the curves of a run; return the file, or why there is none: a run without the extra ``plots`` is as good as any."""
     from launch.curves import draw
 
+    try:
+        extras.require("plots")
+    except extras.PackagesMissing as missing:
+        return f"not drawn ({missing})"
     draw(lines, file, title=title)
+    return str(file)
 
 
 def _seconds_to(lines: list[dict[str, object]], reward: float, *, over: int = 5) -> float | None:

@@ -1,0 +1,47 @@
+"""The packages behind each extra of pyproject.toml, and the error of a command whose extra is not installed. Imports none of them."""
+
+from importlib.util import find_spec
+
+from bus import exit_codes
+
+EXTRAS = {
+    "actor": (),
+    "router": ("tokenizers",),
+    "plots": ("matplotlib",),
+    "engine": ("torch", "safetensors", "tokenizers", "zmq"),
+    "learner": ("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors", "einops", "zmq", "pyarrow"),
+}
+"""Import names by extra, as in pyproject.toml (a test compares them). Small extras come first: ``explain`` names the first that fits."""
+
+
+class PackagesMissing(ValueError):
+    """A command was started in an environment without the packages of its extra."""
+
+    exit_code = exit_codes.CONFIG
+
+    def __init__(self, extra: str, packages: tuple[str, ...]) -> None:
+        super().__init__(extra, packages)
+        self.extra, self.packages = extra, packages
+
+    def __str__(self) -> str:
+        return f"want the packages of tidemill[{self.extra}], got none of the name {', '.join(self.packages)}; {cure(self.extra)}"
+
+
+def cure(extra: str) -> str:
+    """Return the command that installs ``extra``, as part of an error message."""
+    return f"install them: pip install 'tidemill[{extra}]' (from a checkout: pip install '.[{extra}]')"
+
+
+def require(*extras: str) -> None:
+    """Check that all packages of ``extras`` are installed, without importing them. Raises PackagesMissing."""
+    for extra in extras:
+        missing = tuple(name for name in EXTRAS[extra] if find_spec(name) is None)
+        if missing:
+            raise PackagesMissing(extra, missing)
+
+
+def explain(error: ModuleNotFoundError) -> PackagesMissing | None:
+    """Return the error that names the extra of the missing module; None when no extra has it."""
+    package = (error.name or "").partition(".")[0]
+    extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+    return PackagesMissing(extra, (package,)) if extra is not None else None

@@ -1,0 +1,98 @@
+"""A machine with the actor's packages alone: ``pip install .[actor]`` into an environment of its own, and a group of samples made by it."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bus import exit_codes
+from bus.server import EmbeddedServer
+from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
+from tests.bus_fixtures import BusOpener
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
+pytestmark = pytest.mark.slow
+"""An installation takes a minute or two."""
+HEAVY = {"torch", "megatron-core", "mbridge", "transformers", "tokenizers", "matplotlib", "pyarrow", "pyzmq", "safetensors"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _model() -> None:
+    """Made here, where it blocks no loop."""
+    model_dir()
+    prompt_tokens()
+
+
+@pytest.fixture(scope="module")
+def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ``bin`` of an environment with ``tidemill[actor]``, built from a copy: a build writes into its source."""
+    directory = tmp_path_factory.mktemp("actor")
+    source = directory / "source"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(ROOT / file, source / file)
+    subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
+    bin = directory / "venv" / "bin"
+    install = [bin / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", f"{source}[actor]"]
+    done = subprocess.run(install, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return bin
+
+
+def test_it_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
+    code = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
+    done = subprocess.run([actor_environment / "python", "-c", code], env=_environment(), capture_output=True, text=True, check=True)
+    installed = set(done.stdout.split())
+    assert {"tidemill", "nats-py", "numpy"} <= installed
+    assert not installed & HEAVY
+
+
+async def test_it_leases_a_task_and_publishes_its_samples(
+    actor_environment: Path, open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    """The command as a user types it, against a real bus and a real engine; then ``tail`` of the same environment shows the samples."""
+    async with open_bus() as bus, engine(bus):
+        await bus.rows("run").put("config", {"actor": {"reward": "digits"}, "bus": {}})
+        tasks = await issue(bus, await take_over(bus))
+        on_bus = ("--bus", nats_server.url, "--run", bus.run)
+        actor = await asyncio.create_subprocess_exec(
+            actor_environment / "tidemill", "actor", *on_bus, "--id", "installed", cwd=tmp_path, env=_environment()
+        )
+        try:
+            await samples_until(bus, complete(tasks))
+            await settled(bus)
+            actor.send_signal(signal.SIGTERM)
+            assert await actor.wait() == exit_codes.DONE
+        finally:
+            if actor.returncode is None:
+                actor.kill()
+                await actor.wait()
+        samples = await all_samples(bus)
+        assert [sample.actor for sample in samples] == ["installed"] * 4
+        tail = await asyncio.create_subprocess_exec(
+            actor_environment / "tidemill", "tail", *on_bus, cwd=tmp_path, env=_environment(), stdout=asyncio.subprocess.PIPE
+        )
+        shown, _ = await tail.communicate()
+        assert tail.returncode == exit_codes.DONE
+        assert shown.count(b"installed") == 4
+
+
+def test_the_learner_it_cannot_run_says_what_to_install(actor_environment: Path, tmp_path: Path) -> None:
+    words = ["learner", "--config", ROOT / "launch/configs/digits.yaml", "--bus", "nats://127.0.0.1:1"]
+    done = subprocess.run([actor_environment / "tidemill", *words], cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    assert done.returncode == exit_codes.CONFIG
+    assert done.stderr.startswith("tidemill learner: want the packages of tidemill[learner], got none of the name torch, megatron,")
+    assert "pip install 'tidemill[learner]'" in done.stderr
+
+
+def _environment() -> dict[str, str]:
+    """This process's, without the way to the checkout."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

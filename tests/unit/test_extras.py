@@ -1,0 +1,87 @@
+"""Each role's extra: the table matches pyproject.toml, a base install imports what it runs, and a missing extra is one clear error."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from bus import exit_codes
+from launch import cli, extras
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+IMPORT_NAMES = {"pyzmq": "zmq", "megatron-core": "megatron"}
+"""Distributions whose modules have another name."""
+NOT_IN_BASE = sorted({package for packages in extras.EXTRAS.values() for package in packages})
+
+BASE_PACKAGES = ("bus", "rewards", "launch", "actors.router")
+ENGINE_ONLY = {"actors.engine_process", "actors.handles"}
+"""Modules beside the actor's that only an engine's process imports."""
+
+
+def test_the_table_of_extras_is_that_of_pyproject() -> None:
+    declared = {
+        extra: {IMPORT_NAMES.get(name, name) for name in (re.split(r"[^\w-]", line)[0] for line in lines)}
+        for extra, lines in PYPROJECT["optional-dependencies"].items()
+        if extra not in ("all", "gpu", "test")
+    }
+    assert {extra: set(packages) for extra, packages in extras.EXTRAS.items()} == declared
+
+
+def test_all_names_every_role_and_the_tests_install_all() -> None:
+    (everything,) = PYPROJECT["optional-dependencies"]["all"]
+    assert set(re.findall(r"\w+", everything)) == {"tidemill", *extras.EXTRAS}
+    assert "tidemill[all]" in PYPROJECT["optional-dependencies"]["test"]
+
+
+def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
+    """A fresh interpreter in which every package of every extra is blocked."""
+    modules = _base_modules()
+    assert {"actors.actor_process", "bus.connection", "launch.samples.tail", "rewards.registry"} <= set(modules)
+    code = (
+        f"import importlib, sys\nsys.modules.update(dict.fromkeys({NOT_IN_BASE!r}))\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def _base_modules() -> list[str]:
+    files = [file for package in BASE_PACKAGES for file in (ROOT / package.replace(".", "/")).rglob("*.py")]
+    files += (ROOT / "actors").glob("*.py")
+    names = {str(file.relative_to(ROOT).with_suffix("")).replace("/", ".") for file in files if not file.stem.startswith("__")}
+    return sorted(names - ENGINE_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["up", "launch/configs/digits.yaml"], "engine"),
+        (["engine", "--bus", "nats://127.0.0.1:1", "--wait", "0.1"], "engine"),
+        (["host", "--bus", "nats://127.0.0.1:1", "engines=1"], "engine"),
+        (["learner", "--config", "launch/configs/digits.yaml", "--bus", "nats://127.0.0.1:1"], "learner"),
+        (["prepare", "launch/configs/digits.yaml"], "learner"),
+        (["router", "--worker", "http://127.0.0.1:1", "--exact", "model"], "router"),
+    ],
+)
+def test_a_command_without_its_extra_says_what_to_install(
+    words: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = extras.EXTRAS[extra][0]
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(ROOT)
+    assert cli.main(words) == exit_codes.CONFIG
+    error = capsys.readouterr().err
+    assert error.startswith(f"tidemill {words[0]}: want the packages of tidemill[{extra}], got none of the name {package}; ")
+    assert f"pip install 'tidemill[{extra}]'" in error
+    assert error.count("\n") == 1
+
+
+def test_a_module_missing_in_the_middle_of_a_command_is_explained() -> None:
+    explained = extras.explain(ModuleNotFoundError("No module named 'pyarrow.parquet'", name="pyarrow.parquet"))
+    assert explained is not None
+    assert (explained.extra, explained.packages) == ("learner", ("pyarrow",))
+    assert extras.explain(ModuleNotFoundError("No module named 'mine'", name="mine")) is None
