@@ -1,1 +1,1 @@
-"""Rewards: one a file, chosen by name or import path."""
+"""Reward functions, one per file, selected by name or import path."""

@@ -1,14 +1,14 @@
-"""Dense reward for short exact strings: the share of positions that are right, the end counted as one of them."""
+"""Dense reward for short exact strings: the share of correct positions, with the end counted as one position."""
 
 from bus.messages import Status
 from rewards.port import RewardRequest
 
 
 def digits(request: RewardRequest) -> float:
-    """Give the share of right positions of ``label`` and the response, in 0..1.
+    """Return the share of positions at which the response equals the label, in 0..1.
 
-    Positions are those of the longer string and one more for the end, which is right when the response stopped by itself at the
-    label's length. So 1.0 is the label and nothing else, and every part of the way there is worth something.
+    Positions are those of the longer string and one more for the end, which is correct when the response stopped by itself at the
+    label's length. So only the label itself scores 1.0, and every partial match scores more than none.
     """
     label, response = str(request.label), request.response
     right = sum(got == want for got, want in zip(response, label, strict=False))

@@ -21,7 +21,7 @@ class UnknownReward(RewardError, ValueError):
 
 
 class BadRewardOption(RewardError, ValueError):
-    """A reward was given an option that it does not take, or not one that it needs."""
+    """A reward got an option that it does not take, or lacks one that it needs."""
 
     exit_code = exit_codes.CONFIG
 

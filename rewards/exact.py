@@ -1,10 +1,10 @@
-"""Exact match with the label."""
+"""Reward for an exact match with the label."""
 
 from rewards.port import RewardRequest
 
 
 def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = True) -> float:
-    """Give 1.0 when the response is the label (or one of the labels, if it is a list), else 0.0."""
+    """Return 1.0 if the response equals the label (or one of the labels, if it is a list), else 0.0."""
 
     def normal(text: object) -> str:
         plain = str(text).strip() if strip else str(text)

@@ -1,7 +1,7 @@
-r"""Reward for questions with a short final answer (GSM8K, MATH): is the answer right, and is it given in the right form?
+r"""Reward for questions with a short final answer (GSM8K, MATH): correctness of the answer, and its format.
 
-Knows where answers stand (``#### 18``, ``\boxed{18}``, or the last number of the text) and when two of them are the same number.
-All of it takes time linear in the response: a policy that repeats one token for ever is nothing unusual.
+The module finds the answer (``#### 18``, ``\boxed{18}``, or the last number of the text) and compares it as a number or as text.
+Everything takes time linear in the response, because an untrained policy often repeats one token up to the length limit.
 """
 
 import re
@@ -20,7 +20,7 @@ _FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}")
 _BRACE = re.compile(r"(\\boxed\s{0,3})?\{|\}")
 _MAX_DIGITS = 1000
-"""A longer "number" is compared as text: Python refuses to convert more than 4300 digits, and nobody means it."""
+"""A longer "number" is compared as text, because Python refuses to convert more than 4300 digits."""
 
 
 def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:
@@ -36,7 +36,10 @@ def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_w
 
 
 def find_gold(label: object) -> str:
-    """Give the answer of a label: what follows its last ``####``, or all of it. Raises RewardFailed when there can be none in it."""
+    """Return the answer in a label: the text after its last ``####``, or the whole label.
+
+    Raises RewardFailed for a label that cannot hold an answer: a map, a list, or none.
+    """
     if isinstance(label, Mapping):
         reason = f"want text or a number as label, got a map with keys {sorted(map(str, label))}"
         raise RewardFailed("math_answer", f"{reason}; name the part that is the answer: data.label_key: COLUMN.KEY")
@@ -47,7 +50,7 @@ def find_gold(label: object) -> str:
 
 
 def find_answer(response: str) -> str | None:
-    r"""Give the line after the last ``####``, else what is in the last ``\boxed{}``, else the last number; None if there is none."""
+    r"""Return the line after the last ``####``, else the content of the last ``\boxed{}``, else the last number, else None."""
     _, marker, tail = response.rpartition(MARKER)
     if marker and tail.strip():
         return tail.strip().partition("\n")[0].strip()
@@ -59,7 +62,7 @@ def find_answer(response: str) -> str | None:
 
 
 def same_answer(answer: str | None, gold: str) -> bool:
-    """Whether an answer (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, when gold is no number, the same text."""
+    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, if ``gold`` is not a number, the same text."""
     if answer is None or not gold:
         return False
     want = to_number(gold)
@@ -72,7 +75,7 @@ def same_answer(answer: str | None, gold: str) -> bool:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""Read ``1,234.50``, ``$5``, ``50%``, ``3/4``, ``\frac{3}{4}`` or ``-.5`` exactly; None for anything else. ``50%`` is 50."""
+    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}`` or ``-.5`` exactly. Returns None for anything else."""
     if len(text) > _MAX_DIGITS:
         return None
     plain = _THOUSANDS.sub("", _FRACTION.sub(r"\1/\2", _plain(text)))
@@ -85,7 +88,7 @@ def to_number(text: str) -> Fraction | None:
 
 
 def format_share(response: str) -> float:
-    """Give the share of the four marks of form that a response has (see ``math_answer``); 0 without any ``####``."""
+    """Return the share of the four format criteria that a response meets (see ``math_answer``); 0 without any ``####``."""
     _, marker, tail = response.rpartition(MARKER)
     if not marker:
         return 0.0
@@ -95,13 +98,13 @@ def format_share(response: str) -> float:
 
 
 def _plain(text: str) -> str:
-    """Take away what does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers."""
+    """Remove everything that does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers."""
     text = _WRAPPER.sub(r"\1", text).replace("\N{MINUS SIGN}", "-").replace("\\$", "").replace("\\%", "").replace("\\!", "")
     return re.sub(r"[\s$%]", "", text).removesuffix(".")
 
 
 def _last_boxed(text: str) -> str | None:
-    r"""Give what stands in the last ``\boxed{...}`` whose braces close, nested braces included."""
+    r"""Return the content of the last ``\boxed{...}`` with closed braces, which may be nested; None without one."""
     opened: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):

@@ -1,4 +1,4 @@
-"""What a reward is: a function from one finished response to a number. Knows no reward and no transport."""
+"""The reward interface: a function from one finished response to a number. Knows no reward and no transport."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,23 +15,23 @@ Parts = float | Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """One finished response, as a reward sees it."""
+    """One finished response: the argument of a reward."""
 
     prompt: Prompt
     response: str
     label: Any
-    """Whatever the prompt file has under its label key."""
+    """The value under the label key of the prompt file, unchanged."""
     status: Status
-    """COMPLETED, or TRUNCATED when it ran into a length limit."""
+    """COMPLETED, or TRUNCATED when the response reached a length limit."""
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Prompt and response, [L]."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Of the task."""
+    """Metadata of the task."""
 
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
-"""A plain or an async callable. Its keyword parameters are its options. It may raise, or
-give a number that no sample may have (not within +-1e6, ``bus/invariants.py``): the sample is FAILED then, with the reason."""
+"""A plain or an async callable. Its keyword parameters are its options. If it raises, or returns a number that no sample
+may have (outside +-1e6, ``bus/invariants.py``), the sample is FAILED with that reason."""
 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
-"""A reward as ``rewards.registry.load`` gives it: options bound, always awaitable, its result checked."""
+"""A reward as ``rewards.registry.load`` returns it: options bound, always awaitable, result validated."""

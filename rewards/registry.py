@@ -1,4 +1,4 @@
-"""Rewards by name or import path, with their options bound. Knows how a reward is called; not what it computes."""
+"""Reward registry: finds a reward by name or import path and binds its options. Knows how a reward is called, not its computation."""
 
 import asyncio
 import contextlib
@@ -19,24 +19,24 @@ TABLE = {
     "exact": "rewards.exact:exact",
     "math_answer": "rewards.math_answer:math_answer",
 }
-"""Rewards of the house. They are fast, and run in the event loop."""
+"""Built-in rewards. They are fast, and run in the event loop."""
 
 IN_THREAD = "in_thread"
-"""Option of every plain (not async) reward: run it in a thread of its own. Default: yes for import paths, no for rewards of the house."""
+"""Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for built-in rewards."""
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-"""Option types that are checked, in the words of a configuration."""
+"""Option types that are checked, with their names in error messages."""
 
 MAX_THREADS = 256
-"""Threads of one reward at once. A thread cannot be stopped: calls that hang for ever would else add up without bound."""
+"""Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would accumulate."""
 
 
 def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
-    """Give the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
+    """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
-    The scorer raises what the reward raises, and RewardFailed when the result is no number, or map of numbers, that a sample may have
-    (``bus/invariants.py``). It has no time limit: its caller has.
-    Raises UnknownReward or BadRewardOption, naming the nearest name there is.
+    The scorer passes on the reward's exceptions, and raises RewardFailed when the result is not a number, or map of numbers, that a
+    sample may have (``bus/invariants.py``). It has no time limit; the caller sets one.
+    Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
     reward = _find(name)
     bound = dict(options or {})
@@ -76,7 +76,10 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _check_options(name: str, reward: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Compare options with the signature: all known, none missing, and of the annotated type where that is a plain one."""
+    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``.
+
+    Raises UnknownReward or BadRewardOption.
+    """
     parameters = list(inspect.signature(reward).parameters.values())
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {p.name: p for p in parameters[1:] if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
@@ -97,7 +100,7 @@ def _plain_types(reward: Callable[..., Any]) -> dict[str, type]:
     target = reward if inspect.isroutine(reward) else getattr(reward, "__call__", reward)  # noqa: B004
     try:
         hints = get_type_hints(target)
-    except (NameError, TypeError):  # annotations that cannot be evaluated say nothing
+    except (NameError, TypeError):  # annotations that cannot be evaluated are not checked
         return {}
     return {option: kind for option, kind in hints.items() if kind in _KINDS}
 
@@ -134,7 +137,7 @@ def _number(name: str, value: Any) -> float:
 
 
 class _Threaded:
-    """Run a plain reward in a daemon thread per call: one that hangs blocks neither the loop, nor other calls, nor the exit."""
+    """Runs a plain reward in one daemon thread per call: a call that hangs blocks neither the loop, nor other calls, nor the exit."""
 
     def __init__(self, name: str, reward: Reward) -> None:
         self._name, self._reward = name, reward
@@ -148,7 +151,7 @@ class _Threaded:
 
         def finish(result: Any, error: Exception | None) -> None:
             self._running -= 1
-            if future.done():  # nobody waits any more
+            if future.done():  # cancelled: the caller has stopped waiting
                 return
             if error is not None:
                 future.set_exception(error)
@@ -164,7 +167,7 @@ class _Threaded:
                 error = RewardFailed(self._name, repr(raised)) if isinstance(raised, StopIteration) else raised
             except BaseException as raised:  # SystemExit and its like must not end the actor
                 error = RewardFailed(self._name, repr(raised))
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the future
                 loop.call_soon_threadsafe(finish, result, error)
 
         threading.Thread(target=work, name=f"reward-{self._name}", daemon=True).start()
