@@ -1,27 +1,27 @@
 """Advantages from outcome rewards, by explicit group ids: groups may have any size and stand in any order.
 
 Pure functions of torch tensors, float32 or float64. Shape letters: T = tokens of a packed row, N = samples of the step, G = groups (in
-formulas, the size of one). Every estimator is called alike::
+formulas, the size of one group). All estimators have the same signature::
 
     advantages_N = grpo(rewards_N, groups_N, lengths_N=None, valid_N=None, members="count")
 
-``lengths_N``: response tokens (``opo`` alone looks at them). ``valid_N`` False: the sample failed, was aborted or has no response; its
-advantage is 0. What it is to the others of its group is ``members``:
+``lengths_N``: response tokens (only ``opo`` uses them). ``valid_N`` False: the sample failed, was aborted or has no response; its
+advantage is 0. ``members`` chooses its effect on the other samples of its group:
 
     count      its reward (0 for a failure) is in every statistic of the group
-    leave_out  the group is what is left, as if the sample had never been asked for; its reward is not looked at, NaN included
+    leave_out  the group consists of the valid samples, as if the sample had never been requested; its reward is ignored, NaN included
 
-Which is right depends on why samples are missing. Let P be the probability that a response is valid and R its mean reward if it is;
+The right choice depends on why samples are missing. Let P be the probability that a response is valid and R its mean reward if it is;
 the mean gradients of ``rloo`` over the valid samples are
 
-    missing whatever the response (a crash)    both: P grad J. leave_out has the smaller variance
+    missing independently of the response (a crash)    both: P grad J. leave_out has the smaller variance
     missing because of the response (a time-out on long ones), failures worth 0, J = P R, grad J = P grad R + R grad P:
-        leave_out    P grad R: the reward of those that get through; that fewer do is never noticed
-        count        P grad R + (1 - P) R grad P: part of the push away from failing
-        valid, reward 0, trained    P grad R + R grad P: all of it, so the cure is to train on the part that is there
+        leave_out    P grad R: the reward of the valid responses; the gradient ignores that fewer of them are valid
+        count        P grad R + (1 - P) R grad P: part of the gradient away from failing
+        valid, reward 0, trained    P grad R + R grad P: the whole gradient, so the cure is to train on the partial responses
 
-(leave_out: given at least two valid samples; the group's number of them is a factor). Mean-centred estimators add the factor (G - 1) / G
-with G the members that count, which differs between groups that lost some.
+(leave_out: given at least two valid samples; their number in the group is a factor). Mean-centred estimators add the factor (G - 1) / G
+with G the counted members, which differs between groups with missing samples.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ from torch import Tensor
 from learner.algorithms.values import gae
 
 STD_EPSILON = 1e-6
-"""Added to the standard deviation of a group. Source: DeepSeekMath (GRPO), Shao et al. 2024, as implemented everywhere."""
+"""Added to the standard deviation of a group. Source: common implementations of GRPO (DeepSeekMath, Shao et al. 2024)."""
 WHITEN_EPSILON = 1e-8
 """Added to the variance in whitening. Source: the masked whitening of verl."""
 MEMBERS = ("count", "leave_out")
@@ -46,17 +46,17 @@ class GroupMoments:
 
     sizes_N: Tensor
     mean_N: Tensor
-    """0 in a group where nothing counts."""
+    """Mean reward of the counted members; 0 in a group without any."""
     centered_N: Tensor
-    """r_i less the mean of its group; exactly 0 where all rewards of the group are equal, and where the sample does not count."""
+    """r_i less the mean of its group; exactly 0 where all rewards of the group are equal, and for samples that are not counted."""
     std_N: Tensor
-    """Unbiased (divides by size - 1); 0 in a group of one."""
+    """Unbiased standard deviation (divides by size - 1); 0 in a group of one."""
     constant_N: Tensor
     """True where all rewards of the group are equal (a group of one or none included)."""
 
 
 def group_moments(rewards_N: Tensor, groups_N: Tensor, counted_N: Tensor | None = None) -> GroupMoments:
-    """Moments of every sample's group. ``groups_N``: one integer id per sample, equal within a group; ``counted_N``: None = all."""
+    """Return the moments of every sample's group. ``groups_N``: integer ids, equal within a group; ``counted_N``: None = all."""
     if counted_N is None:
         counted_N = torch.ones_like(groups_N, dtype=torch.bool)
     _, place_N = torch.unique(groups_N, return_inverse=True)
@@ -78,7 +78,7 @@ def group_moments(rewards_N: Tensor, groups_N: Tensor, counted_N: Tensor | None 
 
 
 class Advantage(Protocol):
-    """One advantage per sample, [N], in the dtype of the rewards."""
+    """An advantage estimator: returns one advantage per sample, [N], in the dtype of the rewards."""
 
     def __call__(
         self,
@@ -107,7 +107,7 @@ def grpo_no_std(
 ) -> Tensor:
     """``r_i - mean`` within each group; 0 where all rewards are equal, and in a group of one.
 
-    Its own reward is in the baseline: the mean gradient is (G - 1) / G of the true one. Source: Dr. GRPO, Liu et al. 2025.
+    The baseline includes the sample's own reward, so the mean gradient is (G - 1) / G of the true one. Source: Dr. GRPO, Liu et al. 2025.
     """
     return _own(group_moments(rewards_N, groups_N, _counted(valid_N, members)).centered_N, valid_N)
 
@@ -117,8 +117,8 @@ def batch_std(
 ) -> Tensor:
     """``(r_i - mean of the group) / (std of all rewards of the step + 1e-6)``; 0 where all rewards of the group are equal.
 
-    A rare success in an easy step does not weigh more than in its group alone (as in ``grpo``), but the scale of one task is that of the
-    others. Source: Liu et al. 2025 (2508.08221).
+    Unlike in ``grpo``, all groups of a step share one scale, so a group with nearly equal rewards is not amplified.
+    Source: Liu et al. 2025 (2508.08221).
     """
     counted_N = _counted(valid_N, members)
     everything = group_moments(rewards_N, torch.zeros_like(groups_N), counted_N)
@@ -140,7 +140,7 @@ def rloo(
 def reinforce(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``r_i``, whatever the group: no baseline, so the true gradient with the largest variance. Source: Williams 1992."""
+    """``r_i``, independent of the group: no baseline, so the true gradient with the largest variance. Source: Williams 1992."""
     _counted(valid_N, members)
     return _own(rewards_N, valid_N)
 
@@ -150,9 +150,9 @@ def opo(
 ) -> Tensor:
     """``r_i - sum_j L_j r_j / sum_j L_j`` with L the response tokens; 0 where all rewards are equal, and in a group of one.
 
-    The baseline of least variance if the squared norm of a response's score grows as its length; its own reward is in it. The mean of the
-    group where no counted member has a token; else a member without tokens (a failure) has no say under either ``members``.
-    Raises ValueError without ``lengths_N``. Source: OPO, Hao et al. 2025.
+    This is the baseline of least variance if the squared norm of a response's score grows with its length; it includes the sample's own
+    reward. It is the mean of the group where no counted member has a token; otherwise a member without tokens (a failure) has weight 0
+    under either ``members``. Raises ValueError without ``lengths_N``. Source: OPO, Hao et al. 2025.
     """
     if lengths_N is None:
         raise ValueError("lengths_N: opo weighs rewards by response tokens, got None")
@@ -182,11 +182,11 @@ def maxrl(
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """An estimator, and what has to follow it."""
+    """An estimator, and whether its advantages are whitened."""
 
     function: Advantage
     whiten: bool = False
-    """Its advantages are whitened over the trainable tokens of the step (``whitened``)."""
+    """True: advantages are whitened over the trainable tokens of the step (``whitened``)."""
 
 
 ADVANTAGES: Mapping[str, Estimator] = {
@@ -200,11 +200,11 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "opo": Estimator(opo),
     "maxrl": Estimator(maxrl),
 }
-"""By the name in ``AlgorithmConfig.advantage``. Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025."""
+"""Estimators by the name in ``AlgorithmConfig.advantage``. Source of reinforce_pp and its baseline: REINFORCE++, Hu et al. 2025."""
 
 
 def _counted(valid_N: Tensor | None, members: str) -> Tensor | None:
-    """Samples in the statistics; None = all."""
+    """Return the mask of the samples in the statistics; None = all. Raises ValueError for an unknown ``members``."""
     if members not in MEMBERS:
         raise ValueError(f"members: want {' | '.join(MEMBERS)}, got {members!r}")
     return valid_N if members == "leave_out" else None
@@ -218,10 +218,10 @@ def _own(advantages_N: Tensor, valid_N: Tensor | None) -> Tensor:
 
 
 def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
-    """``(number, sum, sum of squares)`` of the unmasked values, float64 [3]; add them over rows and ranks, then call ``whitened``.
+    """Return ``(number, sum, sum of squares)`` of the unmasked values, float64 [3]; add them over rows and ranks, then call ``whitened``.
 
-    ``mask``: bool, or how often each value counts (tokens of a sample). The variance made of them has a relative error of about
-    1e-16 mean^2 / variance. A mean of the ranks' own variances would be another number.
+    ``mask``: bool, or the multiplicity of each value (tokens of a sample). The variance computed from the sums has a relative error of
+    about 1e-16 mean^2 / variance. The mean of the variances of the ranks would be a different number.
     """
     counts, kept = mask.double(), torch.where(mask != 0, values, 0.0).double()
     return torch.stack([counts.sum(), (counts * kept).sum(), (counts * kept.square()).sum()])
@@ -230,9 +230,8 @@ def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
 def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None, *, shift: bool = True) -> Tensor:
     """``(x - mean) / sqrt(variance + 1e-8)``, plus the mean again without ``shift``; 0 where masked (counted 0 times).
 
-    ``moments``: of all values of the step, over rows and ranks; None = the values given are all. The variance divides by their number (not
-    by one less): one value, or equal ones, give 0 up to rounding. Samples that are not valid belong behind the mask: their 0 would become
-    -mean / std.
+    ``moments``: those of all values of the step, over rows and ranks; None = ``values`` are all of them. The variance divides by their
+    number (not by one less): one value, or equal values, give 0 up to rounding. Mask invalid samples: their 0 would become -mean / std.
     """
     number, total, squares = (masked_moments(values, mask) if moments is None else moments).unbind()
     mean = total / number.clamp(min=1)
@@ -247,9 +246,9 @@ def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None, *, shi
 def returns_to_go(token_rewards_T: Tensor, sample_T: Tensor, *, gamma: float, mask_T: Tensor | None = None) -> Tensor:
     """``R_t = r_t + gamma R_next`` within each sample, [T], detached; 0 where masked and in padding (``sample_T`` < 0).
 
-    Masked tokens carry the return through: they take no discount, and a reward that stands there is not looked at
-    (``values.terminal_rewards`` puts it where it counts). ``mask_T`` None: every token of a sample is a step. REINFORCE++ whitens this
-    over all tokens of the step, with ``r_t = -coef (log pi - log pi_ref)`` and the outcome at the last token.
+    Masked tokens pass the return on without discount, and their own rewards are ignored (``values.terminal_rewards`` puts a reward at the
+    last trainable token). ``mask_T`` None: every token of a sample is a step. REINFORCE++ whitens these returns over all tokens of the
+    step, with ``r_t = -coef (log pi - log pi_ref)`` and the outcome at the last token.
     Raises ValueError for gamma outside 0..1. Source: REINFORCE++, Hu et al. 2025.
     """
     steps_T = sample_T >= 0 if mask_T is None else mask_T & (sample_T >= 0)

@@ -1,9 +1,9 @@
-"""How the losses of tokens become one number, the same however the tokens are split over rows, ranks and parts of a sample.
+"""Aggregation of token losses into one number, which does not depend on the split of the tokens over rows, ranks and parts of a sample.
 
 Pure functions; T = tokens of a packed row, N = samples of the step on all ranks. Every token has one factor, which depends on its own
 sample and on the denominators of the whole optimizer step, and on nothing else in the row: the step's number is the sum of the rows'
-numbers over micro-batches and ranks, and so is its gradient. A scheduler that divides by its number of micro-batches or ranks has to be
-undone by its caller.
+numbers over micro-batches and ranks, and so is its gradient. If a scheduler divides by its number of micro-batches or ranks, the caller
+has to multiply by it.
 
     mode                  number, l = loss of a trainable token           length of a sample
     token_mean            sum l / tokens                                  a token counts as much in a long sample as in a short one
@@ -11,9 +11,9 @@ undone by its caller.
     seq_mean_token_sum    sum l / B                                       long samples count more, and the number grows with length
     constant              sum l / (B constant)                            as before, in units of the constant (Dr. GRPO)
 
-B = samples with at least one trainable token. Denominators count tokens *before* any rejection: what is rejected makes the number
-smaller and leaves the other tokens' factors alone (re-normalising would amplify them). A mean over the tokens of a micro-batch, by
-contrast, depends on the split.
+B = samples with at least one trainable token. Denominators count tokens *before* any rejection: rejected tokens make the number smaller
+and do not change the factors of the others (re-normalising would amplify those). A mean over the tokens of a micro-batch, by contrast,
+depends on the split.
 Sources: token_mean, DAPO 2503.14476; seq_mean_token_mean, GRPO, Shao et al. 2024; constant, Dr. GRPO 2503.20783.
 """
 
@@ -27,7 +27,7 @@ from learner.algorithms.config import AGGREGATIONS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denominators:
-    """Of one optimizer step, over all its rows and all ranks, before any rejection."""
+    """Denominators of one optimizer step, over all its rows and all ranks, before any rejection."""
 
     tokens: int
     """Trainable tokens."""
@@ -36,14 +36,14 @@ class Denominators:
     trainable_N: Tensor
     """Trainable tokens of every sample, int64; 0 for one that this optimizer step does not train."""
     constant: float
-    """Of ``constant``: tokens that a sample counts as, the largest response by default. Not looked at in other modes."""
+    """Tokens that a sample counts as in mode ``constant``, by default those of the largest response. Other modes ignore it."""
 
 
 def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
-    """Factor of every token's loss in the step's number, float64 [T]; 0 where masked, so in a step with nothing to train too.
+    """Return the factor of every token's loss in the step's number, float64 [T]; 0 where masked, also if every token is.
 
-    ``sample_T``: row of ``trainable_N`` that a token belongs to; anything where masked. A trainable token where the denominators know of
-    none gets infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
+    ``sample_T``: row of ``trainable_N`` that a token belongs to; any value where masked. A trainable token whose denominator is 0 gets
+    infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
     """
     divisor_T = torch.ones(mask_T.shape, dtype=torch.float64, device=mask_T.device)
     if mode == "token_mean":
@@ -63,9 +63,9 @@ def coefficients(mode: str, mask_T: Tensor, sample_T: Tensor, denominators: Deno
 
 
 def aggregate(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: Denominators, *, mode: str) -> Tensor:
-    """``sum of coefficient * value`` over the unmasked tokens of a row: its part of the step's number, a scalar of the values' dtype.
+    """Return ``sum of coefficient * value`` over the unmasked tokens of a row: its part of the step's number, in the values' dtype.
 
-    Gradient of a token: its coefficient; exactly 0 where masked, NaN and infinity there included.
+    The gradient of a token is its coefficient; exactly 0 where masked, NaN and infinity there included.
     """
     factor_T = coefficients(mode, mask_T, sample_T, denominators).to(values_T.dtype)
     return (factor_T * torch.where(mask_T, values_T, 0.0)).sum()

@@ -1,7 +1,7 @@
-"""When a diagnostic is no longer healthy: a table of thresholds with their sources, and what follows. Plain numbers; no torch.
+"""Alarms on diagnostics: a table of thresholds with their sources, and the reaction of a run to them. Plain numbers; no torch.
 
-Numbers that are the same at any age of the data (mean weight, entropy gap) or that are of fresh data alone (numerics) have fixed
-thresholds. Those that grow with age by themselves are published for data one version old, and are judged by ``1 + mean lag`` times that.
+Metrics that do not depend on the age of the data (mean weight, entropy gap), or that are computed on fresh data alone (numerics), have
+fixed thresholds. For metrics that grow with age, sources give thresholds for data one version old; they are multiplied by ``1 + mean lag``.
 Thresholds marked "practice" are our judgement.
 """
 
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from learner.algorithms.config import AlarmConfig
 
 MIN_TOKENS = 256
-"""Fewer trainable tokens in a step say too little: no alarm but those of the lag and of what was skipped is looked at."""
+"""With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped minibatches are checked."""
 MIN_GAP = 0.02
-"""An entropy gap below this (nats) is none, however significant."""
+"""An entropy gap below this (nats) raises no alarm, even if it is statistically significant."""
 MIN_SPREAD = 0.1
-"""Standard deviation of mu's probabilities below which their correlation means nothing."""
+"""Standard deviation of mu's probabilities below which their correlation is not meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What thresholds depend on besides the metrics."""
+    """Settings of the run that thresholds depend on."""
 
     max_lag: int
     dtype: str = "float32"
-    """Of the learner's forward pass."""
+    """Data type of the learner's forward pass."""
     gate: str = "mask"
-    """``train`` lets tokens through that are older than max_lag."""
+    """``staleness.gate``; under ``train``, tokens older than max_lag are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +37,9 @@ class Threshold:
     warn: float
     error: float
     below: bool = False
-    """Bad when smaller."""
+    """True: values below the threshold are bad, else values above it."""
     ages: bool = False
-    """Grows with the age of the data."""
+    """True: the metric grows with the age of the data."""
     advice: str
     source: str
 
@@ -158,13 +158,13 @@ THRESHOLDS: Mapping[str, Threshold] = {
         source="by construction",
     ),
 }
-"""By the name used in ``AlarmConfig.ignore`` and ``thresholds``; bad is what is strictly beyond."""
+"""Thresholds by the name used in ``AlarmConfig.ignore`` and ``thresholds``; a value equal to a threshold is good."""
 FLOAT32 = {"numerics": (1e-3, 1e-2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A threshold that was passed."""
+    """A metric beyond its threshold."""
 
     level: str
     """warn | error."""
@@ -179,7 +179,7 @@ class Alarm:
 
 
 def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[Alarm, ...]:
-    """The alarms of one step's metrics."""
+    """Return the alarms of one step's metrics."""
     found = []
     for name, row in THRESHOLDS.items():
         if row.metric not in metrics or name in config.ignore or _meaningless(name, metrics, context):
@@ -194,7 +194,7 @@ def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -
 
 
 def refuse_unknown(config: AlarmConfig) -> None:
-    """Raise ValueError for a name that is no alarm's, or thresholds that are none."""
+    """Raise ValueError for an unknown alarm, or for thresholds that are not ``[warn, error]`` in the right order."""
     for name in (*config.ignore, *config.thresholds):
         if name not in THRESHOLDS:
             raise ValueError(f"alarms: want one of {', '.join(THRESHOLDS)}, got {name!r}")
@@ -235,17 +235,17 @@ def _meaningless(name: str, metrics: Mapping[str, float], context: Context) -> b
 
 
 class AlarmWatch:
-    """The alarms of a run, step by step."""
+    """Checks the alarms of a run step by step."""
 
     def __init__(self, config: AlarmConfig, context: Context) -> None:
         refuse_unknown(config)
         self._config, self._context = config, context
         self._in_a_row: dict[str, int] = {}
         self.stop: Alarm | None = None
-        """Set when the action is ``stop`` and one alarm has been at error level for ``patience`` steps in a row."""
+        """The alarm that ends the run: the action is ``stop`` and it has been at error level for ``patience`` steps in a row."""
 
     def step(self, metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
-        """The alarms of this step; none when the action is ``off``."""
+        """Return the alarms of this step; none when the action is ``off``."""
         if self._config.action == "off":
             return ()
         alarms = check(metrics, self._config, self._context)

@@ -1,7 +1,7 @@
-"""What is optimised, and how old data is corrected for: one preset by name, every part of it open to change.
+"""Configuration of the objective and of the off-policy correction: a preset by name, in which every field can be replaced.
 
 ``correction`` names a preset; a field that is None takes the preset's value, any other value replaces it, and ``--print-config`` shows
-what came out. Formulas, sources and when to use which: ``docs/algorithms.md``.
+the result. Formulas, sources and recommendations: ``docs/algorithms.md``.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 ADVANTAGES = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce", "reinforce_pp", "reinforce_pp_baseline", "opo", "maxrl")
 OF_GROUPS = ("grpo", "grpo_no_std", "batch_std", "rloo", "reinforce_pp_baseline", "opo", "maxrl")
-"""Estimators that compare the samples of a group: of a group of one they make nothing, advantage 0."""
+"""Estimators that compare the samples of a group; in a group of one the advantage is 0."""
 LOSSES = ("ppo", "reinforce", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv", "sft")
 ANCHORED = ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo_tv")
 """Losses that compare the new policy with an anchor."""
@@ -47,7 +47,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dppo_tv": _PPO | _NONE | {"loss": "dppo_tv", "anchor": "rollout", "clip_low": 0.2, "clip_high": 0.2},
     "sft": _PLAIN | _NONE | {"loss": "sft"},
 }
-"""What each name stands for; fields that a preset does not name have the defaults below."""
+"""Fields of each preset; those that a preset does not name have the defaults below."""
 UNCORRECTED = ("none", "naive")
 """Presets that train stale data as if it were fresh."""
 _DEFAULTS: dict[str, Any] = {
@@ -67,7 +67,7 @@ class RejectRule:
     metric: str
     span: str
     low: float
-    """Of k1 alone; 0 = none."""
+    """Lower bound, for k1 only; 0 = none."""
     high: float
 
     @property
@@ -76,7 +76,7 @@ class RejectRule:
 
 
 def reject_rule(text: str) -> RejectRule:
-    """``"k3 seq_mean 0.01"``: metric, span, upper bound; ``"k1 token 0.5 2"``: lower and upper. Raises ValueError."""
+    """Parse ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound). Raises ValueError."""
     parts = text.split()
     form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max"
     try:
@@ -101,17 +101,17 @@ class KLConfig:
     """Divergence from a reference model (its initial weights, or ``reference``)."""
 
     coef: float = 0.0
-    """In the loss; 0 = none."""
+    """Coefficient of the divergence in the loss; 0 = none."""
     estimator: str = "k3"
-    """k1 | k2 | k3 | low_var_kl | k1+ | k3+ (the value of the one, the gradient of k2)."""
+    """k1 | k2 | k3 | low_var_kl | k1+ | k3+ ("+": the value of the estimator with the gradient of k2)."""
     corrected: bool = True
-    """Times pi_theta / mu with the gradient through the ratio: exact on old data too."""
+    """Multiply by pi_theta / mu with the gradient through the ratio, which is exact on old data too."""
     reward_coef: float = 0.0
-    """Of the summed k1 of a sample, taken from its reward; 0 = none."""
+    """Coefficient of a sample's summed k1, which is subtracted from its reward; 0 = none."""
     target: float = 0.0
-    """> 0: the coefficients adapt so that the mean divergence per token stays there."""
+    """Mean divergence per token (nats) to which the coefficients adapt; 0 = fixed coefficients."""
     horizon: float = 10_000.0
-    """Samples over which they adapt."""
+    """Samples over which the coefficients adapt."""
     reference: str = ""
     """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts from."""
 
@@ -128,14 +128,14 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmConfig:
-    """What happens when a diagnostic passes its threshold (docs/metrics.md)."""
+    """Reaction to a diagnostic beyond its threshold (docs/metrics.md)."""
 
     action: str = "warn"
-    """off | warn (say it) | stop (end the learner at an error-level alarm)."""
+    """off | warn (log it) | stop (end the learner at an error-level alarm)."""
     patience: int = 3
-    """Steps in a row at error level before ``stop`` stops."""
+    """Steps in a row at error level after which ``stop`` ends the learner."""
     ignore: tuple[str, ...] = ()
-    """Names of alarms that are not wanted."""
+    """Names of alarms that are not raised."""
     thresholds: dict[str, Any] = field(default_factory=dict)
     """Alarm -> [warn, error] in place of the defaults."""
 
@@ -148,21 +148,21 @@ class AlarmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """Advantages, loss, correction, divergence."""
+    """Settings of the objective: advantages, loss, correction, divergence."""
 
     correction: str = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
     cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
     train_without_correction: bool = False
-    """Needed to train asynchronously on data that nothing corrects (none, naive)."""
+    """Must be true to train asynchronously without correction (none, naive)."""
 
     advantage: str = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl, or
     module:function."""
     whiten: bool | None = None
-    """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
+    """Normalise advantages to mean 0 and variance 1 over the trainable tokens of the step; None = the estimator's default."""
     overlong_buffer: int = 0
-    """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
+    """Responses that end within this many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
     overlong_penalty: float = 1.0
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
@@ -170,9 +170,9 @@ class AlgorithmConfig:
     loss: str | None = None
     """ppo | reinforce | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft, or module:function."""
     anchor: str | None = None
-    """What the loss compares with: proximal (three policies) | rollout (two) | none."""
+    """Policy in the denominator of the loss's ratio: proximal (three policies) | rollout (two) | none."""
     proximal: str | None = None
-    """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
+    """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (no pass: A-3PO)."""
     clip_low: float | None = None
     """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv: of the probability; cispo: of the weight, 1 = no lower bound)."""
     clip_high: float | None = None
@@ -181,12 +181,12 @@ class AlgorithmConfig:
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
     dppo_penalty: float = 0.0
-    """Of the squared log-ratio (dppo_tv)."""
+    """Coefficient of the squared log-ratio (dppo_tv)."""
 
     weight: str | None = None
     """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
     weight_action: str | None = None
-    """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
+    """Treatment of weights outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
     weight_low: float | None = None
     weight_high: float | None = None
     """0 = no bound."""
@@ -194,23 +194,23 @@ class AlgorithmConfig:
     """Divide the weights by their mean over the update on all ranks."""
 
     reject: tuple[str, ...] | None = None
-    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
+    """Rejection rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
     veto: float = 0.0
     """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
     binary_kl_limit: float | None = None
-    """KPop; 0 = off."""
+    """Largest binary KL divergence of a token (KPop); 0 = off."""
     opsm_threshold: float | None = None
-    """Off-policy sequence masking of negative samples; 0 = off."""
+    """Threshold of off-policy sequence masking, for samples with negative advantage; 0 = off."""
     m2_limit: float | None = None
     """Largest mean of the squared log-ratio (M2PO, 0.04); 0 = off."""
 
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
     loss_constant: float = 0.0
-    """0 = max_new_tokens."""
+    """Tokens per sample in aggregation ``constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0
     ess_lr: bool = False
-    """Learning rate times the root of the sequence weights' effective sample share (VCPO)."""
+    """Multiply the learning rate by the root of the effective sample share of the sequence weights (VCPO)."""
     kl: KLConfig = field(default_factory=KLConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
 
@@ -224,7 +224,7 @@ class AlgorithmConfig:
 
     @property
     def uncorrected(self) -> bool:
-        """Old data would be trained as if it were fresh."""
+        """True if old data would be trained as if it were fresh."""
         return self.weight == "none" and self.anchor != "rollout" and self.loss != "sft"
 
     @property
@@ -233,12 +233,12 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Log-probs under the reference model are wanted."""
+        """True if log-probs under the reference model are needed."""
         return bool(self.kl.coef or self.kl.reward_coef or self.distill_coef)
 
     @property
     def coupled(self) -> bool:
-        """A token's weight depends on all tokens of the update: log-probs are wanted before the first backward pass."""
+        """True if a token's weight depends on all tokens of the update: then log-probs are needed before the first backward pass."""
         return bool(self.self_normalise or self.m2_limit or self.kl.reward_coef or self.distill_coef)
 
 
@@ -254,13 +254,13 @@ _NOT_NEGATIVE = (
     *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "distill_coef", "entropy_coef"),
 )
 _OF_LOSS = {"dppo_penalty": "dppo_tv", "sapo_tau_positive": "sapo", "sapo_tau_negative": "sapo"}
-"""Settings that only one loss looks at (or one of the user's own, which may look at any)."""
+"""Settings that only one of the built-in losses uses. A loss by import path may use any."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
-"""Settings that sft, which has no advantages, does not look at."""
+"""Settings that sft ignores, because it has no advantages."""
 
 
 def _refuse(config: AlgorithmConfig) -> None:
-    """Raise ValueError for a value that is none, and for values that contradict each other, with the reason."""
+    """Raise ValueError for an invalid value, and for values that contradict each other, with the reason."""
     for name, choices in _CHOICES.items():
         if getattr(config, name) not in choices:
             raise ValueError(f"{name}: want {' | '.join(choices)}, got {getattr(config, name)!r}")
@@ -282,16 +282,16 @@ def _refuse(config: AlgorithmConfig) -> None:
 
 
 def _refuse_ignored(config: AlgorithmConfig) -> None:
-    """Raise ValueError for a setting that was changed and that nothing looks at."""
+    """Raise ValueError for a setting that was changed and has no effect."""
     assert config.loss is not None
     defaults = {f.name: f.default for f in fields(AlgorithmConfig)}
     for name, loss in _OF_LOSS.items():
         if config.loss != loss and ":" not in config.loss and getattr(config, name) != defaults[name]:
             got = getattr(config, name)
-            raise ValueError(f"{name}: {config.loss} does not look at it; want loss: {loss}, or {defaults[name]} here, got {got!r}")
+            raise ValueError(f"{name}: not used by loss {config.loss}; want loss: {loss}, or {defaults[name]} here, got {got!r}")
     if config.loss_constant and config.aggregation != "constant":
         raise ValueError(
-            f"loss_constant: {config.aggregation} does not look at it; want aggregation: constant, or 0, got {config.loss_constant!r}"
+            f"loss_constant: not used by aggregation {config.aggregation}; want aggregation: constant, or 0, got {config.loss_constant!r}"
         )
     if config.loss != "sft":
         return
@@ -299,7 +299,7 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         if getattr(config, name) != defaults[name]:
             raise ValueError(f"{name}: sft has no advantages; want it left out, or another loss, got {getattr(config, name)!r}")
     if config.kl.reward_coef:
-        raise ValueError(f"kl.reward_coef: sft looks at no reward; want kl.coef, or another loss, got {config.kl.reward_coef!r}")
+        raise ValueError(f"kl.reward_coef: sft uses no reward; want kl.coef, or another loss, got {config.kl.reward_coef!r}")
 
 
 def _refuse_contradictions(config: AlgorithmConfig) -> None:
@@ -321,7 +321,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.loss in ("sapo", "topr", "vespo") and config.weight != "none":
         raise ValueError(f"weight: {config.loss} weighs by the ratio itself; want weight: none, got {config.weight!r}")
     if config.loss == "sft" and (config.weight != "none" or config.reject or config.veto or config.binary_kl_limit or config.m2_limit):
-        raise ValueError("loss: sft takes every token as it is; want weight: none and nothing rejected")
+        raise ValueError("loss: sft trains every token with weight 1; want weight: none and no rejection")
     if config.loss in ("ppo", "gspo", "gspo_token", "dppo_tv", "cispo") and not (config.clip_low and config.clip_high):
         raise ValueError(f"clip_low, clip_high: {config.loss} needs its trust region: want > 0, got {config.clip_low}, {config.clip_high}")
     if config.clip_dual and (config.clip_dual <= 1 or config.loss not in ("ppo", "gspo", "gspo_token")):
@@ -338,7 +338,7 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
     if config.self_normalise and config.weight == "none":
         raise ValueError("self_normalise: there are no weights to normalise (weight: none)")
     if config.proximal == "loglinear" and config.anchor != "proximal":
-        raise ValueError(f"proximal: loglinear with anchor: {config.anchor} is never looked at; want anchor: proximal")
+        raise ValueError(f"proximal: loglinear has no effect with anchor: {config.anchor}; want anchor: proximal")
     if config.proximal == "loglinear" and config.coupled:
         raise ValueError("proximal: loglinear saves the forward pass that self_normalise, m2_limit, kl.reward_coef and distill_coef need")
     if config.opsm_threshold and config.loss == "sft":
@@ -348,5 +348,5 @@ def _refuse_contradictions(config: AlgorithmConfig) -> None:
 
 
 def unset_names() -> tuple[str, ...]:
-    """Fields that a preset fills."""
+    """Return the names of the fields that a preset fills."""
     return tuple(f.name for f in fields(AlgorithmConfig) if f.default is None and f.name != "whiten")

@@ -1,6 +1,6 @@
-"""What a step says about itself: mismatch, staleness, clipping, rejection, rewards. Pure functions of tensors.
+"""Diagnostics of a step: mismatch, staleness, clipping, rejection, rewards. Pure functions of tensors.
 
-Everything is returned as *sums* (numerators and denominators apart), so that adding them over micro-batches and ranks and dividing
+Everything is returned as *sums* (numerators and denominators separately), so that adding them over micro-batches and ranks and dividing
 once at the end is exact; a mean of means would not be. All statistics are of the trainable tokens before any rejection. Names, units and
 healthy ranges: ``docs/metrics.md``. Source of the set: verl, slime, NeMo-RL, prime-rl, AReaL; the entropy gap is our own.
 Shape letters: T = tokens of a micro-batch, M = trainable tokens in it, B = buckets, N = samples of the step on all ranks.
@@ -21,14 +21,14 @@ from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.ratios import DELTA_BOUND, log_ratio
 
 MAX_LAG_BUCKETS = 16
-"""Lags from here on share the bucket ``over``."""
+"""Lags of this many steps or more share the bucket ``over``."""
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
-"""Where buckets of places in the response begin."""
+"""Lower edges of the buckets by position in the response (tokens)."""
 PROBABILITIES = (0.0, 1e-3, 0.1, 0.9, 0.99)
-"""Where buckets of mu's probability begin."""
+"""Lower edges of the buckets by mu's probability."""
 UNCERTAIN = 0.3
-"""Entropy (nats) from which a token takes part in the entropy gap. Where the policy is all but certain, the gap's spread is made by tokens
-too rare to be in the sample, and its standard error means nothing."""
+"""Least entropy (nats) of a token that takes part in the entropy gap. Where the policy is nearly certain, the variance of the gap comes
+from tokens too rare to be in the sample, and its standard error is not meaningful."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Sums:
 
 
 def merged(parts: Iterable[Sums]) -> Sums:
-    """The sums of several micro-batches. At least one part; all have the same names."""
+    """Return the sums over several micro-batches: at least one, all with the same names."""
     first, *rest = parts
     totals, maxima = dict(first.totals), dict(first.maxima)
     for part in rest:
@@ -50,7 +50,7 @@ def merged(parts: Iterable[Sums]) -> Sums:
 
 
 def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
-    """The sums over the ranks of ``group`` (None = this rank alone): two all-reduces, whatever the number of names."""
+    """Return the sums over the ranks of ``group`` (None = this rank alone), in two all-reduces for any number of names."""
     if group is None or dist.get_world_size(group) == 1:
         return sums
     return Sums(
@@ -68,7 +68,7 @@ def _reduce_flat(values: Mapping[str, Tensor], group: dist.ProcessGroup, operati
 
 
 def num_lag_buckets(max_lag: int) -> int:
-    """Buckets 0 .. max_lag (at most 16 of them) and ``over``."""
+    """Return the number of buckets: 0 .. max_lag (at most 16 of them) and ``over``."""
     return min(max_lag + 1, MAX_LAG_BUCKETS) + 1
 
 
@@ -115,9 +115,9 @@ class _Trainable:
 
 @torch.no_grad()
 def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, position_T: Tensor, loss: TokenLoss, lag_buckets: int) -> Sums:
-    """Sums over the trainable tokens of one micro-batch; what is masked never enters.
+    """Return the sums over the trainable tokens of one micro-batch; masked tokens enter none of them.
 
-    ``position_T``: place of the token in its response, from 0. Samples are whole in a micro-batch.
+    ``position_T``: index of the token in its response, from 0. No sample may be split over micro-batches.
     """
     row = _Trainable.of(tokens, log_probs_T, entropy_T)
     ones_M, abs_M = torch.ones_like(row.w_M), row.delta_M.abs()
@@ -230,7 +230,7 @@ def _by(bucket_M: Tensor, values_MC: Tensor, num_buckets: int) -> Tensor:
 
 
 def _sample_sums(row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Sums over the samples of this micro-batch that have a trainable token, and the longest span of versions."""
+    """Return the sums over the samples of this micro-batch that have a trainable token, and the longest span of versions."""
     here_S = counts_N.nonzero()[:, 0]
     counts_S = counts_N[here_S]
 
@@ -263,7 +263,7 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def sample_metrics(*, rewards_N: Tensor, groups_N: Tensor, response_lengths_N: Tensor, truncated_N: Tensor) -> dict[str, float]:
-    """Means over the samples of the step; every rank has them all, so there is nothing to reduce."""
+    """Return means over the samples of the step. Every rank has all samples, so nothing is reduced."""
     moments = group_moments(rewards_N.double(), groups_N)
     per_group_N = 1 / moments.sizes_N
     lengths_N = response_lengths_N.double()
@@ -279,7 +279,7 @@ def sample_metrics(*, rewards_N: Tensor, groups_N: Tensor, response_lengths_N: T
 
 
 def finalize(sums: Sums) -> dict[str, float]:
-    """Metrics by stable names (``docs/metrics.md``). A name is left out where it is undefined (no token in its denominator)."""
+    """Return the metrics by name (``docs/metrics.md``). A metric with an empty denominator is left out."""
     total = {name: float(value) for name, value in sums.totals.items() if value.ndim == 0}
     maximum = {name: float(value) for name, value in sums.maxima.items()}
     tokens, samples = total["tokens"], total["samples"]
@@ -325,7 +325,7 @@ def finalize(sums: Sums) -> dict[str, float]:
 
 
 def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mapping[str, float]) -> dict[str, float]:
-    """What is not there in every step."""
+    """Return the metrics that some steps do not have."""
     metrics: dict[str, float] = {}
     if total["fresh"]:
         metrics["offpolicy/fresh_logprob_diff_abs"] = total["fresh_abs_delta"] / total["fresh"]
@@ -351,7 +351,7 @@ def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mappi
 
 
 def _pearson(total: Mapping[str, float]) -> dict[str, float]:
-    """Correlation of the probabilities e^{log pi} and e^{log mu}, and the spread of the latter."""
+    """Return the correlation of the probabilities e^{log pi} and e^{log mu}, and the standard deviation of the latter."""
     n = total["tokens"]
     spread_pi = total["pi_squared"] - total["pi"] ** 2 / n
     spread_mu = total["mu_squared"] - total["mu"] ** 2 / n
@@ -363,10 +363,10 @@ def _pearson(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _entropy_gap(total: Mapping[str, float]) -> dict[str, float]:
-    """Mean of ``pi / mu (H + log pi)`` over the tokens at which the policy is not certain, and in standard errors of that mean.
+    """Return the mean of ``pi / mu (H + log pi)`` over the tokens at which the policy is uncertain, also in standard errors of that mean.
 
-    pi is the policy that the tokens were trained on, whose entropy is H. Its expectation is 0 at every token, whatever its age, if and only
-    if the token was sampled from the mu that was reported.
+    pi is the policy that is trained, H its entropy. The expectation is 0 at every token, for data of any age, if and only if the token was
+    sampled from the mu that the engine reported.
     """
     n = total["unsure"]
     if n < 2:

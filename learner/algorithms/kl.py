@@ -1,4 +1,4 @@
-"""Divergence from a reference policy, estimated at the sampled tokens, and the coefficient that holds it at a target.
+"""Divergence from a reference policy, estimated at the sampled tokens, and the adaptive coefficient that keeps it at a target.
 
 Pure functions; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled token, clamped to +-20.
 Expectations are over a token given its prefix; the prefixes stay those of the data, with no gradient. grad is that of pi_theta.
@@ -10,8 +10,8 @@ Expectations are over a token given its prefix; the prefixes stay those of the d
     low_var_kl   min(k3, 10)       below KL         as k3; 0 where k3 > 10          grad E_pi[min(k3, 10)]
     k1+, k3+     as k1, k3         KL(pi||ref)      grad KL(pi||ref) (that of k2)   grad KL(pi||ref)
 
-"Corrected" is ``corrected_kl``, which has the value's mean right on data of any mu too. Without it, on old data nothing above holds: the
-mean of k3 over tokens of mu is no divergence of pi. x at its bound has no gradient.
+"Corrected" is ``corrected_kl``, whose value has the right mean on data of any mu. Without it the table does not hold on old data: the
+mean of k3 over tokens of mu is not a divergence of pi. x at its bound has no gradient.
 Sources: Schulman 2020 ("Approximating KL divergence"); corrected, DeepSeek-V3.2 2512.02556; "+" and the bounds 20 and 10 as in verl.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from learner.algorithms.ratios import log_ratio
 
 LOW_VAR_BOUND = 10.0
-"""Largest value of ``low_var_kl`` (nats). k3 is never negative, so the field's lower bound of -10 has nothing to do."""
+"""Largest value of ``low_var_kl`` (nats). k3 is never negative, so the lower bound of -10 in other implementations has no effect."""
 ADAPTIVE_ERROR_BOUND = 0.2
 """Largest relative error that ``next_coefficient`` reacts to. Source: Ziegler et al. 2019."""
 
@@ -46,7 +46,7 @@ def _low_var_kl(x_T: Tensor) -> Tensor:
 
 
 def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """The value of an estimator with the gradient of k2."""
+    """Return an estimator with the value of ``value`` and the gradient of k2."""
 
     def call(x_T: Tensor) -> Tensor:
         k2_T = _k2(x_T)
@@ -68,9 +68,9 @@ STRAIGHT_THROUGH = ("k1+", "k3+")
 
 
 def kl_T(log_probs_T: Tensor, reference_T: Tensor, mask_T: Tensor, *, estimator: str) -> Tensor:
-    """Divergence of the sampled tokens' distribution from the reference, nats per token; exactly 0 where masked.
+    """Return the estimated divergence from the reference at the sampled tokens, nats per token; exactly 0 where masked.
 
-    Values, means and gradients: the table above. k1 may be negative, k2 and k3 never. Raises ValueError for an unknown estimator.
+    Values, means and gradients: table of this module. k1 may be negative, k2 and k3 never. Raises ValueError for an unknown estimator.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator: want one of {', '.join(ESTIMATORS)}, got {estimator!r}")
@@ -78,12 +78,12 @@ def kl_T(log_probs_T: Tensor, reference_T: Tensor, mask_T: Tensor, *, estimator:
 
 
 def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, *, estimator: str) -> Tensor:
-    """``pi_theta / mu * k`` for tokens sampled from mu (``behaviour_T``, log-probs), the gradient through the ratio; 0 where masked.
+    """Return ``pi_theta / mu * k`` for tokens sampled from mu (``behaviour_T``, log-probs), with gradient through the ratio; 0 if masked.
 
-    Mean under mu, of value and gradient: ``E_pi[k]`` and ``grad E_pi[k]``, token by token. A detached ratio would lose the score term
-    ``k grad log pi`` (k1: all of it; k3: the gradient of the other divergence is left). For "+" the gradient of k2 *is* that term, so
-    there the ratio is detached: both together would count twice. With ``behaviour_T = log_probs_T.detach()`` the ratio is 1 and keeps
-    the score term on policy. The ratio is not truncated (but for +-20 in its logarithm), so old data make it noisy.
+    The means of value and gradient under mu are ``E_pi[k]`` and ``grad E_pi[k]``, token by token. A detached ratio would lose the score
+    term ``k grad log pi`` (for k1 that is the whole gradient; for k3 the gradient of the reverse divergence would remain). For "+" the
+    gradient of k2 *is* that term, so the ratio is detached, or the term would count twice. With ``behaviour_T = log_probs_T.detach()`` the
+    ratio is 1 and keeps the score term on policy. The ratio is bounded only by +-20 in its logarithm, so old data make it noisy.
     Source: unbiased KL estimate, DeepSeek-V3.2 2512.02556.
     """
     ratio_T = log_ratio(log_probs_T, behaviour_T.detach(), mask_T).exp()
@@ -95,8 +95,8 @@ def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, 
 def next_coefficient(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
     """``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``: grows while the divergence is above its target.
 
-    ``kl`` and ``target`` are in one unit, nats per token or per sample; ``horizon`` in samples. A ``kl`` that is not finite changes
-    nothing. Raises ValueError where one step could turn the sign of the coefficient. Source: Ziegler et al. 2019.
+    ``kl`` and ``target`` are in the same unit, nats per token or per sample; ``horizon`` in samples. Returns ``coef`` unchanged for a
+    ``kl`` that is not finite. Raises ValueError if one step could change the sign of the coefficient. Source: Ziegler et al. 2019.
     """
     if target <= 0:
         raise ValueError(f"target: want > 0, got {target}")

@@ -1,11 +1,11 @@
-"""One objective out of an ``AlgorithmConfig``: what the trainer minimises, composed of the functions of this room.
+"""The objective that the trainer minimises, composed of the functions of this package as an ``AlgorithmConfig`` describes.
 
     rewards -> advantages -+
     log-probs of mu, proximal, reference -> weights, rejections -+-> loss per token -> one number
     log-probs with gradient -------------------------------------+
 
-Nothing here knows a model, a rank or a batch. Whatever depends on all tokens of an update (``coupled``) is computed from sums that the
-caller adds up over micro-batches and ranks, so the result is the same however they are split.
+Nothing here knows a model, a rank or a batch. Values that depend on all tokens of an update (``coupled``) are computed from sums that the
+caller adds up over micro-batches and ranks, so the result does not depend on how the tokens are split.
 """
 
 import importlib
@@ -32,22 +32,22 @@ from learner.algorithms.weights import Weights, bounded, raw_weights, self_norma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coupled:
-    """What the correction of a token takes from all tokens of its update, on all ranks."""
+    """Values for the correction of a token that depend on all tokens of its update, on all ranks."""
 
     weight_sums: Tensor | None = None
-    """(sum of the weights, their number): they are divided by their mean; None = not wanted."""
+    """(sum of the weights, their number): the weights are divided by their mean; None = they are not."""
     m2_cut: float = math.inf
-    """Squared log-ratios from here on are rejected."""
+    """Tokens with a squared log-ratio of at least this are rejected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """What an objective knows of a packed row, besides the log-probs with gradient; T = its tokens, all [T]."""
+    """Inputs of an objective for one packed row, besides the log-probs with gradient; T = its tokens, all [T]."""
 
     mask_T: Tensor
     """Trainable tokens."""
     sample_T: Tensor
-    """Row of the step's samples, 0..N-1; -1 in padding."""
+    """Index of the token's sample in the step, 0..N-1; -1 in padding."""
     num_samples: int
     """N."""
     rollout_T: Tensor
@@ -56,19 +56,19 @@ class Tokens:
     """Age in steps; -1 where masked."""
     advantages_T: Tensor
     old_T: Tensor | None = None
-    """Log-probs of the proximal policy; None = it is the policy that the row is trained on."""
+    """Log-probs of the proximal policy; None = the proximal policy is the trained one, detached."""
     reference_T: Tensor | None = None
-    """Log-probs of the reference; None = not wanted."""
+    """Log-probs of the reference; None = the config uses no reference."""
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
-"""``(log_probs_T, anchor_T, tokens, config)``: a policy loss by import path. Zero, with zero gradient, where masked."""
+"""``(log_probs_T, anchor_T, tokens, config)``: signature of a policy loss by import path. It must be 0 with 0 gradient where masked."""
 AdvantageFunction = Callable[..., Tensor]
-"""``(rewards_N, groups_N, lengths_N=...) -> advantages_N``: an estimator by import path."""
+"""``(rewards_N, groups_N, lengths_N=...) -> advantages_N``: signature of an estimator by import path."""
 
 
 def imported(path: str, what: str) -> Callable[..., Any]:
-    """The function at ``module:function``. Raises ValueError that says what is missing."""
+    """Import the function at ``module:function``. Raises ValueError with the missing part; ``what`` names the setting in it."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -82,7 +82,7 @@ def imported(path: str, what: str) -> Callable[..., Any]:
 
 
 def _shaped(name: str) -> LossFunction:
-    """A loss of ``policy_losses`` with its settings taken from the config."""
+    """Return a loss of ``policy_losses`` with its settings bound to those of the config."""
     function = getattr(policy_losses, name)
     over_sequences = name in ("gspo", "gspo_token", "topr", "vespo")
 
@@ -123,7 +123,7 @@ class Objective:
     """The functions that a config chooses, bound to its settings."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Raises ValueError for a function of one's own that cannot be imported."""
+        """Raises ValueError for a loss or estimator by import path that cannot be imported."""
         self.config = config
         assert config.loss is not None
         self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
@@ -132,7 +132,10 @@ class Objective:
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
 
     def needs_old(self, *, minibatches: int, published_every: int) -> bool:
-        """Log-probs are wanted before the first backward pass: the proximal policy is not the one trained, or weights are coupled."""
+        """Return whether log-probs are needed before the first backward pass.
+
+        They are where weights are coupled, and where the proximal policy is not the trained one.
+        """
         moved = minibatches > 1 or published_every > 1
         return self.config.coupled or (self.config.anchor == "proximal" and self.config.proximal == "recompute" and moved)
 
@@ -141,7 +144,7 @@ class Objective:
     def shaped_rewards(
         self, rewards_N: Tensor, lengths_N: Tensor, *, max_tokens: int, kl_N: Tensor | None = None, kl_scale: float = 1.0
     ) -> Tensor:
-        """Rewards with the penalties of the config: overlong responses, and ``kl_N``, each sample's summed divergence (nats)."""
+        """Return the rewards less the config's penalties: for overlong responses, and for ``kl_N``, each sample's summed KL (nats)."""
         if self.config.overlong_buffer:
             rewards_N = rewards_N + self.config.overlong_penalty * overlong_penalty(
                 lengths_N, max_tokens=max_tokens, buffer=self.config.overlong_buffer
@@ -151,16 +154,16 @@ class Objective:
         return rewards_N
 
     def advantages(self, rewards_N: Tensor, groups_N: Tensor, lengths_N: Tensor, trainable_N: Tensor) -> Tensor:
-        """One advantage per sample, whitened over the trainable tokens of the step where the config says so."""
+        """Return one advantage per sample, whitened over the trainable tokens of the step if the config whitens."""
         advantages_N = self._advantages(rewards_N, groups_N, lengths_N=lengths_N)
         return whitened(advantages_N, trainable_N) if self._whiten else advantages_N
 
     # ---- correction
 
     def coupled(self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]) -> Coupled:
-        """What couples the tokens of one update, of which this rank has ``rows``; it is of their ``old_T``, so it is known before them.
+        """Compute the coupled values of one update from the ``old_T`` of ``rows``, this rank's rows. Collective through the callables.
 
-        ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the concatenation of a 1-D float64 tensor.
+        ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the ranks' 1-D float64 tensors, concatenated.
         """
         config, sums, cut = self.config, None, math.inf
         if config.self_normalise:
@@ -173,7 +176,7 @@ class Objective:
         return Coupled(weight_sums=sums, m2_cut=cut)
 
     def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
-        """Bounded weights of ``compared_T`` (no gradient) against mu."""
+        """Return the bounded weights of ``compared_T`` (no gradient) against mu."""
         config, mask_T = self.config, tokens.mask_T
         assert config.weight is not None and config.weight_low is not None and config.weight_action is not None
         delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
@@ -181,7 +184,7 @@ class Objective:
         return bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
 
     def _rejected(self, tokens: Tokens, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
-        """Rule -> tokens that it rejects."""
+        """Return the tokens that each rule rejects, by the name of the rule."""
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, tokens.sample_T, tokens.num_samples)
         rejected: dict[str, Tensor] = {}
@@ -202,7 +205,7 @@ class Objective:
     # ---- loss
 
     def token_loss(self, log_probs_T: Tensor, tokens: Tokens, coupled: Coupled) -> TokenLoss:
-        """The policy loss of every token, weighted; 0 where rejected."""
+        """Return the weighted policy loss of every token; 0 where masked or rejected."""
         start_T = log_probs_T.detach() if tokens.old_T is None else tokens.old_T
         compared_T = self._compared(log_probs_T, tokens, start_T)
         anchor_T = tokens.rollout_T if self.config.anchor == "rollout" else compared_T
@@ -218,7 +221,7 @@ class Objective:
         return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
 
     def _compared(self, log_probs_T: Tensor, tokens: Tokens, start_T: Tensor) -> Tensor:
-        """The policy whose ratio to mu is the weight: the proximal one where the loss is anchored there, else the present one."""
+        """Return log-probs of the policy whose ratio to mu is the weight: proximal if the loss is anchored there, else the trained one."""
         if self.config.anchor != "proximal":
             return log_probs_T.detach()
         if self.config.proximal == "loglinear":
@@ -235,9 +238,9 @@ class Objective:
         *,
         kl_scale: float = 1.0,
     ) -> tuple[Tensor, TokenLoss, Tensor | None]:
-        """(what is minimised, the policy loss of every token, the divergence from the reference of every token or None).
+        """Return (the minimised scalar, the policy loss of every token, every token's divergence from the reference or None).
 
-        ``loss + kl.coef KL - entropy_coef H``, each aggregated in the same way; this row's part of the update's number.
+        The scalar is ``loss + kl.coef KL - entropy_coef H``, each aggregated in the same way: this row's part of the update's number.
         """
         config = self.config
         loss = self.token_loss(log_probs_T, tokens, coupled)
@@ -260,7 +263,7 @@ class Objective:
 
 
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
-    """``(sum W, sum W^2, number of samples)`` of the sequence ratios pi / mu of this row, float64 [3], for the ESS-scaled learning rate."""
+    """Return ``(sum W, sum W^2, number of samples)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is made of them."""
     place = (tokens.mask_T, tokens.sample_T, tokens.num_samples)
     delta_T = log_ratio(log_probs_T.detach(), tokens.rollout_T, tokens.mask_T).double()
     weights_N = sequence_sums(delta_T, *place).clamp(-20, 20).exp()
@@ -270,5 +273,5 @@ def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
 
 
 def _old(tokens: Tokens) -> Tensor:
-    assert tokens.old_T is not None, "coupled corrections want old_T"
+    assert tokens.old_T is not None, "coupled corrections need old_T"
     return tokens.old_T

@@ -1,4 +1,4 @@
-"""What an objective has made of the tokens of a micro-batch; the diagnostics read it."""
+"""Result of an objective on the tokens of a micro-batch, the input of the diagnostics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from learner.algorithms.weights import Weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLoss:
-    """Loss of every token, and what was done to it; T = tokens of a packed row."""
+    """Loss of every token, with its weights, clipping and rejections; T = tokens of a packed row."""
 
     loss_T: Tensor
-    """Weighted; exactly 0 where masked or rejected."""
+    """Weighted loss; exactly 0 where masked or rejected."""
     clipped_T: Tensor
-    """The trust region has taken the gradient away."""
+    """True where the trust region has set the gradient to 0."""
     weights: Weights | None = None
-    """Importance weights that multiplied the loss; None = there were none."""
+    """Importance weights that multiplied the loss; None = the config has none."""
     rejected: Mapping[str, Tensor] = field(default_factory=dict)
-    """Rule -> tokens it has rejected (bool, [T])."""
+    """Rejected tokens (bool, [T]) by the name of the rule."""
 
     @property
     def rejected_T(self) -> Tensor:
-        """Tokens that any rule has rejected."""
+        """Mask of the tokens that any rule has rejected."""
         total_T = torch.zeros_like(self.clipped_T)
         for rejected_T in self.rejected.values():
             total_T = total_T | rejected_T

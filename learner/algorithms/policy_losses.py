@@ -1,8 +1,8 @@
 """Policy losses per token. Pure functions of torch tensors; T = tokens of a packed row, N = samples of the step.
 
-``anchor_T`` is the log-prob that the new policy is compared with: of the proximal policy (three policies) or mu itself (two).
+``anchor_T``: log-probs of the policy that the new one is compared with, the proximal policy (three policies) or mu itself (two).
 ``r = pi_theta / pi_anchor``. Every loss is exactly 0 with exactly 0 gradient where the mask is False, and its value is a surrogate whose
-gradient is the formula (``-A r`` rather than ``-A log pi``), so that the first step has loss ``-mean A``. Denominators come later.
+gradient is the formula (``-A r`` rather than ``-A log pi``), so that the first step has loss ``-mean A``. ``aggregation`` divides it.
 """
 
 import math
@@ -17,7 +17,7 @@ from learner.algorithms.rejection import total_variation_outside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
-    """Loss of every token, and whose gradient the trust region has taken."""
+    """Loss of every token, and the tokens whose gradient the trust region has set to 0."""
 
     loss_T: Tensor
     clipped_T: Tensor
@@ -35,7 +35,7 @@ class Clip:
 
 
 def _score(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:
-    """1, with the gradient of log pi_theta."""
+    """Return 1 with the gradient of log pi_theta, [T]."""
     return log_ratio(log_probs_T, log_probs_T.detach(), mask_T).exp()
 
 
@@ -48,7 +48,7 @@ def _made(loss_T: Tensor, clipped_T: Tensor, mask_T: Tensor) -> PolicyLoss:
 
 
 def reinforce(log_probs_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> PolicyLoss:
-    """``-A grad log pi_theta``. With weights ``min(pi_theta / mu, C)`` on it: token TIS, AIPO. Without, it is wrong on stale data.
+    """REINFORCE, ``-A grad log pi_theta``. With weights ``min(pi_theta / mu, C)`` it is token TIS or AIPO; without, wrong on old data.
 
     Sources: Williams 1992; with weights Yao et al. 2025 (TIS), LlamaRL 2505.24034 (AIPO).
     """
@@ -64,7 +64,7 @@ def ppo(
     *,
     clip: Clip,
 ) -> PolicyLoss:
-    """``-min(r A, clip(r, 1 - low, 1 + high) A)``; with ``dual = c > 1`` no more than ``-c A`` where A < 0.
+    """PPO, ``-min(r A, clip(r, 1 - low, 1 + high) A)``; with ``dual = c > 1`` at most ``-c A`` where A < 0.
 
     The gradient is 0 iff (A > 0 and r > 1 + high) or (A < 0 and r < 1 - low) or (dual, A < 0 and r > c), else ``-A r``.
     Sources: PPO, Schulman et al. 2017; asymmetric range, DAPO 2503.14476; dual clip, Ye et al. 2020.
@@ -84,9 +84,9 @@ def _clipped(ratio_T: Tensor, advantages_T: Tensor, mask_T: Tensor, clip: Clip) 
 
 
 def cispo(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, clip_low: float, clip_high: float) -> PolicyLoss:
-    """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta``: the weight is clipped, and no token loses its gradient.
+    """CISPO, ``-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta``: the weight is clipped, and every token keeps its gradient.
 
-    ``clip_low >= 1`` = no lower bound. There is no trust region: nothing stops a policy that runs away from its data.
+    ``clip_low >= 1`` = no lower bound. There is no trust region: nothing limits how far the policy moves from its data.
     Source: CISPO, MiniMax-M1 2506.13585 (TRL's epsilon_high is the cap itself, here it is cap - 1).
     """
     ratio_T = log_ratio(log_probs_T, anchor_T, mask_T).exp().clamp(max(0.0, 1 - clip_low), 1 + clip_high)
@@ -104,10 +104,10 @@ def gspo(
     *,
     clip: Clip,
 ) -> PolicyLoss:
-    """PPO on the sequence ratio ``s = exp(mean_t log r_t)``, the same at every token of a sample.
+    """GSPO: PPO on the sequence ratio ``s = exp(mean_t log r_t)``, the same at every token of a sample.
 
-    With ``seq_mean_token_mean`` the gradient is ``-A s / T`` at each token. Its clip range is 3e-4 / 4e-4, of the size of bfloat16 noise:
-    against mu it clips nearly everything, so anchor it at the proximal policy. Source: GSPO 2507.18071.
+    With ``seq_mean_token_mean`` the gradient is ``-A s / T`` at each token. The usual clip range of 3e-4 / 4e-4 is of the size of bfloat16
+    noise: against mu it clips nearly every sample, so anchor it at the proximal policy. Source: GSPO 2507.18071.
     """
     mean_N = sequence_means(log_ratio(log_probs_T, anchor_T.detach(), mask_T), mask_T, sample_T, num_samples)
     ratio_T = torch.where(mask_T, spread(mean_N, sample_T), 0.0).exp()
@@ -124,9 +124,9 @@ def gspo_token(
     *,
     clip: Clip,
 ) -> PolicyLoss:
-    """GSPO whose gradient goes through each token by itself: ``s_t = sg(s) pi_theta / sg(pi_theta)``; advantages may differ by token.
+    """GSPO with token gradients, ``s_t = sg(s) pi_theta / sg(pi_theta)``: advantages may differ by token.
 
-    The same as ``gspo`` for one advantage per sample, and as PPO for one token. Source: GSPO 2507.18071, section 4.3.
+    It equals ``gspo`` for one advantage per sample, and PPO for a response of one token. Source: GSPO 2507.18071, section 4.3.
     """
     means_N = sequence_means(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     ratio_T = torch.where(mask_T, spread(means_N, sample_T), 0.0).exp() * _score(log_probs_T, mask_T)
@@ -141,10 +141,10 @@ def topr(
     sample_T: Tensor,
     num_samples: int,
 ) -> PolicyLoss:
-    """``-A log pi`` for A >= 0 with weight 1, for A < 0 with the detached *sequence* ratio cut to 0 .. 1.
+    """TOPR, ``-w A log pi``: w = 1 for A >= 0, and the detached *sequence* ratio clipped to 0 .. 1 for A < 0.
 
-    Bounded above, so negatives cannot blow up however old the data; positives are never weighed down, so the policy sharpens on old
-    solutions. Source: TOPR 2503.14286 (others use the token ratio under this name).
+    The bound of 1 keeps updates from negative samples finite on data of any age; positive samples keep full weight, so the policy sharpens
+    on old solutions. Source: TOPR 2503.14286 (others use the token ratio under this name).
     """
     sums_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     ratio_T = spread(sums_N, sample_T).clamp(max=0.0).exp()
@@ -156,9 +156,9 @@ def topr(
 def sapo(
     log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, tau_positive: float, tau_negative: float
 ) -> PolicyLoss:
-    """``-f(r) A`` with the soft gate ``f(r) = 4 / tau sigmoid(tau (r - 1))``: slope 1 at r = 1, fading smoothly on both sides.
+    """SAPO, ``-f(r) A`` with the soft gate ``f(r) = 4 / tau sigmoid(tau (r - 1))``: slope 1 at r = 1, fading smoothly on both sides.
 
-    ``tau`` is tau_positive where A > 0, else tau_negative. Not to be combined with importance weights (its gate is one).
+    ``tau`` is tau_positive where A > 0, else tau_negative. Do not combine it with importance weights, because the gate is one.
     Source: SAPO 2511.20347.
     """
     ratio_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T).exp()
@@ -177,9 +177,9 @@ def dppo_tv(
     high: float,
     penalty: float = 0.0,
 ) -> PolicyLoss:
-    """``-A r`` inside a trust region of total variation (see ``total_variation_outside``), plus ``penalty * (log r)^2`` everywhere.
+    """DPPO, ``-A r`` inside a trust region of total variation (``total_variation_outside``), plus ``penalty * (log r)^2`` at every token.
 
-    Source: DPPO 2602.04879; with the penalty (1e-3) as prime-rl has it.
+    Source: DPPO 2602.04879; the penalty (1e-3) is that of prime-rl.
     """
     delta_T = log_ratio(log_probs_T, anchor_T.detach(), mask_T)
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
@@ -198,9 +198,9 @@ def vespo(
     positive: tuple[float, float] = (2.0, 3.0),
     negative: tuple[float, float] = (3.0, 2.0),
 ) -> PolicyLoss:
-    """``-sg(phi(W)) A log pi`` with the sequence ratio W and ``phi(W) = W^k e^(lambda (1 - W))``: phi(1) = 1, largest at k / lambda.
+    """VESPO, ``-sg(phi(W)) A log pi``: sequence ratio W, ``phi(W) = W^k e^(lambda (1 - W))``, so phi(1) = 1 with the maximum at k / lambda.
 
-    ``(k, lambda)`` by the sign of A. Source: VESPO 2602.10693.
+    ``positive`` and ``negative`` are (k, lambda) by the sign of A. Source: VESPO 2602.10693.
     """
     log_w_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
     log_w_T = spread(log_w_N, sample_T).clamp(-50.0, 50.0)
@@ -212,10 +212,10 @@ def vespo(
 
 
 def gepo_ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sample_T: Tensor, groups_N: Tensor) -> Tensor:
-    """The group-expectation weight ``p_i / (sum_j q_j^2 / sum_j q_j)``, [N], with length-normalised ``p, q = exp(mean log prob)``.
+    """Return the group-expectation weight ``p_i / (sum_j q_j^2 / sum_j q_j)``, [N], with length-normalised ``p, q = exp(mean log prob)``.
 
     The sums are over the samples of i's group, which must all be in this row (an absent sample has no tokens and is left out).
-    Equal q, or a group of one: p / q. Source: GEPO 2508.17850.
+    For equal q, and in a group of one, the weight is p / q. Source: GEPO 2508.17850.
     """
     num_samples = len(groups_N)
     p_N = sequence_means(torch.where(mask_T, log_probs_T, 0.0), mask_T, sample_T, num_samples).exp()
@@ -230,11 +230,11 @@ def gepo_ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sample_T: 
 
 
 def loglinear_proximal(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, lag_T: Tensor) -> Tensor:
-    """Log-probs of an interpolated proximal policy, without a forward pass: ``log mu + alpha (sg(log pi_theta) - log mu)``, detached.
+    """Return log-probs of an interpolated proximal policy, without a forward pass: ``log mu + alpha (log pi_theta - log mu)``, detached.
 
     ``alpha = lag / (lag + 1)`` per token, where lag counts updates between the version that sampled the token and the policy that the
-    step starts from: fresh tokens have the proximal policy mu, old ones nearly pi_theta. Needs exact per-token versions.
-    Source: A-3PO 2512.06547 (its own lag counts to the policy that the update ends at, one more than here).
+    step starts from: fresh tokens have the proximal policy mu, old ones nearly pi_theta. It needs exact per-token versions.
+    Source: A-3PO 2512.06547 (lag is counted there to the policy after the update, one more than here).
     """
     lag_T = lag_T.clamp(min=0).to(log_probs_T.dtype)
     base_T = torch.where(mask_T, rollout_T, 0.0)

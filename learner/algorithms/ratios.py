@@ -1,8 +1,8 @@
 """Log-ratios per token, and sums over the sequences of a packed row. Pure functions; T = tokens of the row, N = samples of the step.
 
-The letters of the field: ``mu`` is the distribution the engine sampled from, ``pi_prox`` (also ``pi_old``) the policy that an update starts
-from, ``pi_theta`` the policy with gradient, ``delta = log pi - log mu``. ``sample_T`` is the row of the step's samples that a token belongs
-to, 0..N-1, and -1 in padding; the tokens of a sample are neighbours and all in one row.
+Notation of the field: ``mu`` is the distribution the engine sampled from, ``pi_prox`` (also ``pi_old``) the policy that an update starts
+from, ``pi_theta`` the policy with gradient, ``delta = log pi - log mu``. ``sample_T`` is the index of a token's sample in the step,
+0..N-1, and -1 in padding; the tokens of a sample are neighbours and all in one row.
 """
 
 import torch
@@ -13,7 +13,7 @@ DELTA_BOUND = 20.0
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``log p - log q`` clamped to +-20; exactly 0, with exactly 0 gradient, where the mask is False.
+    """Return ``log p - log q`` clamped to +-20; exactly 0, with exactly 0 gradient, where the mask is False.
 
     Both inputs are masked *before* they are subtracted: NaN or infinity behind the mask reaches neither value nor gradient.
     """
@@ -23,20 +23,20 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Ten
 
 
 def sequence_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
-    """Sum of each sample's unmasked values, [N]; 0 for a sample that is not in this row."""
+    """Return the sum of each sample's unmasked values, [N]; 0 for a sample that is not in this row."""
     values_T = torch.where(mask_T, values_T, 0.0)
     return values_T.new_zeros(num_samples).index_add(0, sample_T.clamp(min=0), values_T)
 
 
 def sequence_means(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
-    """Mean of each sample's unmasked values, [N]; 0 for one that has none."""
+    """Return the mean of each sample's unmasked values, [N]; 0 for a sample without any."""
     ones_T = torch.ones_like(values_T)
     counts_N = sequence_sums(ones_T, mask_T, sample_T, num_samples).clamp(min=1)
     return sequence_sums(values_T, mask_T, sample_T, num_samples) / counts_N
 
 
 def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
-    """Sum of a sample's unmasked values up to and with each token, [T]; 0 where masked."""
+    """Return the sum of a sample's unmasked values up to and including each token, [T]; 0 where masked."""
     values_T = torch.where(mask_T, values_T, 0.0)
     running_T = values_T.double().cumsum(0)
     at_T = torch.arange(len(values_T), device=values_T.device)
@@ -46,5 +46,5 @@ def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples:
 
 
 def spread(values_N: Tensor, sample_T: Tensor) -> Tensor:
-    """Each token's own sample's value, [T]; 0 in padding."""
+    """Return the value of each token's sample, [T]; 0 in padding."""
     return torch.where(sample_T >= 0, values_N[sample_T.clamp(min=0)], torch.zeros((), dtype=values_N.dtype, device=values_N.device))

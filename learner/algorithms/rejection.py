@@ -1,8 +1,8 @@
-"""Which tokens are kept out of an update altogether, because the ratio says that pi and mu disagree too much about them.
+"""Rejection rules: tokens that are left out of an update because pi and mu disagree too much about them.
 
-Pure functions; every rule gives ``rejected_T`` (bool, False where masked). A rejected token's loss is 0 and the denominators stay what
-they were: the update shrinks, it is not amplified. Rules over whole sequences give one verdict to all tokens of a sample. Dropping what
-depends on the outcome is biased, and rules over sequences drop long responses first: watch the rejected share.
+Pure functions; every rule returns ``rejected_T`` (bool, False where masked). A rejected token's loss is 0 and the denominators do not
+change: the update shrinks, it is not amplified. Rules over whole sequences reject all tokens of a sample or none. Rejection that depends
+on the outcome is biased, and rules over sequences reject long responses first: watch the rejected share.
 T = tokens of a packed row, N = samples of the step; ``delta_T = log pi - log mu``.
 """
 
@@ -21,11 +21,11 @@ PROBABILITY_BOUND = 1e-8
 def outside(
     delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, metric: str, span: str, low: float = 0.0, high: float
 ) -> Tensor:
-    """Reject where a mismatch metric is outside its bounds, by token or by the sum, mean or maximum over a sample.
+    """Reject tokens at which a mismatch metric is outside its bounds; the metric is per token or the sum, mean or maximum over a sample.
 
     ``k1``: ``low < e^delta < high`` is kept, of the ratio pi / mu (the geometric mean for ``seq_mean``). ``k2 = delta^2 / 2`` and
-    ``k3 = e^delta - 1 - delta``: below ``high`` is kept, ``low`` has no meaning. verl applies the bounds of k1 to mu / pi instead.
-    Source: verl's rollout correction, Li et al. 2025 (``rollout_rs``).
+    ``k3 = e^delta - 1 - delta``: below ``high`` is kept, ``low`` is ignored. verl applies the bounds of k1 to mu / pi instead.
+    Raises ValueError for an unknown metric or span. Source: verl's rollout correction, Li et al. 2025 (``rollout_rs``).
     """
     if metric == "k1":
         value_T = delta_T
@@ -52,8 +52,8 @@ def outside(
 def vetoed(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, threshold: float) -> Tensor:
     """Reject a whole sample when any of its tokens has a ratio pi / mu below the threshold (typically 1e-4 .. 1e-6).
 
-    It catches what the engine sampled and the learner holds impossible: wrong tokenisation, torn weights. Long responses are rejected
-    more often. Source: Liu, Li et al. 2025.
+    It catches tokens that the engine sampled and that are nearly impossible under the learner's policy: wrong tokenisation, mixed-up
+    weights. Long responses are rejected more often. Source: Liu, Li et al. 2025.
     """
     impossible_T = mask_T & (delta_T < math.log(threshold))
     return mask_T & spread(_any(impossible_T, sample_T, num_samples), sample_T)
@@ -64,7 +64,8 @@ def opsm(
 ) -> Tensor:
     """Reject a sample of negative advantage when ``mean(log mu - log pi_theta) > threshold``: off-policy sequence masking.
 
-    Never what has an advantage >= 0, never what is on-policy. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the sampling probabilities).
+    Samples with an advantage >= 0 and on-policy samples are never rejected. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the
+    sampling probabilities).
     """
     gap_T = torch.where(mask_T, rollout_T - log_probs_T, 0.0)
     far_T = spread(sequence_means(gap_T, mask_T, sample_T, num_samples) > threshold, sample_T)
@@ -72,9 +73,9 @@ def opsm(
 
 
 def second_moment_cut(squares_M: Tensor, limit: float) -> float:
-    """Smallest ``delta^2`` to reject so that the mean of the others is below ``limit``; infinity when nothing need be rejected.
+    """Return the smallest ``delta^2`` to reject so that the mean of the others is below ``limit``; infinity if it is already.
 
-    ``squares_M``: of all trainable tokens of the update on all ranks. The largest go first; equal ones go together.
+    ``squares_M``: those of all trainable tokens of the update on all ranks. The largest are rejected first, equal ones together.
     Source: M2PO 2510.01161 (second-moment trust region; 0.04 there).
     """
     if not len(squares_M) or bool(squares_M.double().mean() < limit):
@@ -86,14 +87,14 @@ def second_moment_cut(squares_M: Tensor, limit: float) -> float:
 
 
 def beyond(delta_T: Tensor, mask_T: Tensor, cut: float) -> Tensor:
-    """Reject what reaches the cut of ``second_moment_cut``."""
+    """Reject tokens whose ``delta^2`` is at least ``cut`` (``second_moment_cut``)."""
     return mask_T & (delta_T.double().square() >= cut)
 
 
 def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *, limit: float) -> Tensor:
-    """Reject where the KL divergence between "this token or another" under pi and under mu exceeds the limit in either direction.
+    """Reject tokens where the KL divergence between "this token or another" under pi and under mu exceeds the limit in either direction.
 
-    ``KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Unlike a band on the ratio it knows how probable the token is.
+    ``KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Unlike a bound on the ratio it takes the token's probability into account.
     Source: KPop (Ring team, 2026), in AReaL with limit 2.
     """
     bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
@@ -107,9 +108,9 @@ def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *,
 def total_variation_outside(
     log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Reject where the update has moved the token's probability far enough: ``A > 0, p - q > high`` or ``A <= 0, p - q < -low``.
+    """Reject tokens whose probability the update has moved far enough: ``A > 0, p - q > high`` or ``A <= 0, p - q < -low``.
 
-    A trust region in probability, not in ratio: 1e-4 -> 1e-3 may go on, .7 -> .95 may not. Source: DPPO 2602.04879.
+    This is a trust region in probability, not in ratio: 1e-4 -> 1e-3 is inside, .7 -> .95 is outside. Source: DPPO 2602.04879.
     """
     moved_T = torch.where(mask_T, log_probs_T, 0.0).exp() - torch.where(mask_T, anchor_T, 0.0).exp()
     return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)

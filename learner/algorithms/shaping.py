@@ -1,4 +1,4 @@
-"""What is added to rewards, or stands in their place, before advantages are made of them. Pure functions; T = tokens, N = samples."""
+"""Reward shaping before advantages are computed: penalties, constant groups, distillation. Pure functions; T = tokens, N = samples."""
 
 from torch import Tensor
 
@@ -9,8 +9,8 @@ from learner.algorithms.ratios import log_ratio
 def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
     """``clamp((max_tokens - buffer - length) / buffer, -1, 0)``, float64 [N], to be added to the reward.
 
-    0 up to ``max_tokens - buffer`` response tokens, then a line down to -1 at ``max_tokens``, -1 beyond. Raises ValueError unless
-    0 < buffer <= max_tokens. Source: soft overlong punishment, DAPO 2503.14476 (max_tokens 20480, buffer 4096).
+    It is 0 up to ``max_tokens - buffer`` response tokens, falls linearly to -1 at ``max_tokens``, and is -1 beyond. Raises ValueError
+    unless 0 < buffer <= max_tokens. Source: soft overlong punishment, DAPO 2503.14476 (max_tokens 20480, buffer 4096).
     """
     if not 0 < buffer <= max_tokens:
         raise ValueError(f"buffer: want 1..max_tokens = {max_tokens}, got {buffer}")
@@ -18,27 +18,27 @@ def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer: int) -> Tens
 
 
 def zero_variance_groups(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """True for the samples of groups whose rewards are all equal (a group of one included), bool [N].
+    """Return a mask of the samples in groups whose rewards are all equal (a group of one included), bool [N].
 
-    They have no gradient under a group baseline, yet count in the denominators. "Equal" is exact: give the rewards before anything that
-    depends on length or log-probs is added. Source: dynamic sampling, DAPO 2503.14476.
+    They have no gradient under a group baseline, but count in the denominators. The comparison is exact: pass the rewards before a term
+    that depends on length or log-probs is added. Source: dynamic sampling, DAPO 2503.14476.
     """
     return group_moments(rewards_N, groups_N).constant_N
 
 
 def distillation_advantages(log_probs_T: Tensor, teacher_T: Tensor, mask_T: Tensor) -> Tensor:
-    """``log pi_teacher - log pi_student`` of the sampled tokens (nats, clamped to +-20), detached, [T]; 0 where masked.
+    """Return ``log pi_teacher - log pi_student`` of the sampled tokens (nats, clamped to +-20), detached, [T]; 0 where masked.
 
     The policy gradient ``-A grad log pi`` on tokens of the student is the gradient of KL(student || teacher) of each next token given its
-    prefix; prefixes are as sampled. (``returns_to_go`` of it with gamma = 1 has the gradient of the KL of whole responses.)
-    Both log-probs must be at the temperature that the tokens were sampled at: a teacher at another one pulls towards a flatter or sharper
-    policy and nothing looks wrong. Source: on-policy distillation, Agarwal et al. 2024; as an advantage, Lu et al. 2025.
+    sampled prefix. (``returns_to_go`` of it with gamma = 1 has the gradient of the KL of whole responses.)
+    Both log-probs must be at the sampling temperature: a teacher at another temperature pulls towards a flatter or sharper policy, which
+    no diagnostic shows. Source: on-policy distillation, Agarwal et al. 2024; as an advantage, Lu et al. 2025.
     """
     return log_ratio(teacher_T, log_probs_T, mask_T).detach()
 
 
 def kl_in_reward(rewards_N: Tensor, kl_sums_N: Tensor, coef: float) -> Tensor:
-    """``r - coef KL``: each sample pays for its summed divergence (nats; the sum of k1 over its trainable tokens), [N], detached.
+    """Return ``r - coef KL``, [N], detached; KL is a sample's summed divergence (nats; the sum of k1 over its trainable tokens).
 
     Source: Ziegler et al. 2019.
     """

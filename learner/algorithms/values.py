@@ -1,9 +1,9 @@
 """Advantages and targets with a learned value function, on packed rows of several sequences, and the loss of that function.
 
 Pure functions of torch tensors; T = tokens of a packed row, M = trainable tokens in it. ``values_T[t]`` is V of the prefix that token t
-was sampled after, in units of the reward. ``sample_T`` says which sample a token belongs to; a sample's tokens are neighbours, all in one
-row. A masked token inside a sample takes no time: it is skipped without discount, and what stands there (reward, value, ratio) is never
-looked at. After its last trainable token a sample is worth 0, a truncated one too. Everything but the loss is detached.
+was sampled after, in units of the reward. ``sample_T`` is the index of a token's sample; a sample's tokens are neighbours, all in one
+row. A masked token inside a sample is skipped without discount, and its reward, value and ratio are ignored. The value after the last
+trainable token of a sample is 0, also if the sample is truncated. Everything but the loss is detached.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def recurrence(terms_T: Tensor, factors_T: Tensor) -> Tensor:
-    """``x_t = terms_t + factors_t x_{t+1}`` with 0 after the end, [T]; a factor of 0 starts anew, also before NaN or infinity.
+    """Solve ``x_t = terms_t + factors_t x_{t+1}`` with 0 after the end, [T]; a factor of 0 restarts it, also before NaN or infinity.
 
-    Doubling: O(T log T) work in log2(T) vector operations, no division, so it is as stable as the loop.
+    Doubling takes O(T log T) work in log2(T) vector operations without division, so it is as stable as the loop.
     Source: parallel prefix of a linear recurrence, Kogge and Stone 1973.
     """
     reach = 1
@@ -34,7 +34,7 @@ class _Steps:
 
     mask_T: Tensor
     last_M: Tensor
-    """No trainable token of the same sample follows."""
+    """True for the last trainable token of each sample."""
 
     @classmethod
     def of(cls, mask_T: Tensor, sample_T: Tensor) -> "_Steps":
@@ -47,22 +47,22 @@ class _Steps:
         return values_T[self.mask_T].double()
 
     def following(self, values_M: Tensor) -> Tensor:
-        """Value at the sample's next trainable token; 0 after its last."""
+        """Return the value at the sample's next trainable token; 0 after its last."""
         return torch.where(self.last_M, 0.0, values_M.roll(-1))
 
     def summed(self, terms_M: Tensor, factors_M: Tensor | float) -> Tensor:
-        """``x_t = terms_t + factors_t x_next`` within each sample."""
+        """Solve ``x_t = terms_t + factors_t x_next`` within each sample."""
         return recurrence(terms_M, torch.where(self.last_M, torch.zeros_like(terms_M), factors_M))
 
     def spread(self, values_M: Tensor, like_T: Tensor) -> Tensor:
-        """To the places of the row, in the dtype of ``like_T``; 0 where masked."""
+        """Scatter to the positions of the row, in the dtype of ``like_T``; 0 where masked."""
         values_T = torch.zeros_like(like_T)
         values_T[self.mask_T] = values_M.to(like_T.dtype)
         return values_T
 
 
 def terminal_rewards(rewards_N: Tensor, mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Each sample's reward at its last trainable token in the row, 0 elsewhere, [T]."""
+    """Return each sample's reward at its last trainable token in the row, 0 elsewhere, [T]."""
     steps = _Steps.of(mask_T, sample_T)
     rewards_M = torch.where(steps.last_M, rewards_N[sample_T[mask_T]], 0.0)
     return steps.spread(rewards_M, rewards_N.new_zeros(mask_T.shape))
@@ -70,11 +70,11 @@ def terminal_rewards(rewards_N: Tensor, mask_T: Tensor, sample_T: Tensor) -> Ten
 
 @torch.no_grad()
 def gae(rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, sample_T: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """(advantages, returns) of generalised advantage estimation, both [T], detached; 0 where masked.
+    """Return (advantages, returns) of generalised advantage estimation, both [T], detached; 0 where masked.
 
     ``A_t = d_t + gamma lam A_next``, ``d_t = r_t + gamma V_next - V_t``, ``returns = A + V`` (target of the value function, before any
-    whitening of A). lam = 1: the discounted return less V; lam = 0: d. It is for data of the policy itself: nothing corrects for their
-    age (``vtrace`` does). Raises ValueError for gamma or lam outside 0..1.
+    whitening of A). lam = 1: the discounted return less V; lam = 0: d. It assumes data of the policy itself and does not correct for
+    their age (``vtrace`` does). Raises ValueError for gamma or lam outside 0..1.
     Source: Schulman et al. 2016; masked tokens skipped as in verl.
     """
     _check(gamma=gamma, lam=lam)
@@ -91,7 +91,7 @@ class VTrace:
 
     targets_T: Tensor
     advantages_T: Tensor
-    """The weight min(rho_pg_bar, pi / mu) is in it: its loss is ``-A log pi``, with no further weight and no ratio."""
+    """Advantages that include the weight min(rho_pg_bar, pi / mu): the loss is ``-A log pi``, with no further weight and no ratio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,13 +123,13 @@ def vtrace(
     lam: float = 1.0,
     bars: Bars = _ALL_ONE,
 ) -> VTrace:
-    """Value targets v and advantages that correct for data of mu, ``log_ratio_T = log pi - log mu``.
+    """Return value targets v and advantages that correct for data of mu, ``log_ratio_T = log pi - log mu``.
 
     ``d_t = min(rho_bar, w_t) (r_t + gamma V_next - V_t)``, ``v_t - V_t = d_t + gamma lam min(c_bar, w_t) (v_next - V_next)``,
     ``A_t = min(rho_pg_bar, w_t) (r_t + gamma v_next - V_t)`` with w = pi / mu. On policy with bounds >= 1 and lam = 1, v is the discounted
     return. The mean of v over data of mu is V when V is the value of the policy proportional to ``min(rho_bar mu, pi)``, between mu and
-    pi: rho_bar says where the learning ends, c_bar how fast (the product of c over many tokens goes to 0, and so does the reach of a late
-    reward).
+    pi: rho_bar determines the fixed point, c_bar the speed (the product of c over many tokens goes to 0, and with it the effect of a late
+    reward on early tokens).
     Raises ValueError for gamma or lam outside 0..1.
     Source: IMPALA, Espeholt et al. 2018.
     """
@@ -143,10 +143,10 @@ def vtrace(
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float) -> Tensor:
-    """``max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`` per token, [T]; 0 with 0 gradient where masked.
+    """Return ``max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2) / 2`` per token, [T]; 0 with 0 gradient where masked.
 
-    Never below the unclipped loss. No gradient iff V is more than ``clip`` from V_old and nearer to R than the held value: it has gone as
-    far towards R as it may. ``clip``: in units of the value, ``math.inf`` = none; raises ValueError unless > 0.
+    It is never below the unclipped loss. The gradient is 0 iff V is more than ``clip`` from V_old and nearer to R than the clamped value:
+    V has moved towards R as far as it may. ``clip``: in units of the value, ``math.inf`` = none; raises ValueError unless > 0.
     Source: PPO as in OpenAI baselines, Dhariwal et al. 2017.
     """
     plain_T, held_T = _squares(values_T, old_values_T, returns_T, mask_T, clip)
@@ -154,13 +154,13 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T
 
 
 def value_clipped(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, *, clip: float) -> Tensor:
-    """True for the tokens whose value gradient the clip has taken, bool [T]; False where masked."""
+    """Return a mask of the tokens whose value gradient the clip has set to 0, bool [T]; False where masked."""
     plain_T, held_T = _squares(values_T, old_values_T, returns_T, mask_T, clip)
     return held_T > plain_T
 
 
 def _squares(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, mask_T: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Squared errors of V and of V held near V_old; 0 where masked."""
+    """Return the squared errors of V and of V clamped near V_old; 0 where masked."""
     if not clip > 0:
         raise ValueError(f"clip: want > 0 (math.inf = none), got {clip}")
     values_T = torch.where(mask_T, values_T, 0.0)

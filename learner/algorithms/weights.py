@@ -1,8 +1,8 @@
 """Importance weights that correct for the age of the data: detached, bounded, then multiplied to the loss.
 
 Pure functions; T = tokens of a packed row, N = samples of the step. ``delta_T = log pi - log mu`` from ``ratios.log_ratio`` (0 where
-masked). What a weight is of (level) and what happens outside its bounds (action) are chosen apart; the names of the field are products of
-the two: TIS = token x clip, MIS and IcePop = token x mask, Seq-TIS = sequence x clip, Seq-MIS = sequence x mask.
+masked). The level of a weight (token, sequence ...) and the action outside its bounds are chosen separately; names of the field are
+products of the two: TIS = token x clip, MIS and IcePop = token x mask, Seq-TIS = sequence x clip, Seq-MIS = sequence x mask.
 """
 
 from dataclasses import dataclass, replace
@@ -15,12 +15,12 @@ from learner.algorithms.ratios import DELTA_BOUND, prefix_sums, sequence_means, 
 LEVELS = ("token", "sequence", "geometric", "prefix")
 ACTIONS = ("truncate", "clip", "mask")
 NORMALISER_FLOOR = 1e-8
-"""Weights with a smaller mean are left as they are."""
+"""Weights with a smaller mean are not normalised."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Detached token weights and where they met their bounds."""
+    """Detached token weights, and masks of those outside their bounds."""
 
     weight_T: Tensor
     """1 where masked."""
@@ -29,12 +29,12 @@ class Weights:
 
 
 def raw_weights(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str) -> Tensor:
-    """The ratio pi / mu at a level, not bounded, [T]; 1 where masked.
+    """Return the ratio pi / mu at a level, not bounded, [T]; 1 where masked. Raises ValueError for an unknown level.
 
-    ``token``: e^delta_t. Biased for two tokens and more, whatever the bounds: prefix and continuation stay mu's. Variance per token only.
+    ``token``: e^delta_t. Biased for two tokens and more, with any bounds: prefix and continuation stay mu's. Variance per token only.
     ``sequence``: e^(sum of delta), the same at every token of a sample. Unbiased without bounds; its variance grows exponentially in
     the length, and beyond 1,000 tokens it is 0 or its bound.
-    ``geometric``: e^(mean of delta): independent of the length, and no importance weight; good to reject by, not to weigh with.
+    ``geometric``: e^(mean of delta): independent of the length, and not an importance weight; use it to reject, not to weigh.
     ``prefix``: e^(sum of delta up to t), corrects the distribution of the state too. Unbiased only with the true advantage of each token.
     Sources: TIS, Yao et al. 2025; sequence and geometric, Liu, Li et al. 2025 ("When speed kills stability"); prefix, CTPO 2605.07331.
     """
@@ -52,10 +52,11 @@ def raw_weights(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: 
 
 
 def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, action: str = "clip") -> Weights:
-    """Detached weights within ``low .. high``: ``clip`` (both bounds), ``truncate`` (the upper alone), ``mask`` (0 outside).
+    """Return detached weights within ``low .. high``: ``clip`` (both bounds), ``truncate`` (the upper alone), ``mask`` (0 outside).
 
-    The bounds themselves are inside. A lower bound > 0 with ``clip`` keeps a pull on tokens that the policy has given up: more bias.
-    Masking leaves the denominator of the loss as it is. Sources: TIS, Yao et al. 2025; IcePop (.5 .. 5), Ring-1T 2510.18855.
+    The bounds themselves are inside. A lower bound > 0 with ``clip`` keeps training tokens that the policy has nearly ruled out: more bias.
+    Masking does not change the denominator of the loss. Raises ValueError for an unknown action.
+    Sources: TIS, Yao et al. 2025; IcePop (.5 .. 5), Ring-1T 2510.18855.
     """
     if action not in ACTIONS:
         raise ValueError(f"action: want one of {', '.join(ACTIONS)}, got {action!r}")
@@ -69,7 +70,7 @@ def bounded(raw_T: Tensor, mask_T: Tensor, *, low: float = 0.0, high: float, act
 
 
 def weight_sums(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, level: str) -> Tensor:
-    """(sum of weights, number of weights), float64 [2], to be added over micro-batches and ranks before ``self_normalised``.
+    """Return (sum of weights, number of weights), float64 [2]; add them over micro-batches and ranks before ``self_normalised``.
 
     Token and prefix weights count once a token, sequence and geometric ones once a sample.
     """
@@ -82,17 +83,17 @@ def weight_sums(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples:
 
 
 def self_normalised(weights: Weights, mask_T: Tensor, sums: Tensor) -> Weights:
-    """Weights divided by their mean over the update on all ranks: their mean is 1, and a constant offset of the log-probs falls out.
+    """Divide the weights by their mean over the update on all ranks: the mean becomes 1, and a constant offset of the log-probs cancels.
 
-    ``sums``: of all micro-batches and ranks. Undoes the shrinking of the learning rate by truncation (E[w] < 1) at a bias of O(1/n).
+    ``sums``: the sum over all micro-batches and ranks. It undoes the smaller steps that truncation causes (E[w] < 1), at a bias of O(1/n).
     Source: self-normalised importance sampling; verl's ``rollout_is_batch_normalize``.
     """
     mean = sums[0] / sums[1]
-    if not bool(mean > NORMALISER_FLOOR):  # also where there is no weight at all
+    if not bool(mean > NORMALISER_FLOOR):  # also if there are no weights and the mean is NaN
         return weights
     return replace(weights, weight_T=torch.where(mask_T, (weights.weight_T / mean).to(weights.weight_T.dtype), 1.0))
 
 
 def effective_sample_share(total: float, squares: float, count: float) -> float:
-    """``(sum w)^2 / (n sum w^2)``, in 1/n .. 1; 1 iff all weights are equal; 1 when there is none. Source: Kish 1965."""
+    """Return ``(sum w)^2 / (n sum w^2)``, in 1/n .. 1: 1 iff all weights are equal, and for no weights. Source: Kish 1965."""
     return total * total / (count * squares) if count and squares else 1.0
