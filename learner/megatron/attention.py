@@ -1,9 +1,9 @@
-"""Attention and rotary positions of packed rows: many sequences of any length stand behind each other in one row.
+"""Attention and rotary positions of packed rows, which concatenate many sequences of any length.
 
-``PackedRow`` is worked out once per micro-batch and travels through Megatron as its ``packed_seq_params``. Sequences of similar length
+``PackedRow`` is computed once per micro-batch and passes through Megatron as its ``packed_seq_params``. Sequences of similar length
 are scattered into a right-padded batch, so that a row costs one attention call per length bucket and not one per sequence. That is
-exact: padding stands behind every real query, and attention is causal.
-Shape letters: T = tokens of the row, P = padded places of all buckets, n = heads, d = head size.
+exact: padding comes after every real query, and attention is causal.
+Shape letters: T = tokens of the row, P = padded positions of all buckets, n = heads, d = head size.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from torch import Tensor
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """Where the sequences of a row are, and how they are laid out for attention.
+    """Positions of the sequences in a row, and their layout for attention.
 
     ``qkv_format`` stays "sbhd": Megatron's own "thd" code for rotary positions loops over the sequences in Python, for q and k in every
     layer. With one row the two layouts are the same tensor, and ``PackedRotary`` supplies the angle of every token.
@@ -31,13 +31,13 @@ class PackedRow(PackedSeqParams):
     buckets: tuple[tuple[int, int], ...] = ()
     """(sequences, padded length) of each bucket."""
     take_P: Tensor | None = None
-    """Token of the row that stands at each padded place (padding repeats its sequence's last token); None = the row is the batch."""
+    """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is the batch."""
     give_T: Tensor | None = None
-    """Padded place of each token."""
+    """Padded position of each token."""
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedRow:
-    """The layout of a row whose sequences begin at ``cu_seqlens`` ([S + 1], from 0 to T)."""
+    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T)."""
     device = position_ids_T.device
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -58,7 +58,10 @@ def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor) -> PackedR
 def _bucketed(
     starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[tuple[tuple[int, int], ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Sequences of (2^k, 2^(k+1)] tokens share a bucket, padded to its longest: less than half of it is padding."""
+    """Assign sequences of (2^k, 2^(k+1)] tokens to one bucket, padded to its longest sequence: less than half of it is padding.
+
+    Returns (buckets, ``take_P``, ``give_T``) of ``PackedRow``.
+    """
     powers = np.ceil(np.log2(lengths)).astype(np.int64)
     buckets, take = [], []
     give = np.empty(int(lengths.sum()), np.int64)
@@ -78,19 +81,19 @@ def _bucketed(
 
 
 class PackedRotary(RotaryEmbedding):
-    """Rotary angles by the position ids of a PackedRow; without one it is Megatron's module."""
+    """Megatron's rotary embedding, with the angles of a PackedRow's position ids where there is a PackedRow."""
 
     inv_freq: Tensor
 
     def get_rotary_seq_len(self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any) -> Any:
-        """What Megatron hands back to ``forward``: for a packed row the row itself, and not its length."""
+        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its length."""
         packed = args[-1] if args else None
         if isinstance(packed, PackedRow):
             return packed
         return super().get_rotary_seq_len(inference_context, transformer, transformer_input, *args, **kwargs)
 
     def forward(self, max_seq_len: Any, offset: int = 0, packed_seq: bool = False, cp_group: Any = None) -> Tensor:
-        """Angles [T, 1, 1, d] of a PackedRow, or of positions 0 .. max_seq_len - 1."""
+        """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         assert not self.rotary_interleaved and max_seq_len.position_ids_T is not None
@@ -102,7 +105,7 @@ class PackedRotary(RotaryEmbedding):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Megatron's core attention slot filled with torch's scaled_dot_product_attention; causal, packed or not."""
+    """Core attention of Megatron's layers by torch's scaled_dot_product_attention; causal, for packed rows and plain batches."""
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any
@@ -115,7 +118,7 @@ class SDPACoreAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
     ) -> Tensor:
-        """q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1."""
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1."""
         if not isinstance(packed_seq_params, PackedRow):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
@@ -129,13 +132,13 @@ class SDPACoreAttention(MegatronModule):
         return _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)[:, None]
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """All [b, heads, s, d]."""
+        """Attend with all tensors [b, heads, s, d]."""
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=grouped)
 
 
 class _Pad(torch.autograd.Function):
-    """Tokens of a row to padded places. What stands in padding reaches no real output, so its gradient is 0 and need not be added up."""
+    """Scatters the tokens of a row to padded positions. Padding reaches no real output, so its gradient is 0 and is not accumulated."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:
@@ -148,7 +151,7 @@ class _Pad(torch.autograd.Function):
 
 
 class _Unpad(torch.autograd.Function):
-    """Padded places back to tokens; the gradient of padding is 0."""
+    """Gathers the tokens of a row from padded positions; the gradient of padding is 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, give_T: Tensor | None) -> Tensor:

@@ -1,7 +1,7 @@
 """Hugging Face models as Megatron-core models: configuration, weights in, weights out.
 
-``mbridge`` knows how the names and layouts correspond; its layer spec is Transformer Engine's, so these subclasses put Megatron's own
-layers with ``SDPACoreAttention`` in its place, and the two norms of a layer that Transformer Engine would fold into the linears.
+``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so these subclasses use Megatron's own layers with
+``SDPACoreAttention`` instead, and map the two norms of a layer that Transformer Engine would fuse into the linears.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from learner.megatron.sizes import FAMILIES, refusals, rope_arguments
 
 
 class _LocalLayers:
-    """Mixed into mbridge's classes; comes first in the order of bases. Pipeline parallel size 1."""
+    """Mixin for mbridge's classes, to be the first base class. Pipeline parallel size 1."""
 
     _NORMS: ClassVar[Mapping[str, str]] = {
         "input_layernorm.weight": "model.layers.{}.input_layernorm.weight",
@@ -34,7 +34,7 @@ class _LocalLayers:
     _DIRECT_MAPPING: dict[str, str]
 
     def __init__(self, hf_config: Any, dtype: torch.dtype) -> None:
-        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place: not the class's
+        self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         self.set_extra_args(  # type: ignore[attr-defined]
             use_cpu_initialization=not torch.cuda.is_available(),
@@ -56,7 +56,7 @@ class _LocalLayers:
         return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc,no-any-return]
 
     def build(self) -> GPTModel:
-        """The model with weights of no meaning (Megatron marks the split ones while it draws them, so they must be drawn)."""
+        """Build the model with random weights. They are initialised because Megatron marks the split weights while it does that."""
         config = self.config  # type: ignore[attr-defined]
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
@@ -66,7 +66,7 @@ class _LocalLayers:
             share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,  # type: ignore[attr-defined]
             **self._get_gptmodel_args(),
         )
-        model.rotary_pos_emb.__class__ = PackedRotary  # same data, and it understands packed rows
+        model.rotary_pos_emb.__class__ = PackedRotary  # the same data, with support for packed rows
         return model
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
@@ -81,9 +81,9 @@ class _LocalLayers:
 
     @torch.no_grad()
     def export(self, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-        """Weights under their Hugging Face names, whole; collective over the tensor-parallel ranks.
+        """Yield the whole weights under their Hugging Face names; collective over the tensor-parallel ranks.
 
-        Without tensor parallelism the tensors are views on the live weights: copy what must outlive the next step.
+        Without tensor parallelism the tensors are views on the live weights: copy those that must outlive the next step.
         """
         for name, parameter in model.named_parameters():
             whole = parameter.detach()
@@ -108,12 +108,12 @@ class _Llama(_LocalLayers, LLaMABridge):
 
 
 _BRIDGES: Mapping[str, type[_LocalLayers]] = {"qwen3": _Qwen3, "qwen2": _Qwen2, "llama": _Llama}
-"""By ``model_type`` of the Hugging Face config."""
+"""Bridges by ``model_type`` of the Hugging Face config."""
 assert sorted(_BRIDGES) == sorted(FAMILIES)
 
 
 def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) -> Any:
-    """The bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load_weights([model], dir)``, ``export(model)``.
+    """Open the bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load_weights([model], dir)``, ``export(model)``.
 
     Raises ConfigRefused for a model type without a bridge, or sizes that tensor parallelism cannot split.
     """

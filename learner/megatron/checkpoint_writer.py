@@ -1,7 +1,7 @@
-"""Megatron's distributed checkpoint format, written by the rank itself.
+"""Writer of Megatron's distributed checkpoint format that runs in the rank's own process.
 
 Megatron's own writer starts helper processes even for a synchronous save: a spawned manager, which outlives a killed rank, and forks of
-a process that has threads. The files are the same (torch.distributed.checkpoint's), and Megatron's loader reads them.
+a process that has threads. The files have the same format (torch.distributed.checkpoint), and Megatron's loader reads them.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from learner.errors import CheckpointUnwritten
 
 
 class InProcessSave(TorchDistSaveShardedStrategy):
-    """To be given to ``dist_checkpointing.save`` as its strategy. Collective; every file is synced."""
+    """Save strategy for ``dist_checkpointing.save``. Collective; every file is fsynced."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)

@@ -1,7 +1,7 @@
-"""Lets Megatron-core run where there is no CUDA: it names the CUDA device in a few places, and this answers with the CPU.
+"""Context managers that let Megatron-core run without CUDA: it names the CUDA device in a few places, which become the CPU.
 
-Nothing is installed for good: ``megatron_device()`` is entered around building a model, a forward-backward pass and an optimizer step,
-and left again. Where CUDA is present it does nothing at all.
+No patch is permanent: ``megatron_device()`` is entered around building a model, a forward-backward pass and an optimizer step. With CUDA
+it does nothing.
 """
 
 import contextlib
@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Answers ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.type()`` as Megatron-core 0.16 asks them.
+    """Replaces ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.type()`` in the calls of Megatron-core 0.16.
 
-    Its schedules and optimizers make their scalars on "cuda", and its optimizers recognise parameters by "torch.cuda.FloatTensor".
+    Its schedules and optimizers create their scalars on "cuda", and its optimizers recognise parameters by "torch.cuda.FloatTensor".
     """
 
     def __torch_function__(
@@ -41,12 +41,12 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
     "current_device": lambda: torch.device("cpu"),
     "synchronize": lambda device=None: None,
 }
-"""What ``torch.cuda`` says meanwhile: rotary positions and gradient buffers ask for the device, checkpoints wait for it."""
+"""Replacements in ``torch.cuda``: rotary positions and gradient buffers query the device, checkpoints synchronise with it."""
 
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """While entered, Megatron's "cuda" is the device of this process. Not re-entrant; one thread at a time."""
+    """Map "cuda" to the device of this process inside the context. Not re-entrant; only one thread may be inside at a time."""
     if torch.cuda.is_available():
         yield
         return
@@ -63,7 +63,7 @@ def megatron_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Inside ``megatron_device()``: leave it for a stretch that calls torch often and needs none of it (the model's forward)."""
+    """Suspend ``megatron_device()`` inside it, for code that calls torch often and never names CUDA (the model's forward)."""
     if torch.cuda.is_available():
         yield
         return

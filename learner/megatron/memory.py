@@ -1,7 +1,7 @@
-"""The learner's memory on an accelerator that it shares with engines: given up between the steps, taken again for each.
+"""The learner's memory on an accelerator that it shares with engines: released between steps and resumed for each.
 
-``PlainMemory`` moves nothing, on CPUs and where nobody shares; ``SaverMemory`` (torch_memory_saver) unmaps the device memory and keeps what
-was in it in pinned host memory. Both have the same states, so that a use of released memory is an error everywhere.
+``PlainMemory`` moves nothing; it is for CPUs and for an accelerator that is not shared. ``SaverMemory`` (torch_memory_saver) unmaps the
+device memory and keeps its content in pinned host memory. Both track the same states, so that a use of released memory is an error on both.
 """
 
 import logging
@@ -16,28 +16,28 @@ from learner.errors import MemoryReleased
 log = logging.getLogger(__name__)
 
 KEPT, SCRATCH = "learner", "learner-scratch"
-"""Tags of regions: what must come back as it was, and what is written anew before it is read."""
+"""Tags of regions: KEPT is restored with its content, SCRATCH without, because it is overwritten before it is read."""
 
 
 class Memory(Protocol):
-    """Of one rank. ``release`` and ``resume`` take turns, ``resume`` gives back every tensor as it was (gradients excepted)."""
+    """Accelerator memory of one rank. ``release`` and ``resume`` alternate; ``resume`` restores every tensor (except gradients)."""
 
     def region(self, *, scratch: bool = False) -> AbstractContextManager[None]:
-        """What is allocated inside is given up by ``release``; with ``scratch`` its content is not kept. Not to be nested."""
+        """Register allocations inside the context for ``release``; with ``scratch`` their content is not kept. Do not nest."""
         ...
 
     def release(self) -> None:
-        """Give it up. Raises MemoryReleased when it has been."""
+        """Release the memory. Raises MemoryReleased if it is released already."""
 
     def resume(self) -> None:
-        """Take it again. Raises AssertionError when it is here."""
+        """Take the memory back and restore its content. Raises AssertionError if it is not released."""
 
     def want(self, what: str) -> None:
-        """Raise MemoryReleased when it is not here."""
+        """Raise MemoryReleased, which names the use ``what``, if the memory is released."""
 
 
 class PlainMemory:
-    """Stays where it is."""
+    """Memory that is never unmapped."""
 
     def __init__(self) -> None:
         self.released = False
@@ -52,7 +52,7 @@ class PlainMemory:
         self.released = True
 
     def resume(self) -> None:
-        assert self.released, "memory that is here cannot be resumed"
+        assert self.released, "memory that is not released cannot be resumed"
         self.released = False
 
     def want(self, what: str) -> None:
@@ -61,16 +61,16 @@ class PlainMemory:
 
 
 class SaverMemory(PlainMemory):
-    """Device memory behind torch_memory_saver: addresses stay, pages go. Not tried on a device yet."""
+    """Device memory managed by torch_memory_saver, which keeps the addresses and frees the pages. Not tried on a device yet."""
 
     def __init__(self) -> None:
-        """Raises ImportError, saying what to install."""
+        """Raises ImportError, which names the extra to install."""
         super().__init__()
         try:
             from torch_memory_saver import torch_memory_saver
         except ImportError as error:
             raise ImportError("learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'") from error
-        torch_memory_saver.hook_mode = "torch"  # an allocator of this process, instead of a library that must be loaded before it
+        torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
         self._saver: Any = torch_memory_saver
 
     @contextmanager
@@ -84,7 +84,7 @@ class SaverMemory(PlainMemory):
         torch.cuda.synchronize()
         self._saver.pause(KEPT)
         self._saver.pause(SCRATCH)
-        torch.cuda.empty_cache()  # what a step has left behind
+        torch.cuda.empty_cache()  # temporary tensors of the step, which are in no region
         log.info("memory released still_allocated_bytes=%d", torch.cuda.memory_reserved())
 
     def resume(self) -> None:
@@ -94,5 +94,5 @@ class SaverMemory(PlainMemory):
 
 
 def open_memory(*, colocated: bool, device: torch.device) -> Memory:
-    """What a rank on this device needs. Raises ImportError."""
+    """Return the memory for a rank on ``device``. Raises ImportError without torch-memory-saver where it is needed."""
     return SaverMemory() if colocated and device.type == "cuda" else PlainMemory()

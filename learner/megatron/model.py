@@ -24,15 +24,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The model in its three wrappings, and the bridge to its Hugging Face names."""
+    """The model, its data-parallel wrapper, and the bridge to its Hugging Face names."""
 
     module: GPTModel
     ddp: DistributedDataParallel
-    """What the schedule and the optimizer see."""
+    """The wrapper that the schedule and the optimizer use."""
     bridge: Any
     parallel: Parallel
     memory: Memory = field(default_factory=PlainMemory)
-    """What the weights, their gradients and the optimizer's state lie in."""
+    """Memory of the weights, their gradients and the optimizer's state."""
 
     @property
     def config(self) -> Any:
@@ -40,15 +40,15 @@ class Policy:
         return self.bridge.config
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
+        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
 
-        Without tensor parallelism they are views on the live weights.
+        Without tensor parallelism they are views on the live weights. Raises MemoryReleased.
         """
         self.memory.want("the export of weights")
         yield from self.bridge.export(self.module)
 
     def digest(self) -> str:
-        """SHA-256 over the exported weights in the order of their names; equal for equal weights however they are split."""
+        """Return the SHA-256 of the exported weights in the order of their names; it does not depend on how they are split."""
         total = hashlib.sha256()
         for name, tensor in sorted(self.export(), key=lambda item: item[0]):
             total.update(name.encode())
@@ -75,7 +75,7 @@ def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Mem
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
-    """The weights of another model of the same architecture, beside the policy's; the policy is loaded from ``model_dir`` anew."""
+    """Load the weights of another model of the same architecture into a backup; the policy is reloaded from ``model_dir`` afterwards."""
     with megatron_device(), torch.no_grad():
         policy.bridge.load_weights([policy.module], str(reference_dir))
         backup = WeightBackup(policy)
@@ -84,9 +84,9 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "
 
 
 class WeightBackup:
-    """A second copy of the weights that can be put in their place for a while (the proximal policy, the reference).
+    """A second copy of the weights (the proximal policy, the reference) that can replace them temporarily.
 
-    Of weights on a CUDA device it lies in pinned host memory.
+    The copy of weights on a CUDA device is in pinned host memory.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -95,25 +95,25 @@ class WeightBackup:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The copies by Megatron's names (for the checkpoint)."""
+        """Copies by Megatron's names (for the checkpoint)."""
         return self._copies
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the present weights."""
+        """Copy the current weights. Raises MemoryReleased."""
         self._policy.memory.want("a copy of the weights")
         for name, parameter in self._policy.module.named_parameters():
             self._copies[name].copy_(parameter)
 
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take these as the copies (from a checkpoint); all of them, by Megatron's names."""
+        """Replace the copies by ``tensors`` (from a checkpoint), which has all of Megatron's names."""
         for name, copy in self._copies.items():
             copy.copy_(tensors[name])
 
     @contextmanager
     def switch(self) -> Iterator[None]:
-        """While entered, the model has the copied weights; afterwards its own again, bit for bit."""
+        """Give the model the copied weights inside the context, and its own afterwards, bit for bit."""
         self._swap()
         try:
             yield
@@ -127,7 +127,7 @@ class WeightBackup:
             if parameter.device == copy.device:
                 self._copies[name] = parameter.data
                 parameter.data = copy
-            else:  # the parameter stays where the memory's release and resume know it
+            else:  # release and resume know the parameter by its address, so only the content is swapped
                 own = parameter.detach().clone()
                 parameter.copy_(copy)
                 copy.copy_(own)

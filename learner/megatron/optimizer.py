@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay, at min_lr in the last step."""
+    """Return the learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay to min_lr at the end."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.lr_decay == "constant":
@@ -43,7 +43,7 @@ class PolicyOptimizer:
                     adam_beta1=config.beta1,
                     adam_beta2=config.beta2,
                     adam_eps=config.eps,
-                    clip_grad=config.clip_grad or math.inf,  # the norm is wanted in any case
+                    clip_grad=config.clip_grad or math.inf,  # not 0, with which Megatron would not compute the norm
                     bf16=policy.config.bf16,
                     params_dtype=policy.config.params_dtype,
                 ),
@@ -53,19 +53,18 @@ class PolicyOptimizer:
             group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
 
     def zero_grad(self) -> None:
-        """Before the first micro-batch."""
+        """Set the gradients to 0; call it before the first micro-batch of a step."""
         self._policy.ddp.zero_grad_buffer()
         self.inner.zero_grad()
 
     def step(self, step: int, *, loss: float, scale: float = 1.0) -> tuple[float | None, float]:
-        """Clip and apply the gradients in step ``step``; returns the gradient norm before clipping and the learning rate.
+        """Clip and apply the gradients in step ``step``. Collective over all ranks; call it inside ``megatron_device()``.
 
-        ``loss``: this rank's part of what was minimised. ``scale`` multiplies the learning rate.
-        The norm is None when the step was skipped: loss, gradients or learning rate are not finite on some rank. Weights and Adam's
-        state are then those of before, on every rank. Collective over all ranks.
+        ``loss``: this rank's part of the minimised loss. ``scale`` multiplies the learning rate. All settings of Adam are set here, so
+        an optimizer that was loaded from a checkpoint continues with the configuration of this start.
 
-        All settings of Adam are put in place here, so a loaded optimizer goes on with this start's configuration.
-        Must run inside ``megatron_device()``.
+        Returns the gradient norm before clipping and the learning rate. The norm is None when the step was skipped because loss,
+        gradients or learning rate are not finite on some rank; then weights and Adam's state are unchanged on every rank.
         """
         rate = scale * learning_rate(self._config, step, self._steps)
         if not self._finite(step, loss, rate):
@@ -79,9 +78,9 @@ class PolicyOptimizer:
         return float(norm), rate
 
     def _finite(self, step: int, loss: float, rate: float) -> bool:
-        """One decision of all ranks. NaN and infinity on any of them survive the sum; so would a square that overflows float32.
+        """Return whether loss, rate and gradients are finite on all ranks, the same on each: NaN and infinity of any rank survive the sum.
 
-        That square is what Megatron makes the norm of, so the norm that it clips by is finite, too.
+        A sum of squares beyond float32 counts as not finite, because Megatron computes the norm for clipping from it.
         """
         squares = [float(torch.linalg.vector_norm(buffer.grad_data)) ** 2 for buffer in self._policy.ddp.buffers]
         here = self._policy.parallel
@@ -95,6 +94,6 @@ class PolicyOptimizer:
         return False
 
     def _memory_of_state(self) -> AbstractContextManager[None]:
-        """Adam's moments are allocated by its first step."""
+        """Return the memory region of the first step, which allocates Adam's moments; a context without effect afterwards."""
         first, self._has_state = not self._has_state, True
         return self._policy.memory.region() if first else nullcontext()

@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """Where this rank stands."""
+    """Ranks, sizes and process groups of this rank, and its device."""
 
     rank: int
     dp_rank: int
@@ -24,7 +24,7 @@ class Parallel:
 
 
 def choose_device(wanted: str) -> torch.device:
-    """``auto | cpu | cuda`` to the device of this process (LOCAL_RANK chooses among several GPUs)."""
+    """Return the device of this process for ``auto | cpu | cuda``. LOCAL_RANK selects one of several GPUs."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -35,7 +35,7 @@ def choose_device(wanted: str) -> torch.device:
 def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_s: float = 1800.0) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Raises ValueError when the world is no multiple of the tensor-parallel size.
+    Raises ValueError when the world size is not a multiple of the tensor-parallel size, and for the CPU on a machine with CUDA.
     """
     if device.type == "cpu" and torch.cuda.is_available():
         raise ValueError("learner.device: want cuda or auto where CUDA is present (hide it with CUDA_VISIBLE_DEVICES= to train on the CPU)")
@@ -63,6 +63,6 @@ def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_
 
 
 def leave() -> None:
-    """Let go of the groups; nothing waits for the other ranks."""
+    """Destroy the process groups, without waiting for the other ranks."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

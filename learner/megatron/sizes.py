@@ -1,4 +1,4 @@
-"""Which Hugging Face models the learner trains, by config.json: family, sizes under tensor parallelism, rotary embedding. No torch."""
+"""Check whether the learner can train a Hugging Face model, by config.json: family, sizes, rotary embedding. No torch."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermedia
 
 
 def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int) -> list[ConfigRefused]:
-    """Everything in a model's configuration that the learner cannot train; empty = it can."""
+    """Return an error for each value of a model's configuration that the learner cannot train."""
     family = values.get("model_type")
     if family not in FAMILIES:
         return [ConfigRefused(f"{where}: model_type", f"one of {', '.join(FAMILIES)}", family)]
@@ -29,7 +29,7 @@ def refusals(values: Mapping[str, Any], *, where: str, tensor_parallel: int) -> 
 
 
 def rope_arguments(scaling: Any, *, where: str = "model") -> dict[str, Any]:
-    """Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
+    """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
     if not scaling:
         return {}
     given = scaling if isinstance(scaling, Mapping) else {"type": "?"}

@@ -1,7 +1,7 @@
-"""What a checkpoint holds of a rank's training state, written and read with Megatron's distributed checkpoints (``torch_dist``).
+"""A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
-Model, optimizer, random generators and, where there is one, the proximal weights. The caller gives a directory that nobody else uses
-and makes it durable afterwards; position and data state are its business too. Saving and loading are collective over all ranks.
+It consists of model, optimizer, random generators and, where there is one, the proximal weights. The caller provides a directory that no
+other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are collective over all ranks.
 """
 
 import logging
@@ -40,7 +40,7 @@ def save(
 ) -> None:
     """Write this rank's part of the state after ``step`` into ``directory`` (existing and empty). Synchronous: no helper process.
 
-    ``numbers``: of the algorithm, equal on all ranks; ``load`` gives them back.
+    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
     """
     policy.memory.want("a checkpoint")
     with megatron_device():
@@ -53,10 +53,10 @@ def save(
 def load(
     directory: Path, *, policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup | None = None
 ) -> tuple[int, dict[str, float]]:
-    """Put the state of ``directory`` in place; its step and its numbers. Another number of ranks than it was saved with is fine.
+    """Load the state of ``directory``, which may have been saved by another number of ranks.
 
-    Raises CheckpointCorrupt when the directory is of another format or lacks the proximal weights that are needed, ConfigRefused when it
-    is of another model.
+    Returns the step and the numbers of the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights that
+    are needed, ConfigRefused when it is one of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     if facts["format"] != FORMAT:
@@ -78,14 +78,14 @@ def load(
     if same_world:
         _restore_rng(loaded["rng"])
     else:
-        log.warning("random generators start anew: saved by %d ranks, loaded by %d", facts["world"], dist.get_world_size())
+        log.warning("random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d", facts["world"], dist.get_world_size())
     return int(facts["step"]), dict(facts.get("numbers", {}))
 
 
 def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer) -> int:
-    """Put only the weights of a checkpoint in place, whatever layout it was saved with; its step. The optimizer begins with them, anew.
+    """Load only the weights of a checkpoint, saved with any parallel layout; the optimizer starts without state.
 
-    Raises ConfigRefused for a checkpoint of another model.
+    Returns the step of the checkpoint. Raises ConfigRefused for a checkpoint of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     with megatron_device(), policy.memory.region():

@@ -1,6 +1,6 @@
 """The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics, Adam.
 
-    batch -> old and reference log-probs, where wanted -> advantages -> for each minibatch: corrections, loss, backward, Adam
+    batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, backward, Adam
 
 Shape letters: T = tokens of a packed micro-batch, V = this rank's part of the vocabulary, N = samples of the step on all ranks.
 """
@@ -43,15 +43,15 @@ class _Row:
     tokens_T: Tensor
     targets_T: Tensor
     position_T: Tensor
-    """Place of the target in its response, from 0."""
+    """Index of the target in its response, from 0."""
     packed: PackedRow
     seen: Tokens
-    """What the objective knows of it."""
+    """Inputs of the objective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Step:
-    """What all rows of a step share."""
+    """Values that all rows of a step share."""
 
     temperature: float
     rewards_N: Tensor
@@ -63,7 +63,7 @@ class _Step:
     max_new_tokens: int
 
     def denominators(self, minibatch: int) -> Denominators:
-        """Of one optimizer step, the same on every rank."""
+        """Return the denominators of one optimizer step, the same on every rank."""
         trainable_N = torch.where(self.minibatches_N == minibatch, self.trainable_N, 0)
         return Denominators(
             tokens=int(trainable_N.sum()), sequences=int((trainable_N > 0).sum()), trainable_N=trainable_N, constant=self.constant
@@ -72,18 +72,18 @@ class _Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Update:
-    """What one minibatch led to."""
+    """Result of the optimizer step of one minibatch."""
 
     sums: Sums
-    """Of its rows on this rank."""
+    """Diagnostics of the minibatch's rows on this rank."""
     norm: float | None
-    """Of the gradient before clipping; None = skipped, on all ranks."""
+    """Norm of the gradient before clipping; None = skipped, on all ranks."""
     rate: float
     """Learning rate."""
 
 
 class Trainer:
-    """Trains one policy. Owns nothing but the schedule: policy and optimizer are given, data comes as batches."""
+    """Trains one policy. It owns only the schedule: policy and optimizer are arguments, and data comes as batches."""
 
     def __init__(
         self,
@@ -95,15 +95,15 @@ class Trainer:
         proximal: WeightBackup | None = None,
         reference: WeightBackup | None = None,
     ) -> None:
-        """``proximal``: weights of the last published version, where that is not always the one a step starts from; else None.
+        """``proximal``: weights of the last published version, if that is not always the one a step starts from; else None.
 
-        ``reference``: weights of the reference model, where the algorithm wants one.
+        ``reference``: weights of the reference model, if the algorithm needs one; else None.
         """
         self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, proximal, reference
         self._objective, self._algorithm = Objective(algorithm), algorithm
-        assert reference is not None or not algorithm.needs_reference, "the algorithm wants a reference model"
+        assert reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         self.kl_scale = 1.0
-        """What the adaptive controller has made of the KL coefficients; part of the checkpoint."""
+        """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         policy.config.finalize_model_grads_func = _finalize_unscaled
         policy.config.grad_scale_func = optimizer.inner.scale_loss
@@ -111,9 +111,9 @@ class Trainer:
     def train(self, batch: StepBatch) -> dict[str, float]:
         """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
 
-        A loss is a sum over all trainable tokens of its minibatch with denominators of the whole minibatch, however they are split.
-        A minibatch whose loss or gradients are not finite is skipped on all ranks: weights and optimizer stay as they are, and it is in
-        no metric but ``train/skipped_minibatches``.
+        A loss is a sum over all trainable tokens of its minibatch, with denominators of the whole minibatch, for any split over ranks.
+        A minibatch whose loss or gradients are not finite is skipped on all ranks: weights and optimizer do not change, and it is counted
+        only in ``train/skipped_minibatches``. Raises MemoryReleased.
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
@@ -137,13 +137,16 @@ class Trainer:
         }
 
     def log_probs(self, batch: StepBatch) -> list[Tensor]:
-        """Log-probs of the targets of every micro-batch under the present weights, [T] each, without gradient."""
+        """Return log-probs of the targets of every micro-batch under the current weights, [T] each, without gradient.
+
+        Raises MemoryReleased.
+        """
         self._policy.memory.want("log-probs")
         with megatron_device():
             rows = [self._row(micro_batch, len(batch.rewards_N)) for micro_batch in batch.micro_batches]
             return self._forward_only(rows, batch.temperature)
 
-    # ---- what a step is made of
+    # ---- parts of a step
 
     def _step(self, batch: StepBatch) -> _Step:
         return _Step(
@@ -177,7 +180,7 @@ class Trainer:
         )
 
     def _with_log_probs(self, rows: list[_Row], temperature: float, minibatches: int) -> list[_Row]:
-        """The rows with the log-probs of the proximal and the reference policy, where the objective wants them."""
+        """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
         published_every = 1 if self._proximal is None else 2
         if self._objective.needs_old(minibatches=minibatches, published_every=published_every):
             with contextlib.nullcontext() if self._proximal is None else self._proximal.switch():
@@ -207,7 +210,7 @@ class Trainer:
         return replace(seen, advantages_T=advantages_T)
 
     def _divergences(self, rows: list[_Row], num_samples: int) -> Tensor:
-        """``sum_t log pi_old - log pi_reference`` of every sample of the step, on all ranks, [N] on the CPU."""
+        """Return ``sum_t log pi_old - log pi_reference`` of every sample of the step, on all ranks, [N] on the CPU."""
         total_N = torch.zeros(num_samples, dtype=torch.float64)
         for row in rows:
             seen = row.seen
@@ -217,7 +220,7 @@ class Trainer:
         return self._summed(total_N)
 
     def _minibatch(self, rows: list[_Row], step: _Step, denominators: Denominators, number: int) -> _Update:
-        """One optimizer step."""
+        """Take one optimizer step."""
         coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
         self._optimizer.zero_grad()
         sums = diagnostics.merged(self._run(rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled)))
@@ -229,7 +232,7 @@ class Trainer:
         return _Update(sums=sums, norm=norm, rate=rate)
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:
-        """Of the minibatches that were not skipped, over all ranks."""
+        """Return the metrics of the minibatches that were not skipped, over all ranks."""
         taken = [update for update in updates if update.norm is not None]
         metrics = {
             "train/skipped_minibatches": float(len(updates) - len(taken)),
@@ -268,7 +271,7 @@ class Trainer:
         return values
 
     def _gathered(self, values_M: Tensor) -> Tensor:
-        """The concatenation of what the data-parallel ranks hold, of different lengths."""
+        """Return the concatenation of the data-parallel ranks' tensors, which differ in length."""
         group = self._policy.parallel.dp_group
         world = dist.get_world_size(group)
         if world == 1:
@@ -284,7 +287,7 @@ class Trainer:
     # ---- through the model
 
     def _forward_only(self, rows: list[_Row], temperature: float) -> list[Tensor]:
-        """Log-probs of each row's targets without gradient."""
+        """Return the log-probs of each row's targets without gradient."""
 
         def collect(row: _Row, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             log_probs_T, _ = self._log_probs(row, logits_TV, temperature)
@@ -293,7 +296,10 @@ class Trainer:
         return [part["log_probs_T"] for part in self._run(rows, collect, forward_only=True)]
 
     def _run(self, rows: list[_Row], finish: Callable[[_Row, Tensor], Any], *, forward_only: bool = False) -> list[Any]:
-        """Every row through the model (and back); ``finish(row, logits_TV) -> (loss, anything)``; the list of anything."""
+        """Run every row through the model, forward and (unless ``forward_only``) backward.
+
+        ``finish(row, logits_TV)`` returns (loss, result). Returns the results in the order of the rows.
+        """
 
         def after(row: _Row, output: Tensor) -> tuple[Tensor, Tensor, Any]:
             with plain_torch():
@@ -343,7 +349,7 @@ class Trainer:
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:
-    """Megatron's gradient reduction less its division: the loss already has the step's own denominator."""
+    """Reduce the gradients as Megatron does, without its division: the loss already has the step's own denominator."""
     finalize_model_grads(model, None, **groups)
 
 
@@ -354,7 +360,7 @@ def _sample_metrics(batch: StepBatch) -> dict[str, float]:
 
 
 def _places(mask_T: Tensor, sample_T: Tensor) -> Tensor:
-    """Number of trainable tokens of the same sample before each token, [T]."""
+    """Return the number of trainable tokens of the same sample before each token, [T]."""
     at_T = torch.arange(len(mask_T))
     before_T = mask_T.long().cumsum(0) - mask_T.long()
     new_T = torch.cat([torch.ones(1, dtype=torch.bool), sample_T[1:] != sample_T[:-1]])
