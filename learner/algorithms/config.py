@@ -101,17 +101,17 @@ class KLConfig:
     """Divergence from a reference model (its initial weights, or ``reference``)."""
 
     coef: float = 0.0
-    """Coefficient of the divergence in the loss; 0 = none."""
+    """In the loss; 0 = none."""
     estimator: str = "k3"
-    """k1 | k2 | k3 | low_var_kl | k1+ | k3+ ("+": the value of the estimator with the gradient of k2)."""
+    """k1 | k2 | k3 | low_var_kl | k1+ | k3+ (the value of the one, the gradient of k2)."""
     corrected: bool = True
-    """Multiply by pi_theta / mu with the gradient through the ratio, which is exact on old data too."""
+    """Times pi_theta / mu with the gradient through the ratio: exact on old data too."""
     reward_coef: float = 0.0
-    """Coefficient of a sample's summed k1, which is subtracted from its reward; 0 = none."""
+    """Of the summed k1 of a sample, taken from its reward; 0 = none."""
     target: float = 0.0
-    """Mean divergence per token (nats) to which the coefficients adapt; 0 = fixed coefficients."""
+    """> 0: the coefficients adapt so that the mean divergence per token stays there."""
     horizon: float = 10_000.0
-    """Samples over which the coefficients adapt."""
+    """Samples over which they adapt."""
     reference: str = ""
     """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts from."""
 
@@ -128,14 +128,14 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmConfig:
-    """Reaction to a diagnostic beyond its threshold (docs/metrics.md)."""
+    """What happens when a diagnostic passes its threshold (docs/metrics.md)."""
 
     action: str = "warn"
-    """off | warn (log it) | stop (end the learner at an error-level alarm)."""
+    """off | warn (say it) | stop (end the learner at an error-level alarm)."""
     patience: int = 3
-    """Steps in a row at error level after which ``stop`` ends the learner."""
+    """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()
-    """Names of alarms that are not raised."""
+    """Names of alarms that are not wanted."""
     thresholds: dict[str, Any] = field(default_factory=dict)
     """Alarm -> [warn, error] in place of the defaults."""
 
@@ -148,21 +148,21 @@ class AlarmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """Settings of the objective: advantages, loss, correction, divergence."""
+    """Advantages, loss, correction, divergence."""
 
     correction: str = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
     cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft."""
     train_without_correction: bool = False
-    """Must be true to train asynchronously without correction (none, naive)."""
+    """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
     advantage: str = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl, or
     module:function."""
     whiten: bool | None = None
-    """Normalise advantages to mean 0 and variance 1 over the trainable tokens of the step; None = the estimator's default."""
+    """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
     overlong_buffer: int = 0
-    """Responses that end within this many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
+    """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
     overlong_penalty: float = 1.0
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
@@ -170,9 +170,9 @@ class AlgorithmConfig:
     loss: str | None = None
     """ppo | reinforce | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft, or module:function."""
     anchor: str | None = None
-    """Policy in the denominator of the loss's ratio: proximal (three policies) | rollout (two) | none."""
+    """What the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: str | None = None
-    """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (no pass: A-3PO)."""
+    """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
     clip_low: float | None = None
     """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv: of the probability; cispo: of the weight, 1 = no lower bound)."""
     clip_high: float | None = None
@@ -181,12 +181,12 @@ class AlgorithmConfig:
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
     dppo_penalty: float = 0.0
-    """Coefficient of the squared log-ratio (dppo_tv)."""
+    """Of the squared log-ratio (dppo_tv)."""
 
     weight: str | None = None
     """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
     weight_action: str | None = None
-    """Treatment of weights outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
+    """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
     weight_low: float | None = None
     weight_high: float | None = None
     """0 = no bound."""
@@ -194,23 +194,23 @@ class AlgorithmConfig:
     """Divide the weights by their mean over the update on all ranks."""
 
     reject: tuple[str, ...] | None = None
-    """Rejection rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
+    """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max."""
     veto: float = 0.0
     """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
     binary_kl_limit: float | None = None
-    """Largest binary KL divergence of a token (KPop); 0 = off."""
+    """KPop; 0 = off."""
     opsm_threshold: float | None = None
-    """Threshold of off-policy sequence masking, for samples with negative advantage; 0 = off."""
+    """Off-policy sequence masking of negative samples; 0 = off."""
     m2_limit: float | None = None
     """Largest mean of the squared log-ratio (M2PO, 0.04); 0 = off."""
 
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
     loss_constant: float = 0.0
-    """Tokens per sample in aggregation ``constant``; 0 = max_new_tokens."""
+    """0 = max_new_tokens."""
     entropy_coef: float = 0.0
     ess_lr: bool = False
-    """Multiply the learning rate by the root of the effective sample share of the sequence weights (VCPO)."""
+    """Learning rate times the root of the sequence weights' effective sample share (VCPO)."""
     kl: KLConfig = field(default_factory=KLConfig)
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
 
