@@ -8,7 +8,7 @@ from learner.rules import DataRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class TaskDemand:
     """A task to be issued now."""
 
     prompt_epoch: int
@@ -49,24 +49,24 @@ class Admission:
         self.head: tuple[int, int] | None = None
         """(version, step) of the newest published weights."""
         self._position = (0, 0)
-        self._owed: list[Reissue] = []
+        self._pending_reissues: list[Reissue] = []
         self._unpublished: dict[int, int] = {}
 
     def out(self, num_open: int) -> int:
         """Places taken."""
         return num_open + sum(self._unpublished.values())
 
-    def wanted(self, *, num_open: int, step: int) -> Wanted | None:
+    def wanted(self, *, num_open: int, step: int) -> TaskDemand | None:
         """The next task, with ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
         needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
         if self.head is None or needed <= 0 or self.out(num_open) >= self._rules.admitted:
             return None
         version, issue_step = self.head
-        if not self._owed:
+        if not self._pending_reissues:
             epoch, offset = self._position
-            return Wanted(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
-        again = self._owed[0]
-        return Wanted(
+            return TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
+        again = self._pending_reissues[0]
+        return TaskDemand(
             prompt_epoch=again.prompt_epoch,
             offset=again.offset,
             min_version=version,
@@ -77,22 +77,22 @@ class Admission:
 
     def issued(self, task: Task) -> None:
         if task.reissues:
-            self._owed = [again for again in self._owed if not again.answers(task)]
+            self._pending_reissues = [again for again in self._pending_reissues if not again.answers(task)]
         else:
             self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
 
-    def owe(self, task: Task, open_tasks: list[Task]) -> bool:
+    def schedule_reissue(self, task: Task, open_tasks: list[Task]) -> bool:
         """Its prompt is to be issued again (at a restart it may be out already); False = it has been often enough."""
         again = Reissue.of(task)
         if again.count > self._rules.max_reissues:
             return False
-        self.owe_again(again, open_tasks)
+        self.schedule_requeue(again, open_tasks)
         return True
 
-    def owe_again(self, again: Reissue, open_tasks: list[Task]) -> None:
+    def schedule_requeue(self, again: Reissue, open_tasks: list[Task]) -> None:
         """Somebody asked for it, however often it has been tried."""
         if not any(again.answers(other) for other in open_tasks):
-            self._owed.append(again)
+            self._pending_reissues.append(again)
 
     def planned(self, step: int, num_groups: int) -> None:
         """The places of these groups are given back when the weights of ``step`` are published."""
@@ -110,11 +110,11 @@ class Admission:
     def dump(self) -> dict[str, Any]:
         return {
             "position": list(self._position),
-            "owed": [asdict(again) for again in self._owed],
+            "owed": [asdict(again) for again in self._pending_reissues],
             "unpublished": sorted(self._unpublished.items()),
         }
 
     def load(self, data: dict[str, Any]) -> None:
         self._position = (data["position"][0], data["position"][1])
-        self._owed = [Reissue(**again) for again in data["owed"]]
+        self._pending_reissues = [Reissue(**again) for again in data["owed"]]
         self._unpublished = {step: count for step, count in data["unpublished"]}

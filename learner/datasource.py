@@ -15,13 +15,13 @@ import msgpack
 
 from bus.errors import WireError
 from bus.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
-from learner.admission import Admission, Reissue, Wanted
+from learner.admission import Admission, Reissue, TaskDemand
 from learner.errors import ConfigRefused, ReplayMismatch
-from learner.groups import Group, Held, mismatch
-from learner.ledger import Books, Frontier, Tally, field_of
+from learner.groups import BufferedSample, Group, mismatch
+from learner.ledger import SampleAccounting, SampleCounter, SettledIds, field_of
 from learner.plans import GENESIS, chain_of
 from learner.rules import DataRules
-from learner.selection import age, make_plan, make_settle, urgent, verdict
+from learner.selection import age, drop_reason, make_plan, make_settle, urgent
 
 SCHEMA = 1
 """Of a snapshot."""
@@ -36,7 +36,7 @@ EARLY_SAMPLES = 1024
 invented tasks can take."""
 
 
-class FateName(StrEnum):
+class Disposition(StrEnum):
     """What became of a sample at its arrival."""
 
     BUFFERED = "buffered"
@@ -48,8 +48,8 @@ class FateName(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    name: FateName
+class Arrival:
+    name: Disposition
     reason: str = ""
     """Of an invalid or dropped one."""
 
@@ -80,8 +80,8 @@ class DataSource:
         self.changes = 0
         """Rises whenever ``plan`` or ``settlement`` may answer differently."""
         self._created = created
-        self._admission, self._tally = Admission(rules), Tally()
-        self._samples, self._tasks = Frontier(floor), Frontier()
+        self._admission, self._counter = Admission(rules), SampleCounter()
+        self._samples, self._tasks = SettledIds(floor), SettledIds()
         self._groups: dict[int, Group] = {}
         self._early: dict[int, list[tuple[int, Sample, str]]] = {}
         self._evals: dict[int, set[int]] = {}
@@ -92,7 +92,7 @@ class DataSource:
         """By version, once its row was read: the sequence that samples of it come after."""
         self._asked: dict[int, Dead] = {}
         """Dead tasks whose prompts somebody wants to see again; not recorded yet."""
-        self._buried: set[int] = set()
+        self._decided_dead: set[int] = set()
         """Tasks settled as dead, and not asked for again since."""
         self._filtered = 0
         self._waiting_since: float | None = None
@@ -100,7 +100,7 @@ class DataSource:
 
     # ---- admit
 
-    def wanted(self) -> Wanted | None:
+    def wanted(self) -> TaskDemand | None:
         """The next task to issue, None while the staleness budget or the rest of the run admits none."""
         return self._admission.wanted(num_open=len(self._groups), step=self.step)
 
@@ -113,7 +113,7 @@ class DataSource:
             self._place_early(task, now)
             return
         self._refuse_other_sampling(task)
-        self._tally.issued += 1
+        self._counter.issued += 1
         self._groups[task.id] = Group(task=task, touched_s=now)
         self._admission.issued(task)
         self._place_early(task, now)
@@ -138,14 +138,14 @@ class DataSource:
 
     # ---- take in
 
-    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Fate:
+    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
         """A message of SAMPLES, in stream order. ``actor``: that of its subject. Versions that it names and ``unread_versions`` gives must
         have been looked up since it was stored: of one that is still unknown there is no row, and the sample is invalid."""
         if not self._samples.see(seq):
-            return Fate(FateName.SEEN)
+            return Arrival(Disposition.SEEN)
         if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
             return self._add_eval(seq, sample)
-        self._tally.published += 1
+        self._counter.published += 1
         if isinstance(sample, WireError):
             return self._invalid(seq, field_of(sample), actor)
         if sample.run != self.rules.run:
@@ -153,8 +153,8 @@ class DataSource:
         if sample.status is Status.PENDING:
             return self._invalid(seq, "status", actor)
         if sample.status in (Status.FAILED, Status.ABORTED):
-            self._tally.dropped[sample.status.value] += 1
-            return self._settled(seq, Fate(FateName.DROPPED, sample.status.value))
+            self._counter.dropped[sample.status.value] += 1
+            return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
             return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
@@ -162,28 +162,28 @@ class DataSource:
         if not self._may_come_early(sample):
             return self._invalid(seq, "task", actor)
         self._early.setdefault(sample.task, []).append((seq, sample, actor))
-        return Fate(FateName.BUFFERED)
+        return Arrival(Disposition.BUFFERED)
 
-    def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Fate:
+    def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
         group = self._groups.get(sample.task)
         if group is None:
             return self._duplicate(seq)
         if wrong := mismatch(group.task, sample, self.rules.max_context):
             return self._invalid(seq, wrong, actor)
-        if sample.index in group.held:
+        if sample.index in group.samples:
             return self._duplicate(seq)
-        group.hold(Held.of(seq, sample))
+        group.add(BufferedSample.of(seq, sample))
         group.touched_s = now
         self.changes += group.full
-        return Fate(FateName.BUFFERED)
+        return Arrival(Disposition.BUFFERED)
 
-    def _add_eval(self, seq: int, sample: Sample) -> Fate:
-        self._tally.eval += 1
+    def _add_eval(self, seq: int, sample: Sample) -> Arrival:
+        self._counter.eval += 1
         size = self._eval_sizes.get(sample.task)
         if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
             self._evals.setdefault(sample.task, set()).add(sample.index)
             self._settle_eval(sample.task)
-        return self._settled(seq, Fate(FateName.EVAL))
+        return self._settled(seq, Arrival(Disposition.EVAL))
 
     def _may_come_early(self, sample: Sample) -> bool:
         """Whether its task may be one that is just being issued, and there is room to keep it until then."""
@@ -200,25 +200,25 @@ class DataSource:
             del self._eval_sizes[id]
             self._tasks.settle(id)
 
-    def _invalid(self, seq: int, reason: str, actor: str) -> Fate:
-        self._tally.refuse(reason, actor)
-        return self._settled(seq, Fate(FateName.INVALID, reason))
+    def _invalid(self, seq: int, reason: str, actor: str) -> Arrival:
+        self._counter.refuse(reason, actor)
+        return self._settled(seq, Arrival(Disposition.INVALID, reason))
 
-    def _duplicate(self, seq: int) -> Fate:
-        self._tally.duplicate += 1
-        return self._settled(seq, Fate(FateName.DUPLICATE))
+    def _duplicate(self, seq: int) -> Arrival:
+        self._counter.duplicate += 1
+        return self._settled(seq, Arrival(Disposition.DUPLICATE))
 
-    def _settled(self, seq: int, fate: Fate) -> Fate:
+    def _settled(self, seq: int, arrival: Arrival) -> Arrival:
         self._samples.settle(seq)
-        return fate
+        return arrival
 
     def dead(self, id: int) -> None:
         """A task was declared dead: it is settled with the next records."""
-        self._condemn(id, "dead")
+        self._abandon(id, "dead")
 
     def lost(self, id: int) -> None:
         """A task that is over without its samples: settled with the next records, and its prompt issued again."""
-        self._condemn(id, "lost")
+        self._abandon(id, "lost")
 
     def requeue(self, dead: Dead) -> None:
         """Somebody wants the prompt of a dead task to be issued again: with the next records, and once, however often it is said."""
@@ -226,11 +226,11 @@ class DataSource:
             self._asked[dead.task] = dead
             self.changes += 1
 
-    def _condemn(self, id: int, reason: str) -> None:
+    def _abandon(self, id: int, reason: str) -> None:
         self._settle_eval(id, dead=True)
         group = self._groups.get(id)
-        if group is not None and not group.condemned:
-            group.condemned = reason
+        if group is not None and not group.abandoned:
+            group.abandoned = reason
             self.changes += 1
 
     # ---- versions
@@ -270,7 +270,7 @@ class DataSource:
         """What is to be recorded before anything is planned: tasks given up, one reason at a time, then prompts asked for again."""
         by_reason: dict[str, list[Group]] = {}
         for group in self._groups.values():
-            reason = group.condemned or (verdict(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
+            reason = group.abandoned or (drop_reason(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
             if reason:
                 by_reason.setdefault(reason, []).append(group)
         if not by_reason:
@@ -279,7 +279,7 @@ class DataSource:
         return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
 
     def _next_requeue(self) -> Requeue | None:
-        asked = self._asked.keys() & self._buried
+        asked = self._asked.keys() & self._decided_dead
         if not asked:
             return None
         dead = self._asked[min(asked)]
@@ -316,7 +316,7 @@ class DataSource:
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
-        return group.full and not group.condemned
+        return group.full and not group.abandoned
 
     def _waits(self, now: float, missing: int) -> Waits:
         self._waiting_since = now if self._waiting_since is None else self._waiting_since
@@ -344,8 +344,8 @@ class DataSource:
         """Sequences of a record that have not been read yet. Raises ReplayMismatch for those that were and cannot be used."""
         if not isinstance(record, Plan | Settle):
             return []
-        held = {held.seq for task in record.tasks if int(task) in self._groups for held in self._groups[int(task)].held.values()}
-        missing = [int(seq) for seq in record.seqs if int(seq) not in held]
+        buffered = {sample.seq for task in record.tasks if int(task) in self._groups for sample in self._groups[int(task)].samples.values()}
+        missing = [int(seq) for seq in record.seqs if int(seq) not in buffered]
         if read := [seq for seq in missing if self._samples.knows(seq)]:
             raise ReplayMismatch(_label(record), "its samples in the stream", f"sequences {read[:5]} cannot be used")
         return missing
@@ -377,26 +377,26 @@ class DataSource:
         too_old = plan.step - 1 - self.rules.max_lag
         for step, count in group.tokens_by_step(plan.version_steps).items():
             masked = plan.oldest_step is not None and step < plan.oldest_step
-            self._tally.tokens["masked" if masked else "trained"] += count
-            self._tally.tokens["too_old"] += count * (not masked and step < too_old)
+            self._counter.tokens["masked" if masked else "trained"] += count
+            self._counter.tokens["too_old"] += count * (not masked and step < too_old)
 
     def _apply_settle(self, settle: Settle) -> None:
         groups = self._open(settle)
         self._close(groups, settle.seqs.tolist(), settle.reason)
         self._filtered += len(groups) * (settle.reason == "filtered")
         if settle.reason == "dead":
-            self._buried.update(group.task.id for group in groups)
+            self._decided_dead.update(group.task.id for group in groups)
         if settle.reason in REISSUED:
             still_open = [group.task for group in self._groups.values()]
             for group in groups:
-                self._tally.given_up += not self._admission.owe(group.task, still_open)
+                self._counter.given_up += not self._admission.schedule_reissue(group.task, still_open)
 
     def _apply_requeue(self, record: Requeue) -> None:
-        if record.task not in self._buried:
+        if record.task not in self._decided_dead:
             raise ReplayMismatch(f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none")
-        self._buried.remove(record.task)
+        self._decided_dead.remove(record.task)
         again = Reissue(root=record.root, count=record.count, prompt_epoch=record.prompt_epoch, offset=record.offset)
-        self._admission.owe_again(again, [group.task for group in self._groups.values()])
+        self._admission.schedule_requeue(again, [group.task for group in self._groups.values()])
 
     def _open(self, record: Plan | Settle) -> list[Group]:
         closed = [int(task) for task in record.tasks if int(task) not in self._groups]
@@ -410,20 +410,20 @@ class DataSource:
         for group in groups:
             del self._groups[group.task.id]
             self._tasks.settle(group.task.id)
-            self._tally.settled[reason] += 1
-            for held in group.rows:
-                if held.seq in named:
-                    self._tally.meets(reason)
-                    self._samples.settle(held.seq)
+            self._counter.settled[reason] += 1
+            for sample in group.rows:
+                if sample.seq in named:
+                    self._counter.count(reason)
+                    self._samples.settle(sample.seq)
                 else:
-                    self._duplicate(held.seq)
+                    self._duplicate(sample.seq)
 
     # ---- look
 
-    def held(self) -> set[int]:
+    def buffered(self) -> set[int]:
         """Sequences of all buffered samples."""
         early = {seq for waiting in self._early.values() for seq, *_ in waiting}
-        return early | {held.seq for group in self._groups.values() for held in group.held.values()}
+        return early | {sample.seq for group in self._groups.values() for sample in group.samples.values()}
 
     def incomplete(self) -> list[int]:
         """Open training tasks that lack samples."""
@@ -432,12 +432,12 @@ class DataSource:
     def lacks_samples(self, id: int) -> bool:
         """It is one of them."""
         group = self._groups.get(id)
-        return group is not None and not group.full and not group.condemned
+        return group is not None and not group.full and not group.abandoned
 
     def lack(self, id: int) -> str:
         """What an open task lacks, in words."""
         group = self._groups[id]
-        return f"{group.task.group_size - len(group.held)} of its {group.task.group_size} samples are missing or invalid"
+        return f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing or invalid"
 
     def cursor(self) -> Cursor:
         """Where a restart has to read on, if the state is this one."""
@@ -448,8 +448,8 @@ class DataSource:
         """All tasks with ids up to this are settled."""
         return self._tasks.floor
 
-    def books(self) -> Books:
-        return self._tally.books(buffered=len(self.held()), open_tasks=len(self._groups))
+    def accounting(self) -> SampleAccounting:
+        return self._counter.accounting(buffered=len(self.buffered()), open_tasks=len(self._groups))
 
     # ---- keep
 
@@ -466,9 +466,9 @@ class DataSource:
                 "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
                 "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
                 "admission": self._admission.dump(),
-                "buried": sorted(self._buried),
+                "buried": sorted(self._decided_dead),
                 "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
-                "tally": self._tally.dump(buffered=len(self.held()), open_tasks=len(self._groups)),
+                "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
             }
         )
 
@@ -486,12 +486,12 @@ class DataSource:
                 raise ConfigRefused(name, want, value)
         source = cls(rules, epoch=epoch, created=state["samples"]["created"])
         source.step, source.chain, source.plan_seq = state["step"], state["chain"], state["plan_seq"]
-        source._samples = Frontier(state["samples"]["floor"], state["samples"]["settled"])
-        source._tasks = Frontier(state["tasks"]["floor"], state["tasks"]["settled"])
+        source._samples = SettledIds(state["samples"]["floor"], state["samples"]["settled"])
+        source._tasks = SettledIds(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
-        source._buried = set(state.get("buried", ()))
+        source._decided_dead = set(state.get("buried", ()))
         source._evals = {id: set(seen) for id, seen in state["evals"]}
-        source._tally = Tally.load(state["tally"])
+        source._counter = SampleCounter.load(state["tally"])
         return source
 
 

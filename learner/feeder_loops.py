@@ -32,9 +32,9 @@ from bus.patience import cancellable
 from bus.subjects import EPOCH_KEY
 from bus.waiter import Waiter
 from learner import checkpoints
-from learner.admission import Wanted
+from learner.admission import TaskDemand
 from learner.batch import build_batches, encode
-from learner.datasource import FateName, Waits
+from learner.datasource import Disposition, Waits
 from learner.errors import NoProgress, PromptError
 from learner.feed_messages import Start
 from learner.feed_server import FeedServer
@@ -216,7 +216,7 @@ class Feeder:
             self._source.issued(task, time.monotonic())
             self._decide.wake()
 
-    def _task(self, wanted: Wanted) -> Task:
+    def _task(self, wanted: TaskDemand) -> Task:
         find = self._prompts.after if wanted.reissue_of is None else self._prompts.at
         drawn = find(wanted.prompt_epoch, wanted.offset)
         seed = sampler_seed(self._data_rules.seed, drawn.epoch, drawn.offset, wanted.reissues)
@@ -247,13 +247,13 @@ class Feeder:
             if isinstance(received.sample, Sample):
                 await self._look_up(registry, received.seq, received.sample)
             before = self._source.changes
-            fate = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
+            arrival = self._source.add(received.seq, received.sample, time.monotonic(), received.actor)
             self._behind = received.pending
-            if fate.name is FateName.BUFFERED and isinstance(received.sample, Sample):
+            if arrival.name is Disposition.BUFFERED and isinstance(received.sample, Sample):
                 self._samples[received.seq] = received.sample
                 self._senders.usable(received.actor)
-            elif fate.name is FateName.INVALID:
-                self._senders.invalid(received.actor, invalid_words(received, fate.reason))
+            elif arrival.name is Disposition.INVALID:
+                self._senders.invalid(received.actor, invalid_words(received, arrival.reason))
             if self._source.changes != before or self._recorded:
                 self._decide.wake()
 
@@ -363,15 +363,15 @@ class Feeder:
             log.info("requeued task=%d before_step=%d", record.task, record.step)
             return
         samples = [self._samples[int(one)] for one in record.seqs]
-        given_up = self._source.books().given_up
+        given_up = self._source.accounting().given_up
         self._source.apply(record, seq)
-        held = self._source.held()
-        self._samples = {one: sample for one, sample in self._samples.items() if one in held}
+        buffered = self._source.buffered()
+        self._samples = {one: sample for one, sample in self._samples.items() if one in buffered}
         self._admit.wake()
         self._note_replayed()
         if isinstance(record, Settle):
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
-            if left_out := self._source.books().given_up - given_up:
+            if left_out := self._source.accounting().given_up - given_up:
                 log.warning("prompts=%d left out, issued again %d times", left_out, self._data_rules.max_reissues)
             return
         state = self._source.snapshot() if self._wants_checkpoint(record.step, recorded) else b""
@@ -413,18 +413,18 @@ class Feeder:
             return {"phase": self._phase, "waits_for": self._text}
         if self._phase not in ("ending", "draining"):
             self._phase = "waiting" if starved_s else ("working" if self._replayed.is_set() else "replaying")
-        books = self._source.books()
+        accounting = self._source.accounting()
         load = {
             "step": self._source.step,
-            "buffered": books.buffered,
-            "trained": books.trained,
-            "open_tasks": books.open,
-            "tasks_dead": books.settled.get("dead", 0),
-            "failed": books.dropped.get("failed", 0),
+            "buffered": accounting.buffered,
+            "trained": accounting.trained,
+            "open_tasks": accounting.open,
+            "tasks_dead": accounting.settled.get("dead", 0),
+            "failed": accounting.dropped.get("failed", 0),
             "prompts_too_long": self._prompts.num_too_long,
             "behind": self._behind,
         }
-        load |= {"invalid": sum(books.invalid.values()), **self._senders.load(books.invalid, books.invalid_of)}
+        load |= {"invalid": sum(accounting.invalid.values()), **self._senders.load(accounting.invalid, accounting.invalid_of)}
         version = self._source.head[0] if self._source.head else -1
         return {
             "phase": self._phase,

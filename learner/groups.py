@@ -9,7 +9,7 @@ from bus.messages import Sample, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class BufferedSample:
     """A buffered sample: its place, its size and how many trainable tokens each version made."""
 
     seq: int
@@ -21,12 +21,12 @@ class Held:
     """(version, trainable tokens) of each span, zeros included."""
 
     @staticmethod
-    def of(seq: int, sample: Sample) -> "Held":
+    def of(seq: int, sample: Sample) -> "BufferedSample":
         ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
         trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
         counts = trainable[ends[1:]] - trainable[ends[:-1]]
         by_version = tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True))
-        return Held(seq=seq, index=sample.index, num_tokens=len(sample.tokens), score=sample.score, by_version=by_version)
+        return BufferedSample(seq=seq, index=sample.index, num_tokens=len(sample.tokens), score=sample.score, by_version=by_version)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,48 +36,48 @@ class Group:
     task: Task
     touched_s: float
     """When it was issued, or a sample of it came (monotonic clock)."""
-    held: dict[int, Held] = field(default_factory=dict)
+    samples: dict[int, BufferedSample] = field(default_factory=dict)
     """By index."""
-    condemned: str = ""
+    abandoned: str = ""
     """Reason to settle it, when it will never be complete."""
     _by_step: dict[int, int] | None = None
     _versions: set[int] | None = None
 
-    def hold(self, held: Held) -> None:
+    def add(self, sample: BufferedSample) -> None:
         """A sample of it has come."""
-        self.held[held.index], self._versions = held, None
+        self.samples[sample.index], self._versions = sample, None
 
     @property
     def full(self) -> bool:
-        return len(self.held) == self.task.group_size
+        return len(self.samples) == self.task.group_size
 
     @property
-    def rows(self) -> list[Held]:
+    def rows(self) -> list[BufferedSample]:
         """By index."""
-        return [self.held[index] for index in sorted(self.held)]
+        return [self.samples[index] for index in sorted(self.samples)]
 
     @property
     def seqs(self) -> list[int]:
-        return [held.seq for held in self.rows]
+        return [sample.seq for sample in self.rows]
 
     @property
     def versions(self) -> set[int]:
         """That made its tokens. (Asked for all groups at every wake of the feeder.)"""
         if self._versions is None:
-            self._versions = {version for held in self.held.values() for version, _ in held.by_version}
+            self._versions = {version for sample in self.samples.values() for version, _ in sample.by_version}
         return self._versions
 
     @property
     def scores(self) -> set[float]:
-        return {held.score for held in self.held.values()}
+        return {sample.score for sample in self.samples.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
         """Of a full group: step of the weights -> trainable tokens made by them (> 0)."""
         if self._by_step is not None:
             return self._by_step
         counts: dict[int, int] = {}
-        for held in self.held.values():
-            for version, count in held.by_version:
+        for sample in self.samples.values():
+            for version, count in sample.by_version:
                 if count:
                     counts[steps[version]] = counts.get(steps[version], 0) + count
         self._by_step = counts

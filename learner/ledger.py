@@ -1,4 +1,4 @@
-"""The books: which sequences of a stream are settled, and how many samples met which fate."""
+"""The books: which sequences of a stream are settled, and how many samples met which disposition."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ def field_of(error: WireError) -> str:
     return error.field.split(".")[0].split("[")[0]
 
 
-class Frontier:
+class SettledIds:
     """Which ids of a stream are settled: every id seen is either open or settled, ids nobody told of count as settled."""
 
     def __init__(self, floor: int = 0, settled: Iterable[int] = ()) -> None:
@@ -66,7 +66,7 @@ class Frontier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class SampleAccounting:
     """What became of every training sample read from the stream (once each, whatever its chunks), and of every task."""
 
     published: int
@@ -99,7 +99,7 @@ class Books:
 
 
 @dataclass(slots=True)
-class Tally:
+class SampleCounter:
     """Running counts of what is settled; what is open is counted where it is."""
 
     published: int = 0
@@ -114,12 +114,12 @@ class Tally:
     settled: Counter[str] = field(default_factory=Counter)
     tokens: Counter[str] = field(default_factory=Counter)
 
-    def meets(self, fate: str) -> None:
-        """One buffered sample is trained, or dropped for the reason ``fate``."""
-        if fate == "trained":
+    def count(self, disposition: str) -> None:
+        """One buffered sample is trained, or dropped for the reason ``disposition``."""
+        if disposition == "trained":
             self.trained += 1
         else:
-            self.dropped[fate] += 1
+            self.dropped[disposition] += 1
 
     def refuse(self, reason: str, actor: str) -> None:
         """One sample is invalid."""
@@ -133,12 +133,12 @@ class Tally:
         return {"published": self.published - buffered, "issued": self.issued - open_tasks, **numbers, **maps}
 
     @classmethod
-    def load(cls, data: dict[str, object]) -> "Tally":
+    def load(cls, data: dict[str, object]) -> "SampleCounter":
         values = {name: Counter(value) if isinstance(value, dict) else value for name, value in data.items()}
         return cls(**values)  # type: ignore[arg-type]
 
-    def books(self, *, buffered: int, open_tasks: int) -> Books:
-        return Books(
+    def accounting(self, *, buffered: int, open_tasks: int) -> SampleAccounting:
+        return SampleAccounting(
             published=self.published,
             trained=self.trained,
             dropped=dict(self.dropped),

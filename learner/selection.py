@@ -18,7 +18,7 @@ def oldest_step(rules: DataRules, step: int) -> int:
     return step - 1 - rules.max_lag
 
 
-def verdict(group: Group, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
+def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
     """Reason to give a complete group up when ``step`` is the next one; empty = it may be trained."""
     by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
     if not by_step:
@@ -58,8 +58,8 @@ def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) 
 
 def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
     """The plan of ``step`` over these groups, packed and chained to the plan before."""
-    rows = [held for group in chosen for held in group.rows]
-    lengths = [held.num_tokens for held in rows]
+    rows = [sample for group in chosen for sample in group.rows]
+    lengths = [sample.num_tokens for sample in rows]
     sizes = [group.task.group_size for group in chosen]
     packed = assign(
         lengths,
@@ -75,7 +75,7 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         epoch=epoch,
         step=step,
         tasks=np.array([group.task.id for group in chosen], np.int64),
-        seqs=np.array([held.seq for held in rows], np.int64),
+        seqs=np.array([sample.seq for sample in rows], np.int64),
         group_sizes=np.array(sizes, np.int32),
         ranks=packed.ranks,
         micro_batches=packed.micro_batches,

@@ -10,7 +10,7 @@ import pytest
 from bus.errors import WireError
 from bus.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.config import StalenessConfig
-from learner.datasource import EARLY_SAMPLES, DataSource, Fate, FateName, Waits
+from learner.datasource import EARLY_SAMPLES, Arrival, DataSource, Disposition, Waits
 from learner.errors import ConfigRefused, ReplayMismatch
 from learner.rules import DataRules
 from tests.data_kit import RUN, eval_task, rules, sample, task
@@ -32,13 +32,13 @@ class Pond:
             self.source.issued(one, self.now)
         return issued
 
-    def add(self, one: Any) -> Fate:
+    def add(self, one: Any) -> Arrival:
         self.seq += 1
         return self.source.add(self.seq, one, self.now)
 
     def complete(self, of: Task, *spans: tuple[int, int], rewards: tuple[float, float] = (0.0, 1.0)) -> None:
         for index, reward in enumerate(rewards):
-            assert self.add(sample(of, index, spans or ((of.min_version, 3),), reward=reward)).name is FateName.BUFFERED
+            assert self.add(sample(of, index, spans or ((of.min_version, 3),), reward=reward)).name is Disposition.BUFFERED
 
     def take(self) -> Plan | Settle | Requeue:
         record = self.source.plan(self.now)
@@ -121,12 +121,12 @@ def test_first_valid_sample_wins_whatever_stands_before_it() -> None:
     pond = Pond()
     (one, _) = pond.issue(1, 2)
     for status in (Status.FAILED, Status.ABORTED):
-        assert pond.add(sample(one, 0, status=status)) == Fate(FateName.DROPPED, status.value)
-    assert pond.add(sample(one, 0, status=Status.PENDING)) == Fate(FateName.INVALID, "status")
-    assert pond.add(WireError("tokens[3]", "0 <= id", -1)) == Fate(FateName.INVALID, "tokens")
-    assert pond.add(sample(one, 0)).name is FateName.BUFFERED
-    assert pond.add(sample(one, 0, attempt="b")).name is FateName.DUPLICATE
-    books = pond.source.books()
+        assert pond.add(sample(one, 0, status=status)) == Arrival(Disposition.DROPPED, status.value)
+    assert pond.add(sample(one, 0, status=Status.PENDING)) == Arrival(Disposition.INVALID, "status")
+    assert pond.add(WireError("tokens[3]", "0 <= id", -1)) == Arrival(Disposition.INVALID, "tokens")
+    assert pond.add(sample(one, 0)).name is Disposition.BUFFERED
+    assert pond.add(sample(one, 0, attempt="b")).name is Disposition.DUPLICATE
+    books = pond.source.accounting()
     assert (books.dropped, books.invalid, books.duplicate) == ({"failed": 1, "aborted": 1}, {"status": 1, "tokens": 1}, 1)
     assert books.balanced
 
@@ -145,26 +145,26 @@ def test_first_valid_sample_wins_whatever_stands_before_it() -> None:
 def test_samples_that_do_not_fit_their_task_are_invalid(changes: dict[str, Any], field: str) -> None:
     pond = Pond()
     (one,) = pond.issue(1)
-    assert pond.add(replace(sample(one, 0), **changes)) == Fate(FateName.INVALID, field)
+    assert pond.add(replace(sample(one, 0), **changes)) == Arrival(Disposition.INVALID, field)
 
 
 def test_samples_of_other_sampling_or_beyond_the_context_are_invalid() -> None:
     pond = Pond(max_context=6)
     (one,) = pond.issue(1)
     warm = replace(one.sampling, temperature=0.5)
-    assert pond.add(sample(one, 0, sampling=warm)) == Fate(FateName.INVALID, "sampling")
+    assert pond.add(sample(one, 0, sampling=warm)) == Arrival(Disposition.INVALID, "sampling")
     longest = replace(one.sampling, max_new_tokens=0)  # the loss may be divided by it
-    assert pond.add(sample(one, 0, sampling=longest)) == Fate(FateName.INVALID, "sampling")
-    assert pond.add(sample(one, 0, ((0, 4),))) == Fate(FateName.INVALID, "length")
-    assert pond.add(sample(one, 0, ((0, 3),))).name is FateName.BUFFERED
+    assert pond.add(sample(one, 0, sampling=longest)) == Arrival(Disposition.INVALID, "sampling")
+    assert pond.add(sample(one, 0, ((0, 4),))) == Arrival(Disposition.INVALID, "length")
+    assert pond.add(sample(one, 0, ((0, 3),))).name is Disposition.BUFFERED
 
 
 def test_a_sample_may_come_before_its_task_is_confirmed() -> None:
     pond = Pond(groups_per_step=1)
     early = task(1)
-    assert pond.add(sample(early, 0)).name is FateName.BUFFERED
-    assert pond.add(sample(early, 1)).name is FateName.BUFFERED
-    assert pond.source.books().buffered == 2
+    assert pond.add(sample(early, 0)).name is Disposition.BUFFERED
+    assert pond.add(sample(early, 1)).name is Disposition.BUFFERED
+    assert pond.source.accounting().buffered == 2
     pond.issue(1)
     assert pond.take_plan().seqs.tolist() == [1, 2]
 
@@ -173,8 +173,8 @@ def test_early_samples_of_a_task_that_is_none_are_settled_by_the_next_one() -> N
     """Invented ids that no task gets, or that an evaluation gets, keep neither memory nor the place in the stream."""
     pond = Pond(groups_per_step=1)
     for id in (1, 1, 2):
-        assert pond.add(sample(task(id), 0)).name is FateName.BUFFERED
-    assert pond.add(sample(eval_task(1), 0)).name is FateName.EVAL
+        assert pond.add(sample(task(id), 0)).name is Disposition.BUFFERED
+    assert pond.add(sample(eval_task(1), 0)).name is Disposition.EVAL
     pond.source.issued(eval_task(2), 0.0)
     books = pond.source.books()
     assert (books.buffered, books.invalid["task"], pond.source.cursor().floor) == (0, 3, 4)
@@ -188,11 +188,11 @@ def test_early_samples_take_bounded_room() -> None:
     pond = Pond()
     for number in range(EARLY_SAMPLES):
         one = replace(eval_task(5), group_size=2000) if number % 2 else task(1 + number % 40, group_size=2000)
-        assert pond.add(sample(one, number)).name in (FateName.BUFFERED, FateName.EVAL)
-    assert pond.add(sample(task(1), 0)) == Fate(FateName.INVALID, "task")
-    assert pond.add(sample(eval_task(6), 0)).name is FateName.EVAL
+        assert pond.add(sample(one, number)).name in (Disposition.BUFFERED, Disposition.EVAL)
+    assert pond.add(sample(task(1), 0)) == Arrival(Disposition.INVALID, "task")
+    assert pond.add(sample(eval_task(6), 0)).name is Disposition.EVAL
     pond.issue(50)
-    assert pond.add(sample(task(51), 0)).name is FateName.BUFFERED, "there is room again"
+    assert pond.add(sample(task(51), 0)).name is Disposition.BUFFERED, "there is room again"
 
 
 def test_an_evaluation_is_complete_with_its_own_samples_only() -> None:
@@ -211,15 +211,15 @@ def test_samples_of_settled_tasks_are_duplicates() -> None:
     (one,) = pond.issue(1)
     pond.source.dead(1)
     pond.take_settle()
-    assert pond.add(sample(one, 0)).name is FateName.DUPLICATE
+    assert pond.add(sample(one, 0)).name is Disposition.DUPLICATE
 
 
 def test_a_sequence_counts_once() -> None:
     pond = Pond()
     (one,) = pond.issue(1)
     pond.add(sample(one, 0))
-    assert pond.source.add(1, sample(one, 0), 0.0).name is FateName.SEEN
-    assert pond.source.books().published == 1
+    assert pond.source.add(1, sample(one, 0), 0.0).name is Disposition.SEEN
+    assert pond.source.accounting().published == 1
 
 
 def test_a_sample_of_a_version_that_is_pushed_but_not_the_head_is_trained() -> None:
@@ -235,19 +235,19 @@ def test_a_sample_of_a_version_that_did_not_exist_when_it_was_stored_is_invalid_
     pond = Pond(groups_per_step=1)
     (one,) = pond.issue(1)
     for index in (0, 1):
-        assert pond.add(sample(one, index, ((0, 1), (7, 2)))) == Fate(FateName.INVALID, "version")
+        assert pond.add(sample(one, index, ((0, 1), (7, 2)))) == Arrival(Disposition.INVALID, "version")
     restarted = Pond(groups_per_step=1)  # reads them again when the version exists
     restarted.issue(1)
     for each in (pond, restarted):
         each.seq = 2
         each.source.version(7, 0, after=2)
     for index in (0, 1):
-        assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Fate(FateName.INVALID, "version")
+        assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Arrival(Disposition.INVALID, "version")
     for each in (pond, restarted):
         each.complete(one, (0, 1), (7, 2))
-        assert each.source.books().invalid == {"version": 2}
+        assert each.source.accounting().invalid == {"version": 2}
         assert each.take_plan().seqs.tolist() == [3, 4]
-        assert each.source.books().balanced
+        assert each.source.accounting().balanced
     assert pond.source.snapshot() == restarted.source.snapshot()
 
 
@@ -257,7 +257,7 @@ def test_invalid_samples_are_counted_by_actor_and_a_flood_of_names_together() ->
     for number in range(200):
         pond.source.add(number + 1, replace(sample(one, 0), index=2), 0.0, f"nobody-{number}")
     pond.source.add(201, WireError("tokens[3]", "0 <= id", -1), 0.0, "nobody-0")
-    books = pond.source.books()
+    books = pond.source.accounting()
     assert books.invalid == {"index": 200, "tokens": 1}
     assert (len(books.invalid_of), books.invalid_of["nobody-0"], books.invalid_of["(others)"]) == (65, 2, 136)
 
@@ -266,13 +266,13 @@ def test_eval_samples_are_never_trained() -> None:
     pond = Pond(groups_per_step=1)
     asked = eval_task(1)
     pond.source.issued(asked, 0.0)
-    assert pond.source.books().issued == 0
+    assert pond.source.accounting().issued == 0
     for index in (0, 1):
-        assert pond.add(sample(asked, index)).name is FateName.EVAL
-    assert (pond.source.books().eval, pond.source.books().published) == (2, 0)
+        assert pond.add(sample(asked, index)).name is Disposition.EVAL
+    assert (pond.source.accounting().eval, pond.source.accounting().published) == (2, 0)
     assert isinstance(pond.source.plan(0.0), Waits)
     assert pond.source.task_floor == 1
-    assert pond.source.books().balanced
+    assert pond.source.accounting().balanced
 
 
 # ---- order
@@ -319,7 +319,7 @@ def test_a_step_goes_without_after_the_deadline() -> None:
     pond.waits()
     pond.now = 10.0
     assert pond.take_plan().tasks.tolist() == [2]
-    assert pond.source.books().open == 1
+    assert pond.source.accounting().open == 1
     pond.source.published(1, 1)
     pond.complete(slow, (0, 3))
     assert pond.take_settle().reason == "stale"
@@ -363,8 +363,8 @@ def test_mask_records_the_oldest_step() -> None:
     pond.complete(old, (0, 2), (1, 3))
     plan = pond.take_plan()
     assert (plan.oldest_step, plan.version_steps) == (1, {0: 0, 1: 1})
-    assert pond.source.books().tokens["masked"] == 4
-    assert pond.source.books().tokens["too_old"] == 0
+    assert pond.source.accounting().tokens["masked"] == 4
+    assert pond.source.accounting().tokens["too_old"] == 0
 
 
 def test_a_group_of_masked_tokens_only_is_stale_and_issued_again() -> None:
@@ -387,7 +387,7 @@ def test_train_takes_it_and_counts() -> None:
     pond, old = at_step_three("train")
     pond.complete(old, (0, 2), (1, 3))
     assert pond.take_plan().oldest_step is None
-    assert pond.source.books().tokens["too_old"] == 4
+    assert pond.source.accounting().tokens["too_old"] == 4
 
 
 def test_environment_tokens_have_no_age() -> None:
@@ -407,7 +407,7 @@ def test_a_prompt_is_issued_again_so_often_and_no_more() -> None:
     wanted = pond.source.wanted()
     assert wanted is not None
     assert (wanted.reissues, wanted.offset) == (0, 3)  # the next new prompt
-    assert pond.source.books().given_up == 1
+    assert pond.source.accounting().given_up == 1
 
 
 def test_lost_tasks_are_issued_again_and_dead_ones_are_not() -> None:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from bus.errors import WireError
 from bus.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
 from learner.batch import trainable_lags
-from learner.datasource import DataSource, FateName, Waits
+from learner.datasource import DataSource, Disposition, Waits
 from learner.rules import DataRules
 from tests.data_kit import rules, sample, task
 
@@ -224,8 +224,8 @@ class History(RuleBasedStateMachine):
         if old.head is not None:
             new.published(*old.head)
         assert new.snapshot() == old.snapshot()
-        assert new.books() == old.books()
-        assert new.held() == old.held()
+        assert new.accounting() == old.accounting()
+        assert new.buffered() == old.buffered()
         assert new.wanted() == old.wanted()
         late = self.now + 100
         assert _same(new.plan(late), old.plan(late)) or _same(new.plan(late + 100), old.plan(late + 100))
@@ -259,7 +259,7 @@ class History(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if not hasattr(self, "source"):
             return
-        books = self.source.books()
+        books = self.source.accounting()
         assert books.balanced, books
         assert sum(books.invalid.values()) == sum(books.invalid_of.values())
         messages = self.stream[: self.read_to]
@@ -355,11 +355,11 @@ def test_long_histories(seed: int) -> None:
         ):
             check()
     REACHED.update(record.reason for record in history.log if isinstance(record, Settle))
-    REACHED.update(name for name, count in history.source.books().tokens.items() if count)
+    REACHED.update(name for name, count in history.source.accounting().tokens.items() if count)
     REACHED["requeued"] += sum(isinstance(record, Requeue) for record in history.log)
     REACHED["steps"] += history.source.step
-    REACHED["lies"] += history.source.books().invalid.get("version", 0)
-    REACHED["given up"] += history.source.books().given_up
+    REACHED["lies"] += history.source.accounting().invalid.get("version", 0)
+    REACHED["given up"] += history.source.accounting().given_up
 
 
 def test_long_histories_reach_every_outcome() -> None:
@@ -368,4 +368,4 @@ def test_long_histories_reach_every_outcome() -> None:
 
 
 def test_fates_are_words() -> None:
-    assert {name.value for name in FateName} == {"buffered", "duplicate", "invalid", "dropped", "eval", "seen"}
+    assert {name.value for name in Disposition} == {"buffered", "duplicate", "invalid", "dropped", "eval", "seen"}
