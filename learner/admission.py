@@ -1,4 +1,4 @@
-"""How far ahead the actors may run: places for tasks, given out and given back, and which prompt is next."""
+"""Admission control: bounds the number of tasks in flight, and chooses the next prompt."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,11 +9,11 @@ from learner.rules import DataRules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDemand:
-    """A task to be issued now."""
+    """The next task to issue."""
 
     prompt_epoch: int
     offset: int
-    """Take the prompt there; for a new prompt: the first usable one at or behind it."""
+    """Offset of the prompt; for a new prompt, the first usable one at or after this offset."""
     min_version: int
     issue_step: int
     reissue_of: int | None = None
@@ -22,12 +22,12 @@ class TaskDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reissue:
-    """A prompt that is owed another task."""
+    """A prompt that is to be issued again."""
 
     root: int
-    """Id of the first task for it."""
+    """Id of the first task of the prompt."""
     count: int
-    """1 = the first time again."""
+    """Number of this reissue, from 1."""
     prompt_epoch: int
     offset: int
 
@@ -37,12 +37,12 @@ class Reissue:
         return cls(root=root, count=task.reissues + 1, prompt_epoch=task.prompt_epoch, offset=task.offset)
 
     def answers(self, task: Task) -> bool:
-        """The task is the one that is owed."""
+        """Return whether ``task`` is this reissue."""
         return (task.reissue_of, task.reissues) == (self.root, self.count)
 
 
 class Admission:
-    """Tasks out never exceed ``rules.admitted``: those open, and those trained by a step that is not published yet."""
+    """Admits at most ``rules.admitted`` tasks: the open ones, and those trained by a step that is not published yet."""
 
     def __init__(self, rules: DataRules) -> None:
         self._rules = rules
@@ -53,11 +53,11 @@ class Admission:
         self._unpublished: dict[int, int] = {}
 
     def out(self, num_open: int) -> int:
-        """Places taken."""
+        """Return the number of tasks that count against the limit."""
         return num_open + sum(self._unpublished.values())
 
     def wanted(self, *, num_open: int, step: int) -> TaskDemand | None:
-        """The next task, with ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
+        """Return the next task, given ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
         needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
         if self.head is None or needed <= 0 or self.out(num_open) >= self._rules.admitted:
             return None
@@ -76,13 +76,17 @@ class Admission:
         )
 
     def issued(self, task: Task) -> None:
+        """Register an issued task: it advances the position of new prompts, or completes a pending reissue."""
         if task.reissues:
             self._pending_reissues = [again for again in self._pending_reissues if not again.answers(task)]
         else:
             self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
 
     def schedule_reissue(self, task: Task, open_tasks: list[Task]) -> bool:
-        """Its prompt is to be issued again (at a restart it may be out already); False = it has been often enough."""
+        """Schedule another task for the prompt of ``task``, unless one is open already, as it may be at a restart.
+
+        Returns False if the prompt has been issued again ``max_reissues`` times.
+        """
         again = Reissue.of(task)
         if again.count > self._rules.max_reissues:
             return False
@@ -90,17 +94,17 @@ class Admission:
         return True
 
     def schedule_requeue(self, again: Reissue, open_tasks: list[Task]) -> None:
-        """Somebody asked for it, however often it has been tried."""
+        """Schedule a prompt that an operator has requeued; ``max_reissues`` does not apply."""
         if not any(again.answers(other) for other in open_tasks):
             self._pending_reissues.append(again)
 
     def planned(self, step: int, num_groups: int) -> None:
-        """The places of these groups are given back when the weights of ``step`` are published."""
+        """Register the groups of a plan, which count against the limit until the weights of ``step`` are published."""
         if self.head is None or self.head[1] < step:
             self._unpublished[step] = num_groups
 
     def published(self, version: int, step: int) -> bool:
-        """False when this is no news."""
+        """Register a published version. Returns False if it is not newer than the head."""
         if self.head is not None and version <= self.head[0]:
             return False
         self.head = (version, step)

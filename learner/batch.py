@@ -1,4 +1,4 @@
-"""What the data-parallel ranks train on: one StepBatch per step and rank, and its ZMQ frames.
+"""Training batches of the data-parallel ranks: one StepBatch per step and rank, and its encoding as ZMQ frames.
 
 Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the logits at t).
 Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples of the step on all ranks,
@@ -19,19 +19,19 @@ from learner.errors import FeedError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Samples packed into one row. An empty one is a single masked sequence, so that all ranks run the same number."""
+    """Samples packed into one row. One without samples is a single masked sequence, so that all ranks run the same number of rows."""
 
     tokens_T: NDArray[np.int64]
     targets_T: NDArray[np.int64]
     """The next token; 0 at the last token of a sequence and in padding (never trainable)."""
     position_ids_T: NDArray[np.int64]
-    """0.. within each sequence."""
+    """Positions from 0 within each sequence."""
     cu_seqlens: NDArray[np.int32]
-    """Where sequences begin, and the end of the last, [S + 1]; padding, if any, is the last sequence."""
+    """Starts of the sequences and the end of the last, [S + 1]; padding, if any, is the last sequence."""
     sample_T: NDArray[np.int32]
-    """Row of the step's samples (0..N-1) this token belongs to; -1 in padding."""
+    """Index of the token's sample in the step, 0..N-1; -1 in padding."""
     loss_mask_T: NDArray[np.bool_]
-    """The target is sampled by the model and young enough (the gate's mask is in it)."""
+    """True where the target was sampled by the model and is not masked by the gate."""
     rollout_log_probs_T: NDArray[np.float32]
     """Log-prob (nats) of the target under the distribution it was sampled from; 0 where not trainable."""
     lag_T: NDArray[np.int32]
@@ -40,13 +40,13 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """One step as one data-parallel rank sees it."""
+    """The batch of one step for one data-parallel rank."""
 
     step: int
-    """1-based: trains weights of step - 1."""
+    """Step from 1; it trains the weights of step - 1."""
     dp_rank: int
     recorded: bool
-    """A plan of an earlier start is executed again: publish no version for it (but after the last of them publish head + 1)."""
+    """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after the last."""
     micro_batches: tuple[MicroBatch, ...]
     """The same number on every rank."""
     num_tokens: int
@@ -54,22 +54,22 @@ class StepBatch:
     num_minibatches: int
     """Optimizer steps; each takes the same number of micro-batches, in order."""
     temperature: float
-    """Of every sample in the step: log-probs are computed at it."""
+    """Sampling temperature of every sample in the step, at which log-probs are computed."""
     max_new_tokens: int
-    """Longest response that any of them might have had."""
+    """Largest ``max_new_tokens`` of the samples."""
     rewards_N: NDArray[np.float32]
     groups_N: NDArray[np.int64]
-    """Task id of each sample: samples of one group have the same and are neighbours."""
+    """Task id of each sample; samples of one group are neighbours."""
     response_lengths_N: NDArray[np.int32]
     truncated_N: NDArray[np.bool_]
     unended_N: NDArray[np.bool_]
-    """Said to have stopped by itself, and its last token ends nothing: the end has been lost (never True with stop strings)."""
+    """True for a completed sample whose last token is no end token: the end token is lost (never True with stop strings)."""
     trainable_N: NDArray[np.int32]
-    """Trainable tokens of each sample after the gate: what the loss is normalised by."""
+    """Trainable tokens of each sample after the gate; the loss is normalised by them."""
     minibatches_N: NDArray[np.int32]
     """Minibatch that trains each sample."""
     state: bytes
-    """State of the data after this plan, to be put into the checkpoint; empty = no checkpoint is wanted after this step."""
+    """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
 
 
 _ROWS = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N")
@@ -102,7 +102,7 @@ def build_batches(
     pad_to: int = 1,
     eos_ids: frozenset[int] = frozenset(),
 ) -> tuple[StepBatch, ...]:
-    """The batch of every data-parallel rank from a plan and its samples (in the order of ``plan.seqs``).
+    """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
     ``pad_to``: every row's length becomes a multiple of it (tensor parallelism with sequence parallelism needs that).
     ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known.
@@ -111,7 +111,7 @@ def build_batches(
     temperatures = {sample.sampling.temperature for sample in samples}
     assert len(temperatures) == 1, f"plan {plan.step}: samples of several temperatures: {temperatures}"
     aligned = [_align(sample, row, plan) for row, sample in enumerate(samples)]
-    with np.errstate(over="ignore"):  # a plan recorded when rewards were not bounded: infinity, and the ranks skip it
+    with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     rows: dict[str, NDArray[Any]] = {
         "rewards_N": rewards_N,
@@ -147,7 +147,7 @@ def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
 
 
 def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, oldest_step: int | None) -> NDArray[np.int32]:
-    """Lag of every response token when step ``step`` trains it, [R]; -1 where the sample's or the gate's mask excludes it."""
+    """Return the lag of every response token when step ``step`` trains it, [R]; -1 where the sample's or the gate's mask excludes it."""
     steps_R = np.repeat(
         np.array([version_steps[span.version] for span in sample.spans], np.int64), [span.num_tokens for span in sample.spans]
     )
@@ -160,7 +160,7 @@ def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, 
 
 
 def _align(sample: Sample, row: int, plan: Plan) -> MicroBatch:
-    """One sample as a row of its own."""
+    """Return one sample as a row of its own."""
     length, start = len(sample.tokens), len(sample.tokens) - sample.response_length - 1
     assert start >= 0, f"task {sample.task} index {sample.index}: no prompt token"
     targets = np.zeros(length, np.int64)
@@ -211,7 +211,7 @@ def _concatenate(parts: Sequence[MicroBatch], pad_to: int) -> MicroBatch:
 
 
 def encode(batch: StepBatch) -> list[bytes | NDArray[Any]]:
-    """ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch, as raw bytes."""
+    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch, as raw bytes."""
     header = {
         "type": "batch",
         "step": batch.step,
@@ -230,9 +230,9 @@ def encode(batch: StepBatch) -> list[bytes | NDArray[Any]]:
 
 
 def decode(header: Mapping[str, Any], frames: Sequence[Any]) -> StepBatch:
-    """The batch from its header (already unpacked) and the frames behind it; arrays are views of the frames where aligned.
+    """Return the batch from its unpacked header and the frames after it; arrays are views of the frames where aligned.
 
-    Raises FeedError when frames are missing or cut.
+    Raises FeedError when frames are missing or truncated.
     """
     wanted = 1 + len(_ROWS) + header["num_micro_batches"] * len(_TOKENS)
     if len(frames) != wanted:

@@ -1,8 +1,8 @@
 """Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
 
 ``<root>/step-<k>-epoch-<e>/`` holds what the ranks wrote, ``state.msgpack`` (the DataSource as of plan k) and ``manifest.json``
-(size and SHA-256 of every file, and of itself). A directory without a suffix was whole when it got its name; ``.tmp`` is being written,
-``.corrupt`` was found damaged and set aside. Which one is *latest* a row on the bus says.
+(size and SHA-256 of every file, and of itself). A directory without a suffix was complete when it was renamed; ``.tmp`` is being written,
+``.corrupt`` failed verification and was set aside. A row on the bus names the *latest* one.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Checkpoint:
-    """A directory on disk, by name only; ``verify`` says whether it can be used."""
+    """A checkpoint directory, identified by its name; ``verify`` checks its content."""
 
     step: int
     epoch: int
@@ -37,7 +37,7 @@ class Checkpoint:
 
 
 def staging(root: Path, *, step: int, epoch: int) -> Path:
-    """An empty directory for the ranks to write the checkpoint into (one caller; ``commit`` it when all have written)."""
+    """Create the empty directory into which the ranks write the checkpoint. One rank calls it, and ``commit`` when all have written."""
     path = root / f"step-{step}-epoch-{epoch}.tmp"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -45,9 +45,9 @@ def staging(root: Path, *, step: int, epoch: int) -> Path:
 
 
 def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> Path:
-    """Add state and manifest, make every byte durable, give the directory its name; its path.
+    """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
 
-    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken.
+    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the disk refuses.
     """
     path = tmp.with_suffix("")
     if path.exists():
@@ -68,7 +68,7 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Read every byte and compare with the manifest; its ``extra``. Raises CheckpointCorrupt naming the first file that differs."""
+    """Read every file, compare it with the manifest, and return ``extra``. Raises CheckpointCorrupt for the first file that differs."""
     manifest = _manifest(path)
     files: dict[str, dict[str, Any]] = manifest["files"]
     if more := sorted(set(_files(path)) - set(files) - {MANIFEST}):
@@ -82,18 +82,18 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def read_state(path: Path) -> bytes:
-    """The DataSource's snapshot in a checkpoint."""
+    """Return the DataSource's snapshot in a checkpoint."""
     return (path / STATE).read_bytes()
 
 
 def listed(root: Path) -> list[Checkpoint]:
-    """Whole checkpoints under ``root``, newest (step, then epoch) first; not verified."""
+    """Return the complete checkpoints under ``root``, newest (step, then epoch) first, without verifying them."""
     found = [(match, path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
     return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
 
 
 def latest_valid(candidates: Iterable[Path]) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
-    """The first that verifies, and what is wrong with those before it, which is also said aloud."""
+    """Return the first candidate that verifies (None without one), and the errors of those before it, which are also logged."""
     corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
@@ -106,7 +106,7 @@ def latest_valid(candidates: Iterable[Path]) -> tuple[Path | None, dict[Path, Ch
 
 
 def set_aside(path: Path) -> None:
-    """Keep a corrupt checkpoint for whoever wants to know, where nothing counts on it any more."""
+    """Rename a corrupt checkpoint to ``.corrupt``, so that it is kept for inspection and never loaded."""
     if path.is_dir():
         aside = path.with_suffix(".corrupt")
         shutil.rmtree(aside, ignore_errors=True)
@@ -114,10 +114,10 @@ def set_aside(path: Path) -> None:
 
 
 def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
-    """Remove all but ``latest`` and the ``keep - 1`` newest before it; those kept, newest first.
+    """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns those kept, newest first.
 
-    What earlier epochs left behind with a later step than ``latest``, or unfinished (``.tmp``), was never committed to the run: it
-    is removed too. What this epoch has written since ``latest`` is left alone.
+    Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never committed to the run and
+    are removed too. Checkpoints that this epoch has written since ``latest`` are kept.
     """
     before = [one for one in listed(root) if (one.step, one.epoch) < (latest.step, latest.epoch)]
     kept = [latest, *before[: keep - 1]]
@@ -134,7 +134,7 @@ def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
 
 
 def named(path: Path) -> Checkpoint:
-    """Step and epoch by its name. Raises ValueError for a directory that is no checkpoint."""
+    """Parse step and epoch from a directory's name. Raises ValueError for a directory that is not a checkpoint."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path}: want a name like step-20-epoch-1")
@@ -172,7 +172,7 @@ def _difference(path: Path, name: str, wanted: dict[str, Any]) -> CheckpointCorr
             return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", f"{size} bytes")
         if (digest := _digest(file)) != wanted["sha256"]:
             return CheckpointCorrupt(str(path), name, f"sha256 {wanted['sha256']}", digest)
-    except OSError as error:  # a disk that cannot read it any more
+    except OSError as error:  # the disk fails to read the file
         return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", str(error))
     return None
 

@@ -1,8 +1,8 @@
-"""Buffered data source: which tasks to hand out, which groups make the next step, and what has become of every sample.
+"""Sample buffer: decides which tasks to issue and which groups form the next step, and accounts for every sample.
 
-A pure state machine: no input or output, no clock (``now`` is passed in, monotonic seconds). What settles anything is a *record*
-(a Plan, Settle or Requeue): ``plan`` only proposes one, the caller writes it to the log, and ``apply`` makes it true. A restart reads
-the same records and samples and calls the same ``apply``, so live and replayed histories cannot differ.
+A pure state machine: no input or output, no clock (``now`` is an argument, monotonic seconds). Only a *record* (a Plan, Settle or
+Requeue) settles tasks and samples: ``plan`` proposes one, the caller writes it to the log, and ``apply`` changes the state. A restart
+reads the same records and samples and calls the same ``apply``, so live and replayed histories cannot differ.
 
 Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step of the version that made it.
 """
@@ -24,10 +24,10 @@ from learner.rules import DataRules
 from learner.selection import age, drop_reason, make_plan, make_settle, urgent
 
 SCHEMA = 1
-"""Of a snapshot."""
+"""Version of the snapshot format."""
 
 REISSUED = frozenset({"stale", "lost"})
-"""Reasons that say nothing against the prompt: it is issued again."""
+"""Reasons to settle a task that are not caused by its prompt, which is issued again."""
 
 EARLY_IDS = 64
 """A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no task."""
@@ -37,7 +37,7 @@ invented tasks can take."""
 
 
 class Disposition(StrEnum):
-    """What became of a sample at its arrival."""
+    """Classification of a sample when it is read."""
 
     BUFFERED = "buffered"
     DUPLICATE = "duplicate"
@@ -49,28 +49,30 @@ class Disposition(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
+    """Result of ``DataSource.add``."""
+
     name: Disposition
     reason: str = ""
-    """Of an invalid or dropped one."""
+    """Reason for which the sample is invalid or dropped; else empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits:
-    """Why there is no plan yet."""
+    """Description of the event that the next plan waits for."""
 
     text: str
-    """In words: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
+    """For status and logs: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
     missing: int
-    """Groups."""
+    """Number of missing groups."""
     wake_in_s: float | None = None
-    """Ask again after so long even if nothing happens."""
+    """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
 
 
 class DataSource:
-    """See the module. Verbs raise ReplayMismatch when records and samples do not fit together."""
+    """State of tasks, groups and samples (see the module). Methods raise ReplayMismatch when records and samples contradict each other."""
 
     def __init__(self, rules: DataRules, *, epoch: int = 0, created: str = "", floor: int = 0) -> None:
-        """``created`` and ``floor``: the stream SAMPLES and where reading begins."""
+        """``created`` identifies the stream SAMPLES; reading begins after sequence ``floor``."""
         self.rules, self.epoch = rules, epoch
         self.step = 0
         """Last planned step."""
@@ -78,7 +80,7 @@ class DataSource:
         self.plan_seq = 0
         """Sequence of the last applied record in the log PLAN."""
         self.changes = 0
-        """Rises whenever ``plan`` or ``settlement`` may answer differently."""
+        """Counter that increases whenever the result of ``plan`` or ``settlement`` may have changed."""
         self._created = created
         self._admission, self._counter = Admission(rules), SampleCounter()
         self._samples, self._tasks = SettledIds(floor), SettledIds()
@@ -87,13 +89,13 @@ class DataSource:
         self._evals: dict[int, set[int]] = {}
         self._eval_sizes: dict[int, int] = {}
         self._steps: dict[int, int] = {}
-        """Step of every version there is, as far as it is known."""
+        """Step of every known version."""
         self._after: dict[int, int] = {}
-        """By version, once its row was read: the sequence that samples of it come after."""
+        """By version, once its row was read: no sample up to this sequence can be of it."""
         self._asked: dict[int, Dead] = {}
-        """Dead tasks whose prompts somebody wants to see again; not recorded yet."""
+        """Dead tasks whose prompts an operator has requeued, without a record so far."""
         self._decided_dead: set[int] = set()
-        """Tasks settled as dead, and not asked for again since."""
+        """Tasks settled as dead, and not requeued since."""
         self._filtered = 0
         self._waiting_since: float | None = None
         self._delayed_since: float | None = None
@@ -101,11 +103,14 @@ class DataSource:
     # ---- admit
 
     def wanted(self) -> TaskDemand | None:
-        """The next task to issue, None while the staleness budget or the rest of the run admits none."""
+        """Return the next task to issue; None while the staleness budget or the rest of the run admits none."""
         return self._admission.wanted(num_open=len(self._groups), step=self.step)
 
     def issued(self, task: Task, now: float) -> None:
-        """A task stands in the stream TASKS (just issued, or found there at a restart); in order of ids."""
+        """Register a task of the stream TASKS (just issued, or read at a restart). Call it in the order of ids.
+
+        Raises ConfigRefused for a task that was issued with other sampling settings.
+        """
         if not self._tasks.see(task.id):
             return
         if task.kind is Kind.EVAL:
@@ -136,11 +141,14 @@ class DataSource:
         if want != got:
             raise ConfigRefused("sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want)
 
-    # ---- take in
+    # ---- receive
 
     def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
-        """A message of SAMPLES, in stream order. ``actor``: that of its subject. Versions that it names and ``unread_versions`` gives must
-        have been looked up since it was stored: of one that is still unknown there is no row, and the sample is invalid."""
+        """Classify a message of SAMPLES; call it in stream order. ``actor`` is that of the subject.
+
+        The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and the sample is
+        invalid.
+        """
         if not self._samples.see(seq):
             return Arrival(Disposition.SEEN)
         if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
@@ -193,7 +201,7 @@ class DataSource:
         return evals + sum(map(len, self._early.values())) < EARLY_SAMPLES
 
     def _settle_eval(self, id: int, *, dead: bool = False) -> None:
-        """An evaluation task is open until each of its samples has been seen; it takes no place and no part in any step."""
+        """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as issued."""
         size = self._eval_sizes.get(id)
         if size is not None and (dead or len(self._evals.get(id, ())) >= size):
             self._evals.pop(id, None)
@@ -213,15 +221,15 @@ class DataSource:
         return arrival
 
     def dead(self, id: int) -> None:
-        """A task was declared dead: it is settled with the next records."""
+        """Mark a task as dead: the next records settle it."""
         self._abandon(id, "dead")
 
     def lost(self, id: int) -> None:
-        """A task that is over without its samples: settled with the next records, and its prompt issued again."""
+        """Mark a task as acknowledged without all its samples: the next records settle it, and its prompt is issued again."""
         self._abandon(id, "lost")
 
     def requeue(self, dead: Dead) -> None:
-        """Somebody wants the prompt of a dead task to be issued again: with the next records, and once, however often it is said."""
+        """Requeue the prompt of a dead task with the next records; repeated calls requeue it once."""
         if dead.root >= 0:
             self._asked[dead.task] = dead
             self.changes += 1
@@ -236,7 +244,7 @@ class DataSource:
     # ---- versions
 
     def version(self, version: int, step: int, after: int = 0) -> None:
-        """As its row says: the weights called ``version`` are those of ``step``, and no sample up to sequence ``after`` is of them."""
+        """Register the row of ``version``: it has the weights of ``step``, and no sample up to sequence ``after`` was made by it."""
         self._note_step(version, step)
         self._after[version] = after
 
@@ -245,14 +253,14 @@ class DataSource:
             raise ReplayMismatch(f"version {version}", f"weights of step {self._steps[version]}", f"step {step}")
 
     def published(self, version: int, step: int) -> None:
-        """``version`` is the head: tasks trained up to its step give their places back, and new ones ask for it."""
+        """Register ``version`` as the head: places of tasks trained up to its step are free again, and new tasks require it."""
         self._note_step(version, step)
         self._admission.published(version, step)
         self.changes += 1
 
     @property
     def versions(self) -> dict[int, int]:
-        """Step of every version known so far."""
+        """Step of every known version."""
         return dict(self._steps)
 
     @property
@@ -261,13 +269,13 @@ class DataSource:
         return self._admission.head
 
     def unread_versions(self, sample: Sample) -> set[int]:
-        """Versions that a sample names and ``version`` has not been called for."""
+        """Return the versions of a sample for which ``version`` has not been called."""
         return {span.version for span in sample.spans if span.version not in self._after}
 
     # ---- decide
 
     def settlement(self) -> Settle | Requeue | None:
-        """What is to be recorded before anything is planned: tasks given up, one reason at a time, then prompts asked for again."""
+        """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts. None without any."""
         by_reason: dict[str, list[Group]] = {}
         for group in self._groups.values():
             reason = group.abandoned or (drop_reason(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
@@ -294,7 +302,7 @@ class DataSource:
         )
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
-        """The next record to write (a Settle first, if there is one), or what the next step waits for."""
+        """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
         if settle := self.settlement():
             return settle
         ready = sorted((group for group in self._groups.values() if self._ready(group)), key=lambda group: age(group, self._steps))
@@ -312,7 +320,7 @@ class DataSource:
 
     @property
     def refilled_enough(self) -> bool:
-        """So many groups were filtered for this step that it may run short."""
+        """True if so many groups were filtered for this step that it may run with fewer groups."""
         return self._filtered >= self.rules.max_filtered
 
     def _ready(self, group: Group) -> bool:
@@ -341,7 +349,7 @@ class DataSource:
     # ---- settle
 
     def lacks(self, record: PlanRecord) -> list[int]:
-        """Sequences of a record that have not been read yet. Raises ReplayMismatch for those that were and cannot be used."""
+        """Return the sequences of a record that have not been read yet. Raises ReplayMismatch if some were read and are not usable."""
         if not isinstance(record, Plan | Settle):
             return []
         buffered = {sample.seq for task in record.tasks if int(task) in self._groups for sample in self._groups[int(task)].samples.values()}
@@ -351,7 +359,7 @@ class DataSource:
         return missing
 
     def apply(self, record: PlanRecord, seq: int) -> None:
-        """A record stands in the log PLAN at ``seq``: it is true now."""
+        """Apply a record that is in the log PLAN at ``seq``. Raises ReplayMismatch if it does not continue the state."""
         if isinstance(record, Plan):
             self._apply_plan(record)
         elif isinstance(record, Settle):
@@ -405,7 +413,7 @@ class DataSource:
         return [self._groups[int(task)] for task in record.tasks]
 
     def _close(self, groups: list[Group], seqs: list[int], reason: str) -> None:
-        """Samples in ``seqs`` meet ``reason``; others of these groups came too late to be in the record."""
+        """Settle groups: samples in ``seqs`` for ``reason``, others, which were read after the record was made, as duplicates."""
         named = set(seqs)
         for group in groups:
             del self._groups[group.task.id]
@@ -418,43 +426,43 @@ class DataSource:
                 else:
                     self._duplicate(sample.seq)
 
-    # ---- look
+    # ---- inspect
 
     def buffered(self) -> set[int]:
-        """Sequences of all buffered samples."""
+        """Return the sequences of all buffered samples."""
         early = {seq for waiting in self._early.values() for seq, *_ in waiting}
         return early | {sample.seq for group in self._groups.values() for sample in group.samples.values()}
 
     def incomplete(self) -> list[int]:
-        """Open training tasks that lack samples."""
+        """Return the open training tasks that lack samples."""
         return [id for id in self._groups if self.lacks_samples(id)]
 
     def lacks_samples(self, id: int) -> bool:
-        """It is one of them."""
+        """Return whether a task is open and lacks samples."""
         group = self._groups.get(id)
         return group is not None and not group.full and not group.abandoned
 
     def lack(self, id: int) -> str:
-        """What an open task lacks, in words."""
+        """Describe the samples that an open task lacks."""
         group = self._groups[id]
         return f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing or invalid"
 
     def cursor(self) -> Cursor:
-        """Where a restart has to read on, if the state is this one."""
+        """Return the position in SAMPLES at which a restart from this state continues reading."""
         return Cursor(created=self._created, floor=self._samples.floor, settled=self._samples.settled)
 
     @property
     def task_floor(self) -> int:
-        """All tasks with ids up to this are settled."""
+        """Largest id up to which all tasks are settled."""
         return self._tasks.floor
 
     def accounting(self) -> SampleAccounting:
         return self._counter.accounting(buffered=len(self.buffered()), open_tasks=len(self._groups))
 
-    # ---- keep
+    # ---- persist
 
     def snapshot(self) -> bytes:
-        """The state as computed with the last applied plan; what is open is not in it: it will be read again."""
+        """Serialise the state after the last applied plan, without open tasks and buffered samples: a restart reads them again."""
         cursor = self.cursor()
         return msgpack.packb(
             {
@@ -474,10 +482,10 @@ class DataSource:
 
     @classmethod
     def restore(cls, rules: DataRules, data: bytes, *, epoch: int = 0) -> "DataSource":
-        """The state of a snapshot. Then tell it the tasks behind ``task_floor``, the dead ones, versions and head, the samples
-        from ``cursor()``, and ``apply`` the records behind ``plan_seq``.
+        """Restore the state of a snapshot.
 
-        Raises ConfigRefused when the run's identity is another, ReplayMismatch for another schema.
+        The caller then registers the tasks after ``task_floor``, dead tasks, versions and head, adds the samples from ``cursor()``, and
+        applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run differs, ReplayMismatch for another schema.
         """
         state = read_state(data)
         for name, value in rules.identity.items():
@@ -496,7 +504,7 @@ class DataSource:
 
 
 def read_state(data: bytes) -> dict[str, Any]:
-    """The map of a snapshot. Raises ReplayMismatch for another schema."""
+    """Return the map of a snapshot. Raises ReplayMismatch for another schema."""
     state: dict[str, Any] = msgpack.unpackb(data)
     if state.get("schema") != SCHEMA:
         raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))

@@ -6,11 +6,11 @@ NEW_RUN = "begin a new run with the model of a checkpoint (tidemill up CONFIG --
 
 
 class LearnerError(Exception):
-    """Something went wrong in the learner."""
+    """Base class of the learner's errors."""
 
 
 class ConfigRefused(LearnerError, ValueError):
-    """Settings that cannot work together, or not with what an earlier start of this run has recorded."""
+    """Settings contradict each other, or the records of an earlier start of this run."""
 
     exit_code = exit_codes.CONFIG
 
@@ -23,7 +23,7 @@ class ConfigRefused(LearnerError, ValueError):
 
 
 class PromptError(LearnerError, ValueError):
-    """A prompt file, or a row of it, that cannot be used."""
+    """A prompt file, or one of its rows, cannot be used."""
 
     exit_code = exit_codes.CONFIG
 
@@ -36,7 +36,7 @@ class PromptError(LearnerError, ValueError):
 
 
 class ReplayMismatch(LearnerError):
-    """What the streams hold does not continue the checkpoint: training on would not repeat what was recorded."""
+    """The streams do not continue the checkpoint: training from it would not repeat the recorded steps."""
 
     exit_code = exit_codes.CONFIG
 
@@ -49,7 +49,7 @@ class ReplayMismatch(LearnerError):
 
 
 class CheckpointCorrupt(LearnerError):
-    """A file of a checkpoint is missing, has another size or another digest than its manifest says."""
+    """A file of a checkpoint is missing, or its size or digest differs from the manifest."""
 
     def __init__(self, directory: str, file: str, want: object, got: object) -> None:
         super().__init__(directory, file, want, got)
@@ -60,7 +60,7 @@ class CheckpointCorrupt(LearnerError):
 
 
 class CheckpointUnwritten(LearnerError):
-    """A checkpoint cannot be written: the disk is full, or refuses. The one before it is what the next start begins with."""
+    """A checkpoint cannot be written, as on a full disk. The next start loads the one before it."""
 
     def __init__(self, directory: str, reason: str) -> None:
         super().__init__(directory, reason)
@@ -71,7 +71,7 @@ class CheckpointUnwritten(LearnerError):
 
 
 class NoCheckpoint(LearnerError):
-    """The run says that it has a checkpoint, and none of those on disk can be used."""
+    """The run has a checkpoint according to its row on the bus, but none of those on disk can be used."""
 
     exit_code = exit_codes.CONFIG
 
@@ -87,7 +87,7 @@ class NoCheckpoint(LearnerError):
 
 
 class RunLost(LearnerError):
-    """Checkpoints are there, and the bus knows nothing of their run: its place in the data is lost."""
+    """Checkpoints exist, but the bus has no record of their run: its position in the data is lost."""
 
     exit_code = exit_codes.CONFIG
 
@@ -98,14 +98,14 @@ class RunLost(LearnerError):
     def __str__(self) -> str:
         onward = NEW_RUN.replace("CHECKPOINT", self.newest)
         return (
-            f"{self.newest}: want what the bus has recorded of run {self.run} up to this checkpoint, got a bus with no row run/checkpoint "
+            f"{self.newest}: want the bus's records of run {self.run} up to this checkpoint, got a bus with no row run/checkpoint "
             f"and no plan of it: its store was emptied, or it is another bus. Put the bus's store back; or {onward}; "
             "or throw the checkpoints away (tidemill up CONFIG --fresh)"
         )
 
 
 class NoProgress(LearnerError):
-    """A bounded wait has ended without what it was for."""
+    """A wait has reached its deadline."""
 
     def __init__(self, where: str, waited_s: float, waits_for: str) -> None:
         super().__init__(where, waited_s, waits_for)
@@ -116,7 +116,7 @@ class NoProgress(LearnerError):
 
 
 class FeedError(LearnerError):
-    """The conversation of feeder and ranks broke its rules: an unknown message, a wrong frame, an unexpected step."""
+    """A violation of the protocol of feeder and ranks: an unknown message, a wrong frame, an unexpected step."""
 
     def __init__(self, where: str, want: str, got: object) -> None:
         super().__init__(where, want, got)
@@ -127,15 +127,15 @@ class FeedError(LearnerError):
 
 
 class FeederLost(LearnerError):
-    """The feeder has said nothing for too long."""
+    """No message has come from the feeder for too long."""
 
-    def __init__(self, url: str, waited_s: float, asked_for: str, last_words: str) -> None:
-        super().__init__(url, waited_s, asked_for, last_words)
-        self.url, self.waited_s, self.asked_for, self.last_words = url, waited_s, asked_for, last_words
+    def __init__(self, url: str, waited_s: float, asked_for: str, last_reason: str) -> None:
+        super().__init__(url, waited_s, asked_for, last_reason)
+        self.url, self.waited_s, self.asked_for, self.last_reason = url, waited_s, asked_for, last_reason
 
     def __str__(self) -> str:
-        last = f"; its last words: {self.last_words}" if self.last_words else "; it never answered"
-        return f"feeder at {self.url}: silent for {self.waited_s:.1f} s, asked for {self.asked_for}{last}"
+        last = f"; it was waiting for: {self.last_reason}" if self.last_reason else "; it has never answered"
+        return f"feeder at {self.url}: no message for {self.waited_s:.1f} s, requested {self.asked_for}{last}"
 
 
 class FeederFailed(LearnerError):
@@ -161,18 +161,18 @@ class RankFailed(LearnerError):
 
 
 class MemoryReleased(LearnerError):
-    """Something wanted the model while its memory was given up: a mistake of ours, and never trained with."""
+    """The model was used while its memory was released, which is a bug of the learner."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
         self.what = what
 
     def __str__(self) -> str:
-        return f"{self.what}: the learner's memory is released (engines have it); want it resumed first"
+        return f"{self.what}: want the learner's memory resumed first, got it released to the engines"
 
 
 class AlarmStop(LearnerError):
-    """A diagnostic has been at error level for too long, and the configuration says to stop then."""
+    """A diagnostic has been at error level for ``alarms.patience`` steps, and ``alarms.action`` is stop."""
 
     exit_code = exit_codes.CONFIG
 

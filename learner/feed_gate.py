@@ -1,6 +1,6 @@
-"""Who may connect to the feeder's socket: holders of the ranks' key, by CURVE. Refuses all others before a byte of theirs is read.
+"""Authentication on the feeder's socket (CURVE): only holders of the ranks' key may connect. Others are refused before any message.
 
-Consumes the library's questions (ZAP) and its events of failed handshakes; produces refusals. Waits for either, for ever.
+Consumes authentication requests of libzmq (ZAP) and its events of failed handshakes; produces refusals. Runs until it is cancelled.
 """
 
 import asyncio
@@ -15,14 +15,14 @@ from zmq.utils.monitor import recv_monitor_message
 from learner.feed_keys import FeedKeys
 
 _ZAP = "inproc://zeromq.zap.01"
-"""Where the library asks about a peer: ZeroMQ RFC 27."""
+"""Endpoint of libzmq's authentication requests: ZeroMQ RFC 27."""
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _MAX_MESSAGE_BYTES = 1 << 24
-"""Of a message to the feeder; what announces a larger one is cut off. Ranks send headers only."""
+"""Largest message to the feeder; a peer that announces a larger one is disconnected. Ranks send headers only."""
 
 
 class Gate:
-    """Set up on a socket of a context of its own, before the socket is bound."""
+    """Authenticates the peers of one socket. Create it before the socket is bound, on a context that no other gate uses."""
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: FeedKeys) -> None:
         self._socket, self._admitted = socket, z85.decode(keys.ranks_public)
@@ -34,7 +34,7 @@ class Gate:
         socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
 
     async def run(self, refused: Callable[[str], None]) -> None:
-        """Admit and refuse, for ever; ``refused`` is called with the reason of each refusal."""
+        """Admit and refuse peers until cancelled; ``refused`` is called with the reason of each refusal."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._answer())
             group.create_task(self._count(refused))
@@ -52,14 +52,14 @@ class Gate:
             refused("it is no rank of this start" if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "it does not speak CURVE")
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Close the gate; call it before the socket is closed."""
         self._socket.disable_monitor()
         self._failures.close(linger=0)
         self._questions.close(linger=0)
 
 
 def admit_by(socket: zmq.Socket[bytes], keys: FeedKeys) -> None:
-    """Set a rank's socket up so that the feeder admits it, and that it talks to this start's feeder only."""
+    """Configure a rank's socket so that the feeder of this start admits it, and so that it accepts no other feeder."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.feeder_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.ranks_public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.ranks_secret)

@@ -1,6 +1,7 @@
-"""The keys of one start of the learner, by which its feeder and its ranks know each other (CURVE of ZMQ). No socket.
+"""Keys of one start of the learner, with which its feeder and its ranks authenticate each other (CURVE of ZMQ). No socket.
 
-They are new at every start, and reach a process through a file descriptor that it inherits: others can read arguments and environment.
+They are new at every start, and a process gets them through an inherited file descriptor, because other users can read its arguments
+and environment.
 """
 
 import json
@@ -13,7 +14,7 @@ import zmq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedKeys:
-    """Two key pairs (Z85): one of the feeder, one that all ranks share. A secret that its holder is not to have is empty."""
+    """Two key pairs (Z85): one of the feeder, and one that all ranks share. A secret is empty in a process that must not have it."""
 
     feeder_public: str
     ranks_public: str
@@ -33,15 +34,15 @@ class FeedKeys:
         return replace(self, feeder_secret="")
 
     def pipe(self) -> int:
-        """A file descriptor from which the keys can be read once: for ``pass_fds`` of a child. The caller closes its own."""
+        """Return a file descriptor from which a child can read the keys once (``pass_fds``). The caller closes its copy."""
         reading, writing = os.pipe()
-        with os.fdopen(writing, "w") as file:  # far less than a pipe holds
+        with os.fdopen(writing, "w") as file:  # does not block: the keys are much smaller than the buffer of a pipe
             json.dump(asdict(self), file)
         return reading
 
     @classmethod
     def read(cls, descriptor: int) -> Self:
-        """The keys from an inherited descriptor, which is closed. Raises ValueError when it holds none."""
+        """Read the keys from an inherited descriptor and close it. Raises ValueError when it has none."""
         try:
             with os.fdopen(descriptor) as file:
                 return cls(**json.load(file))

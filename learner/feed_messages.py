@@ -1,7 +1,7 @@
-"""What feeder and ranks say to each other over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
+"""Messages of feeder and ranks over ZMQ: the first frame is a msgpack map with ``type``; a batch has more frames.
 
-rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder -> rank: start, batch, wait (still there, and what for),
-end, error. Knows no socket.
+rank -> feeder: hello, next, done, published, checkpointed, failed, bye. feeder -> rank: start, batch, wait (a heartbeat with the reason
+of the wait), end, error. Knows no socket.
 """
 
 import reprlib
@@ -28,13 +28,13 @@ _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Answer to a rank's hello: where to begin."""
+    """Answer to a rank's hello: the position at which the run starts or continues."""
 
     epoch: int
     checkpoint: str | None
-    """Directory to load, verified; None = begin with the model's initial weights."""
+    """Verified directory to load; None = start with the model's initial weights."""
     step: int
-    """Steps contained in that checkpoint (0 without one); ask for ``step + 1`` first."""
+    """Step of that checkpoint (0 without one); the first batch is that of ``step + 1``."""
     steps: int
     """Last step of the run."""
     head_version: int
@@ -42,14 +42,14 @@ class Start:
     head_step: int
     """Step of its weights; -1 = none yet."""
     initial: str | None = None
-    """Without ``checkpoint``: directory of the checkpoint whose weights the run begins with, verified; None = the model directory's."""
+    """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = those of the model directory."""
     recorded_until: int
-    """Batches up to this step are recorded plans: no push for them, then head + 1. == step when there are none."""
+    """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as head + 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """The last step is done and its checkpoint is committed."""
+    """End of the run: the last step is done and its checkpoint is committed."""
 
 
 def pack(kind: str, **values: Any) -> bytes:
@@ -57,7 +57,7 @@ def pack(kind: str, **values: Any) -> bytes:
 
 
 def unpack(frame: Any, *, where: str) -> dict[str, Any]:
-    """The header map of a message. Raises FeedError when it is none."""
+    """Return the header map of a message. Raises FeedError for other bytes."""
     try:
         header = msgpack.unpackb(bytes(frame))
     except (ValueError, msgpack.exceptions.UnpackException) as error:
@@ -68,7 +68,7 @@ def unpack(frame: Any, *, where: str) -> dict[str, Any]:
 
 
 def unpack_from_rank(frame: Any, *, where: str) -> dict[str, Any]:
-    """The header of a rank's message, with the fields of its type and no others. Raises FeedError."""
+    """Return the header of a rank's message, validated against the fields of its type. Raises FeedError."""
     header = unpack(frame, where=where)
     kind = header["type"]
     fields = _FROM_RANKS.get(kind) if isinstance(kind, str) else None

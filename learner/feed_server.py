@@ -1,7 +1,7 @@
-"""The feeder's end of the feed: answers hellos, hands out batches, passes on what rank 0 reports. Knows ZMQ; no bus, no DataSource.
+"""Server of the feed, in the feeder: registers ranks, sends batches, queues the reports of rank 0. Knows ZMQ; no bus, no DataSource.
 
 Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``; a rank waits until its batch is
-offered, and is told every second what for.
+offered, and gets a heartbeat with the reason every second.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 Frames = Sequence[Any]
 _HELLO = 0
-"""``waits`` of a rank that waits for its start."""
+"""Value of ``_Rank.waits`` for a rank that waits for its start."""
 _LOG_REFUSED_S = 60.0
 
 
@@ -43,18 +43,18 @@ class _Rank:
     rank: int
     dp_rank: int
     asked: int = 0
-    """Last step it asked for."""
+    """Last step that the rank has requested."""
     waits: int | None = None
-    """The step it waits for now; None = it is working."""
+    """The step that the rank waits for; None = it is working."""
     since_s: float = field(default_factory=time.monotonic)
     gone: bool = False
-    """It has been told of the end, or has said goodbye."""
+    """True once the rank has received the end of the run, or has signed off."""
 
 
 class FeedServer:
-    """Binds at ``listen`` (``tcp://host:*`` = any free port, see ``url``).
+    """Server socket at ``listen`` (``tcp://host:*`` = any free port, see ``url``).
 
-    Ranks of this start are admitted, by ``keys``; everything else is refused: counted, logged once a minute, and never an error here.
+    It admits ranks of this start by ``keys``. Other connections and messages are refused: counted, logged once a minute, never an error.
     """
 
     def __init__(self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int) -> None:
@@ -68,16 +68,16 @@ class FeedServer:
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         self.waiter = Waiter()
-        """Woken when ``asked`` has grown."""
+        """Woken when ``asked`` has increased."""
         self.asked = 0
-        """Highest step a rank has asked for."""
+        """Highest step that a rank has requested."""
         self.all_ended = asyncio.Event()
-        """Every rank of the world has been here and is gone."""
+        """Set when every rank of the world has registered and has left."""
         self.deserted = asyncio.Event()
-        """No rank is here: none has come yet, or those that came have said goodbye."""
+        """Set while no rank is registered, or all registered ranks have left."""
         self.deserted.set()
         self.refused = 0
-        """Connections and messages."""
+        """Number of refused connections and messages."""
         self._refusal_logged_s = -_LOG_REFUSED_S
         self._ranks: dict[bytes, _Rank] = {}
         self._ready: dict[int, Sequence[Frames]] = {}
@@ -85,13 +85,13 @@ class FeedServer:
         self._end_after: int | None = None
 
     async def close(self) -> None:
-        """Send what is queued (for at most a second) and let go of the port."""
+        """Send queued messages (for at most a second) and release the port."""
         self._gate.close()
         self._socket.close()
         await asyncio.to_thread(self._context.term)
 
     async def run(self) -> None:
-        """Answer the ranks, for ever. Raises a group of FeedError when one breaks the rules, or RankFailed when one gives up."""
+        """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed when one fails."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._gate.run(self._refuse), name="gate")
             while True:
@@ -99,7 +99,7 @@ class FeedServer:
                 await self._received(identity, frames)
 
     async def _received(self, identity: bytes, frames: Frames) -> None:
-        """Only a rank that has been accepted, or reports its own failure, can end the feeder by what it sends."""
+        """Handle one message. An invalid one ends the feeder only if an accepted rank sent it; others are refused."""
         rank = self._ranks.get(identity)
         try:
             header = unpack_from_rank(frames[0] if frames else b"", where=f"feed at {self.url}")
@@ -108,9 +108,9 @@ class FeedServer:
             if rank is None:
                 self._hello(identity, header)
             else:
-                self._heard(rank, header)
+                self._handle(rank, header)
         except FeedError as error:
-            await self._say(identity, pack("error", reason=str(error)))
+            await self._send(identity, pack("error", reason=str(error)))
             if rank is not None:
                 raise
             self._refuse(str(error))
@@ -125,49 +125,49 @@ class FeedServer:
             log.warning("feed at %s: refused=%d, the last one because %s", self.url, self.refused, reason)
 
     async def start(self, start: Start) -> None:
-        """Let the ranks begin."""
+        """Send ``start`` to the ranks, now or when they register."""
         self._start, self.asked = start, max(self.asked, start.step)
         await self._serve()
 
     async def offer(self, step: int, batches: Sequence[Frames]) -> None:
-        """The frames of a step, by data-parallel rank."""
+        """Make the frames of a step, by data-parallel rank, available to the ranks."""
         self._ready[step] = batches
         await self._serve()
 
     async def end_after(self, step: int) -> None:
-        """Whoever asks for a later step is told that the run is over."""
+        """Answer requests for a later step with the end of the run."""
         self._end_after = step
         await self._serve()
 
     async def beat(self, waits_for: str) -> None:
-        """Tell waiting ranks that this process is alive, and what they wait for."""
+        """Send a heartbeat to waiting ranks, with the reason of the wait."""
         for identity, rank in self._ranks.items():
             if rank.waits is not None:
-                await self._say(identity, pack("wait", waits_for=waits_for))
+                await self._send(identity, pack("wait", waits_for=waits_for))
 
     async def fail(self, reason: str, exit_code: int = CRASHED) -> None:
-        """Send all ranks the reason why it is over, and the exit code that goes with it."""
+        """Send all ranks the error that ends the feeder, and its exit code."""
         for identity in self._ranks:
-            await self._say(identity, pack("error", reason=reason, exit_code=exit_code))
+            await self._send(identity, pack("error", reason=reason, exit_code=exit_code))
 
     def starved_s(self, now: float) -> float:
-        """How long a rank has been waiting for a batch; 0 = none is."""
+        """Return the longest time for which a rank has been waiting for a batch, in seconds; 0 = no rank waits."""
         waiting = [rank.since_s for rank in self._ranks.values() if rank.waits not in (None, _HELLO)]
         return now - min(waiting) if waiting else 0.0
 
-    def _heard(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+    def _handle(self, rank: _Rank, header: Mapping[str, Any]) -> None:
         kind = header["type"]
         if kind == "hello":
             raise FeedError(f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello")
         if kind == "bye":
             rank.waits, rank.gone = None, True
         elif kind == "next":
-            self._asked(rank, header)
+            self._requested(rank, header)
         else:
             self._reported(rank, kind, header)
 
     def _hello(self, identity: bytes, header: Mapping[str, Any]) -> None:
-        """Accept a rank. Raises FeedError for what is none of this layout, or is here already."""
+        """Register a rank. Raises FeedError for one that is not of this layout, or is registered already."""
         if header["type"] != "hello":
             raise FeedError(f"feed at {self.url}", "hello first", header["type"])
         rank = _Rank(rank=header["rank"], dp_rank=header["dp_rank"], waits=_HELLO)
@@ -180,7 +180,7 @@ class FeedServer:
             raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
         self._ranks[identity] = rank
 
-    def _asked(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+    def _requested(self, rank: _Rank, header: Mapping[str, Any]) -> None:
         step = header["step"]
         if self._start is None or step != max(rank.asked, self._start.step) + 1:
             raise FeedError(f"next of rank {rank.rank}", f"the step after {rank.asked}, after the start", step)
@@ -196,18 +196,18 @@ class FeedServer:
         self.outcomes.put_nowait(Outcome(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
 
     async def _serve(self) -> None:
-        """Give every waiting rank what is there for it."""
+        """Send start, batch or end to every waiting rank for which it is available."""
         for identity, rank in list(self._ranks.items()):
             if rank.waits == _HELLO and self._start is not None:
                 rank.waits, rank.asked = None, self._start.step
-                await self._say(identity, pack("start", **asdict(self._start)))
+                await self._send(identity, pack("start", **asdict(self._start)))
             elif rank.waits is not None and rank.waits in self._ready:
                 frames = self._ready[rank.waits][rank.dp_rank]
                 rank.waits = None
-                await self._say(identity, *frames)
+                await self._send(identity, *frames)
             elif rank.waits is not None and self._end_after is not None and rank.waits > self._end_after:
                 rank.waits, rank.gone = None, True
-                await self._say(identity, pack("end"))
+                await self._send(identity, pack("end"))
         self._forget()
         if not all(rank.gone for rank in self._ranks.values()):
             self.deserted.clear()
@@ -217,10 +217,10 @@ class FeedServer:
             self.all_ended.set()
 
     def _forget(self) -> None:
-        """Let go of batches that every rank has."""
+        """Drop the batches that every rank has received."""
         if len(self._ranks) == self._world_size:
             served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
             self._ready = {step: batches for step, batches in self._ready.items() if step > served}
 
-    async def _say(self, identity: bytes, *frames: Any) -> None:
+    async def _send(self, identity: bytes, *frames: Any) -> None:
         await self._socket.send_multipart([identity, *frames], copy=False)

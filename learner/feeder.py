@@ -1,4 +1,4 @@
-"""The feeder process: the learner's only way to the bus, but for pushes. Settings in, one start of ``Feeder``, the first error out."""
+"""The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
 
 import asyncio
 from dataclasses import asdict, dataclass

@@ -1,12 +1,12 @@
-"""The loops of the feeder: the DataSource decides, these move what it decides about.
+"""Loops of the feeder: they connect the DataSource, which decides, with the bus and the ranks.
 
     TASKS  <-- issue ---- wanted() --+                     +--- plan() --> PLAN --> apply() --> batches --> ranks (ZMQ)
     SAMPLES --- read ---> add() -----+---- DataSource -----+
     DEAD, KV weights ---> dead(), version(), published()   +--- done, published, checkpointed <-- rank 0
     acks of TASKS ------> lost()
 
-Each loop says what it consumes, produces, waits for and what unblocks it. All run in one thread; only packing and file work go to
-others. A record is in the log PLAN before it is applied, and applied before its batch is offered.
+Each loop documents what it consumes, produces and waits for, and what unblocks it. All run in one thread; only packing and file work run
+in others. A record is in the log PLAN before it is applied, and applied before its batch is offered.
 """
 
 import asyncio
@@ -49,36 +49,36 @@ from weightstore.registry import HEAD, VersionRegistry
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
-"""Ranks and onlookers hear of this process so often."""
+"""Interval of the heartbeats to ranks and on the bus."""
 LOOK_AGAIN_S = 5.0
 """Longest sleep of a loop that is normally woken."""
 END_S = 60.0
-"""How long the ranks may take to ask for the step after the last."""
+"""Deadline for the ranks to request the step after the last."""
 EARLY_CHECKPOINT_FULL = 0.7
 """Share of the stream SAMPLES in use at which a step is checkpointed early, so that it can be trimmed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeederRules:
-    """What the process itself decides by."""
+    """Settings of the process, beyond the rules of the DataSource."""
 
     run: str
     root: Path
-    """Where checkpoints are."""
+    """Directory of the checkpoints."""
     sampling: Sampling
     group_size: int
     checkpoint_every: int
     keep_checkpoints: int
     ahead: int
-    """Steps planned before a rank asks for them: 0 or 1."""
+    """Steps planned before a rank requests them: 0 or 1."""
     batch_timeout_s: float
     vocab_size: int | None
     pad_to: int
-    """Row lengths are multiples of it."""
+    """Row lengths are multiples of this number of tokens."""
     eos_ids: frozenset[int] = frozenset()
     """Tokens that end a response; empty = not known."""
     from_checkpoint: Path | None = None
-    """What the run begins with in place of the model directory's weights."""
+    """Checkpoint with the initial weights of the run; None = those of the model directory."""
 
 
 class Feeder:
@@ -96,7 +96,7 @@ class Feeder:
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Start, feed, end. Raises a group of what went wrong; Fenced when another learner has taken over, whatever that led to here."""
+        """Start, feed, end. Raises a group of errors; Fenced alone when another learner has taken over, which may cause any of them."""
         try:
             await self._run(draining)
         except BaseExceptionGroup:
@@ -127,7 +127,7 @@ class Feeder:
                     loop_task.cancel()
 
     async def _begin(self) -> None:
-        """Take over the streams, restore, let the ranks start."""
+        """Take over the streams, restore the state, and start the ranks."""
         self._text = "the fences of PLAN and TASKS"
         await self._bus.plans.fence(self._epoch)
         await self._bus.tasks.fence(self._epoch)
@@ -138,7 +138,7 @@ class Feeder:
         if await registry.lost(resumed.versions):
             await registry.restore(resumed.versions | await recorded_versions(self._bus), self._epoch)
         head = await registry.head()
-        if head is not None:  # a publisher that only has fenced it has written none
+        if head is not None:  # a publisher fences the head before it writes one
             self._source.published(head.version, head.step)
         plans = [record for _, record in resumed.recorded if isinstance(record, Plan)]
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
@@ -161,7 +161,7 @@ class Feeder:
         self._note_replayed()
 
     async def _initial(self, resumed: Resumed) -> str | None:
-        """Raises CheckpointCorrupt."""
+        """Return the verified checkpoint with the initial weights, if the run starts from one. Raises CheckpointCorrupt."""
         if resumed.checkpoint is not None or self._rules.from_checkpoint is None:
             return None
         await asyncio.to_thread(checkpoints.verify, self._rules.from_checkpoint)
@@ -180,7 +180,7 @@ class Feeder:
         )
 
     async def _over(self, draining: asyncio.Event) -> None:
-        """Until the run is finished and the ranks know it, or this process is drained."""
+        """Wait until the run is finished and the ranks have received the end, or this process is drained."""
         _, drained = await first_of(self._outcomes.finished.wait(), self._drained(draining))
         if drained.cancelled():
             self._phase, self._text = "ending", "the ranks to leave"
@@ -193,13 +193,13 @@ class Feeder:
         await self._server.outcomes.join()
 
     async def _farewell(self) -> None:
-        """Until every rank has heard of the end, bounded."""
+        """Send the end of the run, and wait (with a deadline) until every rank has received it."""
         await self._server.end_after(self._data_rules.steps)
         try:
             async with asyncio.timeout(END_S):
                 await self._server.all_ended.wait()
         except TimeoutError:
-            log.warning("not every rank asked for the end within %.0f s", END_S)
+            log.warning("not every rank requested the end of the run within %.0f s", END_S)
 
     # ---- admit: consumes wanted(), produces TASKS; waits for places, which settled groups and new versions give back
 
@@ -237,7 +237,7 @@ class Feeder:
             issue_step=wanted.issue_step,
         )
 
-    # ---- take in: consume SAMPLES, DEAD and the registry; wait for the bus
+    # ---- receive: consumes SAMPLES, DEAD and the registry; waits for the bus
 
     async def _read(self) -> None:
         cursor, registry = self._source.cursor(), VersionRegistry(self._bus)
@@ -258,12 +258,12 @@ class Feeder:
                 self._decide.wake()
 
     async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
-        """Read the rows of versions that are new here. A row is written before any engine gets the weights: without one there is none."""
+        """Read the rows of versions that are new here. A row is written before engines get the weights: no row means no such version."""
         for version in sorted(self._source.unread_versions(sample), reverse=True):
             row = await self._bus.retry(partial(registry.row_for, version, seq))
             if row is not None:
                 self._source.version(version, row.step, max(0, row.after))
-            elif version in self._recorded_steps:  # the registry has lost it, and a plan that uses it must be repeated
+            elif version in self._recorded_steps:  # the registry has lost its row, and a recorded plan with it must be repeated
                 self._source.version(version, self._recorded_steps[version])
             else:
                 return
@@ -279,7 +279,7 @@ class Feeder:
             self._decide.wake()
 
     def _has_prompt(self, dead: Dead, seq: int) -> bool:
-        """Whether the place in a dead letter has a prompt: a recorded requeue must be possible at every later start."""
+        """Return whether the position in a dead letter has a prompt, because later starts must be able to repeat a recorded requeue."""
         try:
             self._prompts.at(dead.prompt_epoch, dead.offset)
         except (PromptError, IndexError) as error:
@@ -288,12 +288,12 @@ class Feeder:
         return True
 
     async def _follow_epoch(self) -> None:
-        """Raises Fenced when another learner has taken over: also while this one has nothing to write, and would meet no fence."""
+        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence could reject."""
         async for row in self._bus.rows("run").watch(EPOCH_KEY):
             self._refuse_newer(0 if row is None else int(row[0]["epoch"]))
 
     async def _follow_head(self) -> None:
-        """Produces published(); writes the registry's rows again when it is behind what was published before it was read."""
+        """Produce published(); restore the registry's rows when its head is older than the newest published version."""
         registry = VersionRegistry(self._bus)
         async for _ in self._bus.rows("weights").watch(HEAD):
             known = -1 if self._source.head is None else self._source.head[0]
@@ -330,7 +330,7 @@ class Feeder:
         self._text = f"rank 0 to finish step {self._data_rules.steps}"
 
     def _next_record(self) -> tuple[Plan | Settle | Requeue | None, int | None]:
-        """What comes next, and its sequence if it stands in the log already."""
+        """Return the next record, and its sequence if it is in the log already; (None, None) while there is none."""
         may_plan = self._source.step < self._server.asked + self._rules.ahead
         if self._recorded:
             seq, record = self._recorded[0]
@@ -352,7 +352,7 @@ class Feeder:
         return proposal, None
 
     async def _wait_for_change(self) -> None:
-        """Something was read, told or asked for; or a deadline may have passed (looked at every second)."""
+        """Wait for an event, at most a second: a deadline of the DataSource may have passed."""
         await self._decide.wait(BEAT_S)
 
     async def _take(self, record: Plan | Settle | Requeue, seq: int, *, recorded: bool) -> None:
@@ -372,7 +372,7 @@ class Feeder:
         if isinstance(record, Settle):
             log.info("settled reason=%s tasks=%s before_step=%d", record.reason, record.tasks.tolist(), record.step)
             if left_out := self._source.accounting().given_up - given_up:
-                log.warning("prompts=%d left out, issued again %d times", left_out, self._data_rules.max_reissues)
+                log.warning("prompts given up count=%d issued_again=%d", left_out, self._data_rules.max_reissues)
             return
         state = self._source.snapshot() if self._wants_checkpoint(record.step, recorded) else b""
         pad_to, eos_ids = self._rules.pad_to, self._rules.eos_ids
@@ -396,10 +396,10 @@ class Feeder:
             self._replayed.set()
             self._admit.wake()
 
-    # ---- be seen
+    # ---- heartbeats
 
     async def _beat(self, heartbeat: Heartbeat) -> None:
-        """Produces heartbeats for onlookers and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
+        """Produce heartbeats on the bus and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
         while True:
             starved_s = self._server.starved_s(time.monotonic())
             await self._server.beat(self._text)

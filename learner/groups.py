@@ -1,4 +1,4 @@
-"""A task that is out and the samples that have come back for it: what the DataSource needs to know of them, and no more."""
+"""Open tasks with their buffered samples: the metadata that the DataSource decides on, without tensors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from bus.messages import Sample, Task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferedSample:
-    """A buffered sample: its place, its size and how many trainable tokens each version made."""
+    """Metadata of a buffered sample: sequence, index, size, score and trainable tokens by version."""
 
     seq: int
     index: int
     num_tokens: int
-    """Prompt and response."""
+    """Tokens of prompt and response."""
     score: float
     by_version: tuple[tuple[int, int], ...]
     """(version, trainable tokens) of each span, zeros included."""
@@ -31,20 +31,20 @@ class BufferedSample:
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """An open task and what has come back for it."""
+    """An open task and its samples so far."""
 
     task: Task
     touched_s: float
-    """When it was issued, or a sample of it came (monotonic clock)."""
+    """Time of its issue or of its last sample (monotonic clock)."""
     samples: dict[int, BufferedSample] = field(default_factory=dict)
-    """By index."""
+    """Samples by index."""
     abandoned: str = ""
-    """Reason to settle it, when it will never be complete."""
+    """Reason to settle the task without training it; empty = none."""
     _by_step: dict[int, int] | None = None
     _versions: set[int] | None = None
 
     def add(self, sample: BufferedSample) -> None:
-        """A sample of it has come."""
+        """Add a sample of this task."""
         self.samples[sample.index], self._versions = sample, None
 
     @property
@@ -53,7 +53,7 @@ class Group:
 
     @property
     def rows(self) -> list[BufferedSample]:
-        """By index."""
+        """Samples in the order of their index."""
         return [self.samples[index] for index in sorted(self.samples)]
 
     @property
@@ -62,7 +62,7 @@ class Group:
 
     @property
     def versions(self) -> set[int]:
-        """That made its tokens. (Asked for all groups at every wake of the feeder.)"""
+        """Versions that made its tokens. Cached, because the feeder reads it for all groups at every wake."""
         if self._versions is None:
             self._versions = {version for sample in self.samples.values() for version, _ in sample.by_version}
         return self._versions
@@ -72,7 +72,7 @@ class Group:
         return {sample.score for sample in self.samples.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
-        """Of a full group: step of the weights -> trainable tokens made by them (> 0)."""
+        """Return trainable tokens (> 0) by the step of the weights that made them. Call it for a full group only: it is cached."""
         if self._by_step is not None:
             return self._by_step
         counts: dict[int, int] = {}
@@ -85,7 +85,7 @@ class Group:
 
 
 def mismatch(task: Task, sample: Sample, max_context: int) -> str:
-    """The field in which a sample does not fit its task; empty when it does."""
+    """Return the first field of a sample that contradicts its task; empty if none does."""
     prompt = len(sample.tokens) - sample.response_length
     if sample.group_size != task.group_size:
         return "group_size"

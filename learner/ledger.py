@@ -1,4 +1,4 @@
-"""The books: which sequences of a stream are settled, and how many samples met which disposition."""
+"""Accounting of samples and tasks: settled ids of a stream, and counts of samples by disposition."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,24 +7,24 @@ from dataclasses import dataclass, field
 from bus.errors import WireError
 
 MAX_NAMES = 64
-"""Names from outside that are counted one by one; the others together, so that names cannot fill the memory."""
+"""Most names from outside that have counters of their own; others share one, which bounds the memory."""
 OTHERS = "(others)"
 
 
 def count_of(counts: Counter[str], name: str) -> int:
-    """Count one under a name that came from outside; the new count."""
+    """Increment the counter of a name that came from outside, and return the new count."""
     name = name if name in counts or len(counts) < MAX_NAMES else OTHERS
     counts[name] += 1
     return counts[name]
 
 
 def field_of(error: WireError) -> str:
-    """The field of a sample that is wrong: what invalid samples are counted by."""
+    """Return the invalid field of a sample, by which invalid samples are counted."""
     return error.field.split(".")[0].split("[")[0]
 
 
 class SettledIds:
-    """Which ids of a stream are settled: every id seen is either open or settled, ids nobody told of count as settled."""
+    """Settled ids of a stream. An id that was seen is open or settled; ids below the last one that were never seen count as settled."""
 
     def __init__(self, floor: int = 0, settled: Iterable[int] = ()) -> None:
         self.seen_to = floor
@@ -33,7 +33,7 @@ class SettledIds:
         self._pass_earlier()
 
     def see(self, id: int) -> bool:
-        """A message has been read (in order): it is open now. False when it had been settled before."""
+        """Open the id of a message that was read; call it in order. Returns False if the id was seen or settled before."""
         if id <= self.seen_to or id in self._earlier:
             return False
         self.seen_to = id
@@ -46,20 +46,21 @@ class SettledIds:
             self.seen_to += 1
 
     def settle(self, id: int) -> None:
+        """Settle an open id. Raises KeyError for another one."""
         self._open.remove(id)
 
     def knows(self, id: int) -> bool:
-        """It has been seen, now or before a restart."""
+        """Return whether an id has been seen, now or before a restart."""
         return id <= self.seen_to or id in self._earlier
 
     @property
     def floor(self) -> int:
-        """All ids up to here are settled."""
+        """Largest id up to which all ids are settled."""
         return min(self._open) - 1 if self._open else self.seen_to
 
     @property
     def settled(self) -> tuple[int, ...]:
-        """Ids above the floor that are settled."""
+        """Settled ids above the floor."""
         floor = self.floor
         here = (id for id in range(floor + 1, self.seen_to + 1) if id not in self._open)
         return (*here, *sorted(id for id in self._earlier if id > self.seen_to))
@@ -67,40 +68,41 @@ class SettledIds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleAccounting:
-    """What became of every training sample read from the stream (once each, whatever its chunks), and of every task."""
+    """Counts of training samples read from the stream by disposition (a chunked sample counts once), and of tasks."""
 
     published: int
     trained: int
     dropped: dict[str, int]
-    """stale, filtered, empty, dead, lost, failed, aborted."""
+    """Dropped samples by reason: stale, filtered, empty, dead, lost, failed, aborted."""
     duplicate: int
-    """Another sample was there first, or its task is settled."""
+    """Samples whose index had a sample already, or whose task is settled."""
     invalid: dict[str, int]
-    """By the field that is wrong."""
+    """Invalid samples by field."""
     invalid_of: dict[str, int]
-    """The same samples by actor, as their subjects name it."""
+    """Invalid samples by actor, from their subjects."""
     buffered: int
     issued: int
-    """Training tasks."""
+    """Training tasks issued."""
     open: int
     settled: dict[str, int]
-    """trained, stale, filtered, empty, dead, lost."""
+    """Tasks by reason: trained, stale, filtered, empty, dead, lost."""
     tokens: dict[str, int]
-    """trained, masked (by the gate), too_old (trained although older than max_lag)."""
+    """Tokens by treatment: trained, masked (by the gate), too_old (trained although older than max_lag)."""
     given_up: int
-    """Prompts dropped for the last time: issued max_reissues times already."""
+    """Prompts that were dropped after max_reissues further issues."""
     eval: int
-    """Evaluation samples: never part of the sums above."""
+    """Evaluation samples, which are in none of the counts above."""
 
     @property
     def balanced(self) -> bool:
-        fates = self.trained + sum(self.dropped.values()) + self.duplicate + sum(self.invalid.values()) + self.buffered
-        return self.published == fates and self.issued == self.open + sum(self.settled.values())
+        """True if every sample has exactly one disposition and every issued task is open or settled."""
+        accounted = self.trained + sum(self.dropped.values()) + self.duplicate + sum(self.invalid.values()) + self.buffered
+        return self.published == accounted and self.issued == self.open + sum(self.settled.values())
 
 
 @dataclass(slots=True)
 class SampleCounter:
-    """Running counts of what is settled; what is open is counted where it is."""
+    """Running counts of settled samples and tasks. The DataSource counts open ones."""
 
     published: int = 0
     issued: int = 0
@@ -115,19 +117,19 @@ class SampleCounter:
     tokens: Counter[str] = field(default_factory=Counter)
 
     def count(self, disposition: str) -> None:
-        """One buffered sample is trained, or dropped for the reason ``disposition``."""
+        """Count a buffered sample as trained, or as dropped for the reason ``disposition``."""
         if disposition == "trained":
             self.trained += 1
         else:
             self.dropped[disposition] += 1
 
     def refuse(self, reason: str, actor: str) -> None:
-        """One sample is invalid."""
+        """Count an invalid sample by its reason and its actor."""
         count_of(self.invalid, reason)
         count_of(self.invalid_of, actor)
 
     def dump(self, *, buffered: int, open_tasks: int) -> dict[str, object]:
-        """For a snapshot: what is open will be counted again when it is read again."""
+        """Return the counts for a snapshot, without open tasks and buffered samples: a restart reads and counts them again."""
         numbers = {name: getattr(self, name) for name in ("eval", "trained", "duplicate", "given_up")}
         maps = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "invalid", "invalid_of", "settled", "tokens")}
         return {"published": self.published - buffered, "issued": self.issued - open_tasks, **numbers, **maps}

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 1 << 22
-"""Logits are worked on this many at a time (16 MB in float32): what is held besides the logits does not grow with the batch."""
+"""Number of logits per chunk (16 MB in float32), so that temporary memory does not grow with the batch."""
 
 
 def log_probs_and_entropy(
     logits_TV: Tensor, targets_T: Tensor, *, temperature: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``log softmax(logits / temperature)[target]`` and ``-sum p log p``, both [T], differentiable, in float32 (float64 for float64).
+    """Return ``log softmax(logits / temperature)[target]`` and ``-sum p log p``, both [T], differentiable, float32 (float64 for float64).
 
-    ``group``: the ranks that hold the other parts of the vocabulary, in order, equally long; None or a group of one = all is here.
-    Temperature 0 (greedy) leaves the logits unscaled, as the engines do. Only the logits are kept for the backward pass: the
-    probabilities are computed again there, a chunk at a time. Neither input is changed.
+    ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this rank has all.
+    Temperature 0 (greedy) leaves the logits unscaled, as the engines do. Only the logits are kept for the backward pass, which
+    recomputes the probabilities chunk by chunk. Neither input is changed.
     Source: Megatron-LM, Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
     scale = 1.0 if temperature == 0 else 1.0 / temperature
@@ -76,7 +76,7 @@ def _chunks(logits_TV: Tensor) -> list[slice]:
 
 
 def _local_targets(targets_T: Tensor, num_local: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Targets as columns of this rank's part (0 where another rank has them), and whether they are here."""
+    """Return the targets as columns of this rank's part (0 for those of another rank), and a mask of those in this part."""
     local_T = targets_T - (0 if group is None else dist.get_rank(group) * num_local)
     mine_T = (local_T >= 0) & (local_T < num_local)
     return torch.where(mine_T, local_T, 0), mine_T

@@ -1,11 +1,11 @@
-"""Tasks that are over without their samples: acknowledged, everything read that was stored before, and the group is incomplete.
+"""Detection of lost tasks: acknowledged, but still incomplete after all samples that were stored before the ack have been read.
 
     acks of TASKS --+
-                    +--> read SAMPLES to the end there is now --> still incomplete, and not dead --> lost(): the prompt is issued again
+                    +--> read SAMPLES to its current end --> still incomplete, and not dead --> lost(): the prompt is issued again
     ack floor ------+
 
-An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, the task is delivered to no
-actor again, and would keep its place for ever.
+An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, the task is not delivered
+again, and would count against the admission limit until the end of the run.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from learner.datasource import DataSource
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 5.0
-"""How often the ack floor is asked for: acks are received as they are sent, and one that was missed is found there."""
+"""Interval of reading the ack floor, which also covers acks that were missed while the connection was down."""
 GRACE_S = 0.05
-"""After an ack, before anything is asked: nearly always the samples are read by then. Also bounds how often the server is asked."""
+"""Grace period between an ack and the check: nearly always the samples are read by then. It also limits requests to the server."""
 
 
 class LostTasks:
@@ -32,29 +32,29 @@ class LostTasks:
     def __init__(self, bus: Bus, source: DataSource, on_lost: Callable[[], None]) -> None:
         self._bus, self._source, self._on_lost = bus, source, on_lost
         self._acked: set[int] = set()
-        self._heard, self._read_on = Waiter(), Waiter()
+        self._acks, self._read_on = Waiter(), Waiter()
         self._read_to = source.cursor().floor
         self._wanted = 0
         self._looked_s = float("-inf")
 
     def passed(self, seq: int) -> None:
-        """The reader of SAMPLES has passed this sequence."""
+        """Register that the reader of SAMPLES has passed a sequence."""
         self._read_to = seq
         if seq >= self._wanted:
             self._read_on.wake()
 
     async def run(self) -> None:
-        """For ever, from the time on at which nothing recorded is left to be replayed."""
-        async with self._bus.tasks.acks(self._hear):
+        """Find lost tasks until cancelled. Start it when all recorded steps are replayed."""
+        async with self._bus.tasks.acks(self._note_ack):
             while True:
                 await self._look()
-                await self._heard.wait(LOOK_EVERY_S)
+                await self._acks.wait(LOOK_EVERY_S)
                 await asyncio.sleep(GRACE_S)
 
-    def _hear(self, id: int) -> None:
+    def _note_ack(self, id: int) -> None:
         if self._source.lacks_samples(id):
             self._acked.add(id)
-            self._heard.wake()
+            self._acks.wake()
 
     async def _look(self) -> None:
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S and (incomplete := self._source.incomplete()):
@@ -65,15 +65,15 @@ class LostTasks:
         if acked:
             await self._read_everything()
         for id in acked:
-            await self._judge(id)
+            await self._check(id)
 
     async def _read_everything(self) -> None:
-        """Until what SAMPLES holds now has been read: what was stored before these acks is part of it."""
+        """Wait until the reader has passed the current end of SAMPLES, which includes everything that was stored before these acks."""
         self._wanted = (await self._bus.retry(self._bus.samples.info)).last_seq
         while self._read_to < self._wanted:
             await self._read_on.wait(LOOK_EVERY_S)
 
-    async def _judge(self, id: int) -> None:
+    async def _check(self, id: int) -> None:
         dead = await self._bus.retry(partial(self._bus.dead.of, id))
         if dead is not None or not self._source.lacks_samples(id):
             return

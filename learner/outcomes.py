@@ -1,4 +1,4 @@
-"""What rank 0 reports: steps done, versions published, checkpoints written. Makes it lasting, then trims what is no longer needed."""
+"""Reports of rank 0 (steps done, versions published, checkpoints written): records them on the bus, then trims the streams."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ GIVE_UP_HISTORY_FULL = 0.85
 
 
 class Outcomes:
-    """Consumes ``server.outcomes``; produces Done records, the checkpoint row and room in the streams; ``finished`` after the last."""
+    """Consumes ``server.outcomes``; produces Done records and the checkpoint row, trims the streams; sets ``finished`` at the end."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Outcomes:
         keep_checkpoints: int,
         on_published: Callable[[int, int], None],
     ) -> None:
-        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps behind it."""
+        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
         step = resumed.source.step
         self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
         self._keep, self._earlier, self._on_published = keep_checkpoints, resumed.done, on_published
@@ -60,11 +60,11 @@ class Outcomes:
             self.finished.set()
 
     def planned(self, plan: Plan, facts: dict[str, float]) -> None:
-        """A batch is about to be offered."""
+        """Register the plan of a batch; call it before the batch is offered."""
         self._plans[plan.step] = (plan.chain, facts)
 
     async def run(self) -> None:
-        """For ever. Raises Fenced, FeedError for a report that does not fit."""
+        """Process reports until cancelled. Raises Fenced, and FeedError for a report of an unexpected step or checkpoint."""
         while True:
             outcome = await self._server.outcomes.get()
             if outcome.kind == "done":
@@ -89,7 +89,7 @@ class Outcomes:
         self._plans = {other: kept for other, kept in self._plans.items() if other >= self.checkpoint_step}
 
     async def _announce(self, done: Done) -> None:
-        """Live numbers; lossy on purpose."""
+        """Publish live metrics. A loss is harmless: the Done record has the same numbers."""
         metric = {"step": done.step, "epoch": done.epoch, "metrics": done.metrics}
         try:
             await self._bus.announce("learner", metric)
@@ -132,7 +132,7 @@ class Outcomes:
         _refuse_newer(await current_epoch(self._bus), self._epoch)
 
     async def _trim(self, latest: Checkpoint, state: dict[str, Any]) -> None:
-        """Forget what lies behind the oldest kept checkpoint, less the window of history."""
+        """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
         await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
         kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)
         oldest = read_state(await asyncio.to_thread(checkpoints.read_state, kept[-1].path))
@@ -148,7 +148,7 @@ class Outcomes:
             await self._bus.tasks.trim(below)
 
     async def _waited_for(self, below: int, created: str) -> int:
-        """``below``, or less where a registered reader needs it; a stream that is too full waits for nobody."""
+        """Return ``below``, or less while a registered reader needs it and the stream is not too full."""
         cursors = Cursors(self._bus)
         needed = await cursors.first_needed(created)
         if needed is None or needed >= below:
@@ -167,7 +167,7 @@ def _refuse_newer(newest: int, epoch: int) -> None:
 
 
 def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
-    """Numbers of a step's data, for its Done record."""
+    """Return the metrics of a step's data, for its Done record."""
     in_queue, in_flight = lags_of(batches)
     lags = in_queue + in_flight
     first = batches[0]
@@ -189,10 +189,10 @@ def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
 
 
 def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is ``lag_T``.
+    """Return the lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is ``lag_T``.
 
-    The queue's part is the lag of the newest trainable token of its sample: what the sample had when it was finished and has aged since.
-    The rest is how much older than that the token is: the versions that went by while the response was in flight.
+    The queue's part is the lag of the newest trainable token of the sample, which has grown since the response was finished. The rest is
+    the token's age relative to it: the versions that were published while the response was in flight.
     """
     parts = [part for batch in batches for part in batch.micro_batches]
     lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])

@@ -1,4 +1,4 @@
-"""Which rank and which micro-batch trains a sample: balanced by tokens, deterministic, the same number of micro-batches on every rank."""
+"""Assignment of samples to ranks and micro-batches: balanced by tokens, deterministic, as many micro-batches on every rank."""
 
 import heapq
 from collections.abc import Sequence
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Assignment:
-    """Where each of N samples goes."""
+    """Rank and micro-batch of each of N samples."""
 
     ranks: NDArray[np.int32]
-    """[N]."""
+    """Rank of each sample, [N]."""
     micro_batches: NDArray[np.int32]
-    """Micro-batch on that rank, over all minibatches, [N]."""
+    """Micro-batch on that rank, counted over all minibatches, [N]."""
     num_micro_batches: int
-    """On every rank; some may be empty."""
+    """Micro-batches on every rank; some may be empty."""
     num_minibatches: int
-    """Minibatch k has the micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
+    """Number of minibatches. Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
 
 
 def assign(
@@ -28,8 +28,8 @@ def assign(
     """Spread samples of these token counts over ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
 
     Whole groups (``group_sizes``, in the order of the samples; None = every sample is one) go to the ``minibatches`` in turn, so that each
-    has old and young ones; no minibatch is empty: there are no more of them than groups. A sample longer than ``max_tokens`` has a
-    micro-batch to itself. Depends on nothing but the arguments.
+    has old and young ones; there are no more minibatches than groups, so that none is empty. A sample longer than ``max_tokens`` has a
+    micro-batch to itself. The result depends only on the arguments.
     Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing, Johnson 1973 (count).
     """
     sizes = [1] * len(lengths) if group_sizes is None else list(group_sizes)
@@ -46,7 +46,7 @@ def assign(
 
 
 def _assign(lengths: Sequence[int], data_parallel: int, max_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-    """(rank, micro-batch) of each sample of one minibatch, and the number of micro-batches."""
+    """Return (ranks, micro-batches) of the samples of one minibatch, and the number of micro-batches."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     by_rank = _level(order, lengths, data_parallel)
     packed = [_first_fit(rows, lengths, max_tokens) for rows in by_rank]
@@ -61,7 +61,7 @@ def _assign(lengths: Sequence[int], data_parallel: int, max_tokens: int) -> tupl
 
 
 def _level(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
-    """``order`` (longest first) dealt out, each to the part with the fewest tokens so far."""
+    """Distribute the rows of ``order`` (longest first), each to the part with the fewest tokens so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for row in order:

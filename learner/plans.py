@@ -1,4 +1,4 @@
-"""The chain of plans: a digest of everything trained so far, so that two histories can be compared by one string."""
+"""Hash chain of plans: a digest of everything trained so far, by which two histories can be compared."""
 
 import hashlib
 
@@ -8,11 +8,11 @@ import numpy as np
 from bus.messages import Plan
 
 GENESIS = "0" * 64
-"""The chain before the first plan."""
+"""Value of the chain before the first plan."""
 
 
 def chain_of(previous: str, plan: Plan) -> str:
-    """SHA-256 (hex) over the chain before and the plan's content; its epoch and its own ``chain`` are not part of it.
+    """Return the SHA-256 (hex) of the previous chain and the plan's content, without its epoch and its own ``chain``.
 
     Each column is little-endian and length-prefixed, so no two different plans have the same bytes.
     """

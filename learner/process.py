@@ -1,13 +1,13 @@
-"""The learner as one process: the parent of the feeder and of the ranks.
+"""Parent process of the learner's feeder and ranks.
 
-It starts them, passes their output on, and ends them all when one of them ends badly: a rank without its peers, or without its feeder,
-can do nothing but wait. It knows no bus and no model, and loads no torch.
+It starts them, forwards their output, and ends them all when one of them fails, because a rank without its peers, or without its feeder,
+can only wait. It knows no bus and no model, and loads no torch.
 
     parent -- feeder            one
            -- rank 0 .. R-1     data_parallel x tensor_parallel, R = their product
 
-Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the step
-they are in), and the feeder when no rank is left to serve.
+Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the
+current step), and the feeder when all ranks have ended.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ for their dead peer, and all that was promised to last is stored already."""
 
 
 class ChildFailed(LearnerError):
-    """The feeder or a rank has ended with an error (or was killed: a negative code)."""
+    """The feeder or a rank has ended with an error, or was killed (a negative code)."""
 
     def __init__(self, name: str, code: int, last_lines: tuple[str, ...]) -> None:
         super().__init__(name, code, last_lines)
@@ -40,7 +40,7 @@ class ChildFailed(LearnerError):
 
     @property
     def exit_code(self) -> int:
-        """What the learner as a whole is to end with."""
+        """Exit code of the learner as a whole."""
         return self.code if self.code in exit_codes.FINAL else exit_codes.CRASHED
 
     def __str__(self) -> str:
@@ -59,11 +59,11 @@ async def run_learner(
     host: str = "127.0.0.1",
     drain_s: float = 600.0,
 ) -> None:
-    """Run feeder and ranks until all have ended well, or until ``draining`` is set and they have drained.
+    """Run feeder and ranks until all have ended with success, or until ``draining`` is set and they have drained.
 
-    ``arguments`` go to ``python -m launch feeder`` and ``python -m launch rank`` as they are, with ``--feeder-url`` and ``--feeder-keys``
-    behind them. Raises ChildFailed, with the child's last lines, when one ends badly or does not drain within ``drain_s``; the others are
-    ended first. Where a child ended with a code that is final, it is that child's: the others only met the consequences.
+    ``arguments`` are those of ``python -m launch feeder`` and ``python -m launch rank``, without ``--feeder-url`` and ``--feeder-keys``.
+    Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
+    that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
     command = [sys.executable, "-m", "launch"]
     children: list[Child] = []
@@ -97,7 +97,7 @@ async def _start(name: str, command: Sequence[str], environment: Mapping[str, st
 
 
 async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
-    """Until all have ended well. Raises ChildFailed for the first that has not."""
+    """Wait until all children have ended with success. Raises ChildFailed for the first that fails."""
     ends = {asyncio.create_task(child.wait()): child for child in (feeder, *ranks)}
     drain = asyncio.create_task(draining.wait())
     left: set[asyncio.Task[int]] = set(ends)
@@ -119,7 +119,7 @@ async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event,
                 left.discard(task)
                 _judge(ends[task], task.result(), drained=deadline is not None)
             if {ends[task] for task in left} == {feeder} and deadline is not None:
-                _signal((feeder,), signal.SIGTERM)  # nobody is left to serve
+                _signal((feeder,), signal.SIGTERM)  # all ranks have ended
     finally:
         for task in (*ends, drain):
             task.cancel()
@@ -143,7 +143,7 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 async def _end(children: Sequence[Child]) -> None:
-    """SIGTERM, then SIGKILL after ``STOP_S``, to every child that is still there; their output is read to its end: it names the reason."""
+    """End all running children by SIGTERM, and by SIGKILL after ``STOP_S``; read their output to its end, which names the reason."""
     if not children:
         return
     _signal(children, signal.SIGTERM)
@@ -152,7 +152,7 @@ async def _end(children: Sequence[Child]) -> None:
         await asyncio.wait(ends, timeout=STOP_S)
         _signal(children, signal.SIGKILL)
         await asyncio.gather(*(child.exited() for child in children))
-        await asyncio.wait(ends, timeout=STOP_S)  # longer only where something of theirs is out of reach and holds their output open
+        await asyncio.wait(ends, timeout=STOP_S)  # a descendant that left the process group may keep the output open
     finally:
         for end in ends:
             end.cancel()
@@ -167,6 +167,6 @@ def _rank_environment(rank: int, world: int, host: str, port: int, threads: int)
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": str(threads),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # what deterministic cuBLAS needs, before CUDA is first touched
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # order of kernels that Megatron's tensor parallelism relies on
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS reads it when CUDA is initialised
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # gives the order of kernels that Megatron's tensor parallelism relies on
     }

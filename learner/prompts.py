@@ -18,7 +18,7 @@ from learner.errors import PromptError
 log = logging.getLogger(__name__)
 
 Tokenize = Callable[[Prompt], Sequence[int]]
-"""Token ids of a prompt as the model shall see it (template and special tokens included)."""
+"""Function from a prompt to the model's input ids, template and special tokens included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Row:
     """One prompt of the file."""
 
     number: int
-    """0-based."""
+    """Index in the file, from 0."""
     prompt: Prompt
     label: Any = None
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A prompt at a place of the order."""
+    """A prompt at a position of the order."""
 
     epoch: int
     offset: int
@@ -56,9 +56,10 @@ class PromptFile:
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        """``keys``: of prompt, label and metadata, as ``value_at`` reads them; a label or metadata key of "" is not looked for.
+        """``keys``: those of prompt, label and metadata, in the form of ``value_at``; an empty label or metadata key is not read.
 
-        Raises PromptError naming file and line: unreadable, empty, a key missing, a prompt that is neither text nor messages.
+        Raises PromptError, which names file and line, for an unreadable or empty file, a missing key, or a prompt that is neither text
+        nor messages.
         """
         refuse_template(template)
         self._path, self._tokenize, self._max_tokens, self._template = path, tokenize, max_tokens, template
@@ -74,23 +75,23 @@ class PromptFile:
 
     @property
     def digest(self) -> str:
-        """Of the file's content and of everything else that decides which prompt stands where."""
+        """Digest of the file's content and of all settings that determine the order of prompts."""
         return prompts_digest(self._path, template=self._template, shuffle=self._shuffle, seed=self.seed)
 
     @property
     def num_too_long(self) -> int:
-        """Different rows skipped so far because they have more than ``max_tokens`` tokens."""
+        """Number of distinct rows skipped so far because they have more than ``max_tokens`` tokens."""
         return len(self._too_long)
 
     @property
     def trouble(self) -> str:
-        """The rows skipped so far, in words; empty while there are none."""
+        """Description of the rows skipped so far, for status; empty while there are none."""
         if not self._too_long:
             return ""
         return f"{self.num_too_long} of {len(self)} prompts left out so far: longer than {self._max_tokens} tokens (data.max_prompt_tokens)"
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Row numbers of one pass, [len]: sorted by the raw output of Philox (which numpy keeps for ever) under the key (seed, epoch)."""
+        """Return the row numbers of one pass, [len]: sorted by the raw output of Philox with key (seed, epoch), which is stable."""
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
@@ -100,16 +101,16 @@ class PromptFile:
         return np.argsort(np.random.Philox(key=key).random_raw(len(self)), kind="stable")
 
     def at(self, epoch: int, offset: int) -> Drawn:
-        """The prompt at a place. Raises PromptError when it is too long."""
+        """Return the prompt at a position. Raises PromptError when it is too long."""
         drawn = self._look(epoch, offset)
         if len(drawn.tokens) > self._max_tokens:
             raise PromptError(_where(self._path, drawn.row.number), f"<= {self._max_tokens} tokens", len(drawn.tokens))
         return drawn
 
     def after(self, epoch: int, offset: int) -> Drawn:
-        """The first prompt at or behind a place that is not too long; those skipped are named in the log, once each.
+        """Return the first prompt at or after a position that is not too long. Each skipped row is logged once.
 
-        Raises PromptError when there is none in a whole pass.
+        Raises PromptError when all prompts are too long.
         """
         for _ in range(len(self) + 1):
             if offset >= len(self):
@@ -138,7 +139,7 @@ class PromptFile:
 
 
 def prompts_digest(path: Path, *, template: str, shuffle: bool, seed: int) -> str:
-    """Of a file's content and of everything else that decides which prompt stands where."""
+    """Return a digest of a file's content and of all settings that determine the order of prompts."""
     digest = hashlib.sha256(repr((template, shuffle, seed)).encode())
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -147,32 +148,32 @@ def prompts_digest(path: Path, *, template: str, shuffle: bool, seed: int) -> st
 
 
 def read_rows(path: Path, keys: tuple[str, str, str]) -> Iterator[Row]:
-    """Give the rows of a prompt file in its order, read as they are asked for. Raises PromptError."""
+    """Iterate over the rows of a prompt file in its order, reading lazily. Raises PromptError."""
     return (row_of(path, number, values, keys) for number, values in enumerate(_read(path)))
 
 
 def templated(row: Row, template: str) -> Row:
-    """Put ``template`` around a text prompt; an empty one, and chat messages, stay as they are."""
+    """Put ``template`` around a text prompt. Chat messages are unchanged, and an empty template changes nothing."""
     if not template or not isinstance(row.prompt, str):
         return row
     return replace(row, prompt=template.replace("{prompt}", row.prompt))
 
 
 def refuse_template(template: str) -> None:
-    """Raise PromptError for a template that has no place for the prompt."""
+    """Raise PromptError for a template without ``{prompt}``."""
     if template and "{prompt}" not in template:
         raise PromptError("data.template", "text with {prompt} in it", repr(template))
 
 
 def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
-    """Sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the arguments."""
+    """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the arguments."""
     digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)
 
 
 def model_tokenizer(model: str, *, apply_chat_template: bool = False) -> Tokenize:
-    """Tokenize with the tokenizer of a Hugging Face model directory; chat messages always go through its template."""
-    from transformers import AutoTokenizer  # slow to import, and not needed for anything else here
+    """Return the tokenize function of a Hugging Face model directory; chat messages always go through its template."""
+    from transformers import AutoTokenizer  # slow to import, and used only here
 
     tokenizer = AutoTokenizer.from_pretrained(model)
 
@@ -190,7 +191,7 @@ def _where(path: Path, number: int) -> str:
 
 
 def _read(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Rows of the file in its order, blank lines of a .jsonl as empty maps."""
+    """Yield the rows of the file in its order. Raises PromptError."""
     if not path.is_file():
         raise PromptError(str(path), "a file of prompts", "no such file")
     if path.suffix == ".jsonl":
@@ -228,9 +229,9 @@ def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def value_at(values: Mapping[str, Any], key: str, *, where: str, setting: str) -> Any:
-    """The value under ``key``, or of a map in a map under its parts (``reward_model.ground_truth``).
+    """Return the value under ``key``, or that under its parts in nested maps (``reward_model.ground_truth``).
 
-    A key that is there as it stands wins, on every level. Raises PromptError with the keys of the level at which it fails.
+    A key that exists unsplit takes precedence on every level. Raises PromptError with the keys of the level at which the lookup fails.
     """
     level, rest, path = values, key, ""
     while rest not in level:
@@ -249,13 +250,13 @@ def _joined(path: str, name: str) -> str:
 
 
 def _kind(value: object) -> str:
-    """Name the type of a value in the words of JSON and YAML."""
+    """Return the name of a value's type in JSON and YAML."""
     names = {dict: "a map", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
 def row_of(path: Path, number: int, values: Mapping[str, Any], keys: tuple[str, str, str]) -> Row:
-    """Make a row of one line's values. Raises PromptError."""
+    """Return the row for one line's values. Raises PromptError."""
     where = _where(path, number)
     prompt, label, metadata = (
         value_at(values, key, where=where, setting=f"data.{name}_key") if key or name == "prompt" else None

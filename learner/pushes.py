@@ -1,8 +1,8 @@
-"""When versions are made of the weights, and what the feeder hears of them. Knows the publisher and the policy; no batch.
+"""Pushes of weights as new versions, and their reports to the feeder. Knows the publisher and the policy; no batch.
 
-Weights are copied in the trainer's thread and pushed beside the next step; at max_lag 0, or without overlap, the step waits for the push.
-Where engines share the accelerator, a version is staged while the learner has its memory (``take``) and pushed when the engines have it
-(``give``): neither works beside the other.
+Weights are copied in the trainer's thread and pushed during the next step; at max_lag 0, or without overlap, the step waits for the push.
+On an accelerator that engines share, a version is staged while the learner owns the memory (``take``) and pushed when the engines own it
+(``give``), so that the learner and the engines never work at the same time.
 
 Only rank 0 has a publisher. Its tensor-parallel peers help to gather the weights; the other ranks do nothing here.
 """
@@ -30,7 +30,7 @@ from weightstore.publisher import Publisher, PushHandle, PushReport, Staged
 log = logging.getLogger(__name__)
 
 _AGAIN_S = 1.0
-"""A bus that refuses at once is not asked without a pause."""
+"""Pause before a failed push is repeated, because a bus may refuse it immediately."""
 
 
 class Pushes:
@@ -47,11 +47,11 @@ class Pushes:
         wait: bool,
         colocated: bool = False,
     ) -> None:
-        """``wait``: a push has ended before ``publish`` returns. ``colocated``: it begins with ``give``, and has ended by its return."""
+        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``."""
         self._policy, self._feed, self._places = policy, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
         self._staged: Staged | None = None
-        """Of a push that has not succeeded yet."""
+        """Weights of a push that has not succeeded yet."""
         self._engines_released = 0
         self._takes_part = policy.parallel.dp_rank == 0
         self._leads = self._takes_part and policy.parallel.tp_rank == 0
@@ -59,12 +59,12 @@ class Pushes:
         self._handle: PushHandle | None = None
         self._report: PushReport | None = None
         self.step = -1
-        """Step of the present weights; who changes them says so."""
+        """Step of the current weights. The code that changes the weights sets it."""
         self._waited_s = 0.0
 
     @contextmanager
     def open(self, start: Start) -> Iterator[None]:
-        """Publish what a start must publish before its first step: version 0, or head + 1 when nothing recorded is to be repeated.
+        """Publish the version that a start needs before its first step: version 0, or head + 1 when no recorded step is to be repeated.
 
         Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
         """
@@ -98,19 +98,19 @@ class Pushes:
         if start.head_version >= 0:
             if start.recorded_until == start.step:
                 self.publish()
-        elif start.initial is not None:  # engines load version 0 from the model directory, which has other weights
+        elif start.initial is not None:  # not publish_initial: engines load version 0 from the model directory, which has other weights
             self.publish()
         elif self._publisher is not None:
             row = self._publisher.publish_initial(self._places.model_dir)
             self._feed.published(row.version, row.step)
 
     def publish(self) -> None:
-        """Make the present weights the next version. Waits for the push before. Raises as ``open`` does."""
+        """Make the current weights the next version, after the previous push has ended. Raises as ``open``."""
         self.collect(wait=True)
         if not self._takes_part:
             return
         if self._publisher is None:
-            for _ in self._policy.export():  # the gathering is collective
+            for _ in self._policy.export():  # takes part in the collective that gathers the weights
                 pass
             return
         self._staged = self._publisher.stage(self.step, self._policy.export())
@@ -119,13 +119,13 @@ class Pushes:
             self.collect(wait=self._wait)
 
     def take(self) -> None:
-        """Have the colocated engines give up their memory; returns when they have. While the bus is away it waits. Raises Fenced."""
+        """Wait until the colocated engines have released their memory, also over an outage of the bus. Raises Fenced."""
         self.collect(wait=True)
         if self._publisher is not None:
             self._engines_released = len(_patiently(self._publisher.release))
 
     def give(self) -> None:
-        """Have them take it again, with the version that has been staged, or the head once more; returns when they generate."""
+        """Resume the colocated engines with the staged version, or with the head, and wait until they generate. Raises Fenced."""
         if self._publisher is None:
             return
         if self._staged is None:
@@ -135,10 +135,10 @@ class Pushes:
             self.collect(wait=True)
 
     def collect(self, *, wait: bool = False) -> None:
-        """Tell the feeder of a push that has ended; with ``wait``, of the one under way when it has.
+        """Report a push that has ended to the feeder; with ``wait``, wait for the current push first.
 
-        A push that failed (it reached fewer engines than it must, or the bus was away for longer than it bridges) is made again, with what
-        was staged: this rank alone could not gather the weights as they are.
+        A failed push (it reached fewer engines than required, or the bus was unreachable for too long) is repeated with the staged weights,
+        because this rank alone cannot gather the current ones.
         """
         while self._handle is not None and (wait or self._handle.done):
             began = time.monotonic()
@@ -163,7 +163,7 @@ class Pushes:
         return self._publisher.push(self._staged)
 
     def metrics(self) -> dict[str, float]:
-        """Of the newest push that has ended, and the time waited for pushes since the last call; on rank 0."""
+        """Return the metrics of the last push that has ended, and the time waited for pushes since the last call; on rank 0."""
         waited_s, self._waited_s = self._waited_s, 0.0
         turns = {"turn/engines": float(self._engines_released)} if self._colocated else {}
         if self._report is None:
@@ -183,7 +183,7 @@ class Pushes:
         }
 
     def write_model(self, directory: Path) -> None:
-        """The present weights as a model directory in Hugging Face format, with configuration and tokenizer."""
+        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer."""
         if not self._takes_part:
             return
         tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
@@ -193,7 +193,7 @@ class Pushes:
 
 
 def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Again and again while the bus is away: each try is as patient as the bus's configuration says."""
+    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration. Raises Fenced."""
     while True:
         try:
             return ask()

@@ -1,10 +1,10 @@
-"""The body of one rank: build the model, load the checkpoint, then take steps until the feeder says that there are no more.
+"""The body of one rank: build the model, load the checkpoint, then take steps until the feeder sends the end of the run.
 
     feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
 
-With colocated engines, the learner has its memory from a batch's arrival to the end of its step, and the engines otherwise (``turns.py``).
+With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines otherwise (``turns.py``).
 
-Each rank asks the feeder for its part of every step. Rank 0 alone speaks for all: outcomes, published versions, checkpoints.
+Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and checkpoints.
 Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
 the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM: the step is finished, and all ranks leave
 together before the next one.
@@ -48,14 +48,14 @@ log = logging.getLogger(__name__)
 
 
 class Draining(BaseException):
-    """SIGTERM came while this rank was waiting for a batch."""
+    """SIGTERM arrived while this rank was waiting for a batch."""
 
 
 def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
-    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end; the exit code of its process.
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end.
 
-    0: the last step is done, or drained after SIGTERM. Otherwise that of the error (``bus/exit_codes.py``), which is in the log and was
-    sent to the feeder.
+    Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
+    (``bus/exit_codes.py``), which is in the log and was sent to the feeder.
     """
     try:
         with ExitStack() as stack:
@@ -81,7 +81,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
             except Exception as error:
                 feed.failed(exit_codes.message(error), exit_codes.of(error))
                 raise
-    except Draining:  # the last step was done; it was waiting for the feeder to say so
+    except Draining:  # the last step is done, and only the feeder's answer was missing
         return 0
     except Exception as error:
         return exit_codes.report(error, log)
@@ -89,7 +89,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
 
 
 def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
-    logging.getLogger("megatron").setLevel(logging.WARNING)  # it names every parameter
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs every parameter
     torch.manual_seed(learner.seed)
     torch.set_num_threads(learner.threads)
     if learner.deterministic:
@@ -103,7 +103,10 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
 
 
 def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig) -> Start:
-    """Hello; then have colocated engines give up their memory before this start takes any. Raises Fenced, BusUnavailable."""
+    """Shake hands with the feeder, then wait until colocated engines have released their memory. Raises Fenced, BusUnavailable.
+
+    Returns the feeder's start. It comes before this rank allocates accelerator memory.
+    """
     start = feed.hello()
     if here.rank == 0:
         publisher = Publisher(
@@ -119,7 +122,7 @@ def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weight
 
 
 def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> WeightBackup | None:
-    """The reference model's weights, where the algorithm wants them: of another directory, or those the run starts from."""
+    """Return the reference model's weights if the algorithm needs them: those of another directory, or the initial ones of the run."""
     if not algorithm.needs_reference:
         return None
     if algorithm.kl.reference:
@@ -128,7 +131,7 @@ def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> W
 
 
 class Idle:
-    """Called every second while a rank waits for the feeder: a push may have ended meanwhile."""
+    """Callback of every second in which a rank waits for the feeder; it collects a push that may have ended."""
 
     def __init__(self) -> None:
         self.work: Callable[[], None] | None = None
@@ -140,7 +143,7 @@ class Idle:
 
 
 class Rank:
-    """One rank from its hello to its end."""
+    """One rank from its handshake to its end."""
 
     def __init__(
         self,
@@ -181,7 +184,7 @@ class Rank:
         self._in_wait = False
 
     def run(self, start: Start | None = None) -> None:
-        """Hello (unless it was said, and answered with ``start``), restore, steps, end."""
+        """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""
         with self._sigterm_noted():
             start = start or self._feed.hello()
             if start.checkpoint is not None:
@@ -196,14 +199,14 @@ class Rank:
                     self._end(start)
 
     def _begin_with(self, directory: Path) -> None:
-        """Weights of another run's checkpoint. The reference model, if there is one, stays that of the model directory."""
+        """Load the weights of another run's checkpoint. A reference model keeps those of the model directory."""
         step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
         if self._proximal is not None:
             self._proximal.refresh()
         log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
 
     def _take_steps(self, start: Start) -> bool:
-        """All steps to the last; False when drained before it."""
+        """Take all steps. Returns False when drained before the last one."""
         for step in range(start.step + 1, start.steps + 1):
             batch = self._next(step)
             if batch is None:
@@ -220,7 +223,7 @@ class Rank:
         if self._proximal is not None and batch.step % self._push_every == 0:
             self._proximal.refresh()
         push = batch.step % self._push_every == 0 or batch.step == start.steps
-        if batch.recorded:  # it was pushed by the start that recorded it; the newest weights become head + 1
+        if batch.recorded:  # an earlier start pushed it; only the weights of the last recorded step become head + 1
             push = batch.step == start.recorded_until
         if push:
             self.pushes.publish()
@@ -241,7 +244,7 @@ class Rank:
             self._checkpoint(batch, start.epoch)
 
     def _watched(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """The metrics with the numbers of alarms. Raises AlarmStop: then nobody gets these weights."""
+        """Return the metrics with the numbers of alarms. Raises AlarmStop, before these weights are published."""
         alarms = self._alarms.step(metrics)
         if self._here.rank == 0:
             for alarm in alarms:
@@ -252,7 +255,7 @@ class Rank:
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 
     def _checkpoint(self, batch: StepBatch, epoch: int) -> None:
-        """All ranks write; rank 0 adds the data's state, makes it durable and tells. Raises CheckpointUnwritten."""
+        """Write a checkpoint from all ranks; rank 0 adds the data's state, makes it durable and reports it. Raises CheckpointUnwritten."""
         began = time.monotonic()
         root, rank = self._places.checkpoints, self._here.rank
         directory = [str(checkpoints.staging(root, step=batch.step, epoch=epoch))] if rank == 0 else [""]
@@ -276,7 +279,7 @@ class Rank:
             log.info("checkpoint step=%d path=%s seconds=%.2f", batch.step, path, time.monotonic() - began)
 
     def _end(self, start: Start) -> None:
-        """Write the trained model, see the last push through, hear that all is settled."""
+        """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
         self.pushes.collect(wait=True)
         with self._turns.mine():
             self.pushes.write_model(self._places.final_dir)
@@ -287,7 +290,7 @@ class Rank:
         assert isinstance(answer, End), f"the feeder has a step after the last, {start.steps}"
 
     def _next(self, step: int) -> StepBatch | None:
-        """The batch of ``step``; None when any rank has been told to drain: then no rank takes it."""
+        """Return the batch of ``step``; None on all ranks when any rank has received SIGTERM."""
         batch: StepBatch | End | None = None
         self.pushes.collect()
         if not self._terminated:
@@ -304,7 +307,7 @@ class Rank:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        """Counts the time; SIGTERM interrupts it."""
+        """Measure a wait for the feeder; SIGTERM raises Draining inside it."""
         with self._clock.waiting():
             self._in_wait = True
             try:
@@ -328,7 +331,7 @@ class Rank:
 
 
 class WaitClock:
-    """Time spent waiting for batches, of one step and since the first request."""
+    """Measures the time spent waiting for batches, per step and since the first request."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -337,7 +340,7 @@ class WaitClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A wait for a batch (the feeder and its silence bound it)."""
+        """Measure a wait for a batch."""
         began = time.monotonic()
         self._began = self._began or began
         yield
@@ -345,6 +348,6 @@ class WaitClock:
         self._total_s += self._last_s
 
     def metrics(self) -> dict[str, float]:
-        """``train/wait_seconds`` of this step and ``train/wait_share`` since the first request."""
+        """Return ``train/wait_seconds`` of this step and ``train/wait_share`` since the first request."""
         since_s = time.monotonic() - (self._began or time.monotonic())
         return {"train/wait_seconds": self._last_s, "train/wait_share": self._total_s / since_s if since_s else 0.0}

@@ -1,4 +1,4 @@
-"""Where a learner that starts goes on: the newest checkpoint that can be used, and the records written after it."""
+"""Restart of a learner: finds the newest usable checkpoint and the records that were written after it."""
 
 import asyncio
 import logging
@@ -25,22 +25,22 @@ _STORE_BACK = f"put the bus's store back, or {NEW_RUN}"
 
 @dataclass(slots=True, kw_only=True)
 class Resumed:
-    """What a start has found."""
+    """State with which a learner starts."""
 
     source: DataSource
     checkpoint: Path | None
     recorded: deque[tuple[int, Plan | Settle | Requeue]]
-    """(sequence in PLAN, record) behind the checkpoint, in order: to be applied again exactly."""
+    """(sequence in PLAN, record) after the checkpoint, in order; they must be applied again unchanged."""
     recorded_until: int
-    """Last recorded step; the checkpoint's when there is none."""
+    """Last recorded step; that of the checkpoint if there is none."""
     done: dict[int, Done]
-    """Outcomes that earlier starts recorded for steps behind the checkpoint (the last one of each)."""
+    """Outcomes that earlier starts recorded for steps after the checkpoint (the last one of each)."""
     versions: dict[int, int]
-    """Step of every version that tasks and plans behind the checkpoint, or its own plan, name: all of them have been used."""
+    """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
 
 
 async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
-    """Restore the data's state; the caller has raised the epoch and fenced PLAN and TASKS.
+    """Restore the data's state. The caller has raised the epoch and fenced PLAN and TASKS before.
 
     Raises NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
     """
@@ -51,7 +51,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
         source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
-    versions = await _tell_tasks(bus, source)
+    versions = await _register_tasks(bus, source)
     recorded, done = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
     await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
@@ -70,7 +70,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
 
 
 async def recorded_versions(bus: Bus) -> dict[int, int]:
-    """Step of every version that a plan of the run names."""
+    """Return the step of every version in the plans of the run."""
     versions: dict[int, int] = {}
     async for _, record in bus.plans.scan():
         if isinstance(record, Plan):
@@ -79,8 +79,11 @@ async def recorded_versions(bus: Bus) -> dict[int, int]:
 
 
 def _usable(root: Path, row: dict[str, Any]) -> Path:
-    """The latest checkpoint of the run, or, said aloud, the newest before it that is whole; then those that are not are set aside."""
-    latest = root / Path(row["directory"]).name  # the root may have been moved since
+    """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt ones are set aside.
+
+    Raises NoCheckpoint if none is valid.
+    """
+    latest = root / Path(row["directory"]).name  # only the name, because the root may have been moved
     before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
     found, corrupt = checkpoints.latest_valid([latest, *before])
     if found is None:
@@ -102,8 +105,8 @@ async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Pla
         raise ReplayMismatch("stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}")
 
 
-async def _tell_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
-    """Give the source its open tasks; the versions they were issued at, with their steps."""
+async def _register_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
+    """Register the open and the dead tasks in the source. Returns the versions at which tasks were issued, with their steps."""
     now = time.monotonic()
     versions: dict[int, int] = {}
     async for task in bus.tasks.scan(source.task_floor + 1):
@@ -118,7 +121,10 @@ async def _tell_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
 async def _records(
     bus: Bus, source: DataSource, versions: dict[int, int]
 ) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done]]:
-    """Records behind the state; ``versions`` gets those they name. The last one in it must stand in the log as it is in the state."""
+    """Read the records after the state, and add their versions to ``versions``. Returns (records to repeat, outcomes by step).
+
+    Raises ReplayMismatch if the last plan of the state is not in the log.
+    """
     recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
     done: dict[int, Done] = {}
     found = source.plan_seq == 0

@@ -1,4 +1,4 @@
-"""The rules the data follows: sizes, staleness, layout. Plain values, checked together; knows no configuration file."""
+"""Rules of the DataSource: sizes, staleness, layout. Plain values, validated together; knows no configuration file."""
 
 import hashlib
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
-    """Everything the DataSource decides by. Meanings as in ``learner.config`` and ``bus.messages.Sampling``."""
+    """All settings that the DataSource uses, with the meanings of ``learner.config`` and ``bus.messages.Sampling``."""
 
     run: str
     steps: int
@@ -52,10 +52,10 @@ class DataRules:
     top_p: float = 1.0
     top_k: int = -1
     seed: int = 0
-    """Of the order of prompts and of the sampler seeds."""
+    """Seed of the order of prompts and of the sampler seeds."""
     prompts_digest: str = ""
     model: str = ""
-    """Which model and tokenizer, in words and digests; "" = not known."""
+    """Description of model and tokenizer with their digests; empty = not known."""
 
     def __post_init__(self) -> None:
         refuse_rare_pushes(self.push_every, max_lag=self.max_lag)
@@ -63,21 +63,21 @@ class DataRules:
 
     @property
     def admitted(self) -> int:
-        """Most tasks handed out and not given back."""
+        """Largest number of tasks that are open, or trained and not yet published."""
         return (self.max_lag + 1) * self.groups_per_step
 
     @property
     def max_filtered(self) -> float:
-        """Groups filtered in one step after which it runs short."""
+        """Number of filtered groups after which a step may run with fewer groups."""
         return self.max_refill * self.groups_per_step
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What may not change during a run: data made under other values could not be told apart."""
+        """Settings that may not change during a run, because samples do not record under which values they were made."""
         names = ("run", "seed", "prompts_digest", "model", "temperature", "top_p", "top_k")
         return {name: getattr(self, name) for name in names}
 
     @property
     def digest(self) -> str:
-        """Short digest of all rules; recorded with every plan."""
+        """Short digest of all rules, which is recorded with every plan."""
         return hashlib.sha256(msgpack.packb(sorted(asdict(self).items()))).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Which complete groups make a step: gate, filter, order. Pure functions of groups, rules and the step."""
+"""Selection of complete groups for a step: gate, filter, order. Pure functions of groups, rules and the step."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from learner.rules import DataRules
 
 
 def oldest_step(rules: DataRules, step: int) -> int:
-    """Weights older than this step are more than ``max_lag`` behind those that step ``step`` trains."""
+    """Return the oldest step of weights whose tokens step ``step`` trains with a lag of at most ``max_lag``."""
     return step - 1 - rules.max_lag
 
 
 def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
-    """Reason to give a complete group up when ``step`` is the next one; empty = it may be trained."""
+    """Return the reason to drop a complete group when ``step`` is the next one; empty = the group may be trained."""
     by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
     if not by_step:
         return "empty"
@@ -33,12 +33,12 @@ def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: 
 
 
 def age(group: Group, steps: Mapping[int, int]) -> tuple[int, int]:
-    """Order of consumption: the oldest step that made one of its trainable tokens, then the task id."""
+    """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task id."""
     return min(group.tokens_by_step(steps)), group.task.id
 
 
 def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, step: int) -> list[Group]:
-    """Groups in flight that would be too old for step + 1, and would be among the chosen if they were complete."""
+    """Return the groups in flight that would be too old for step + 1, and would be chosen now if they were complete."""
     if step >= rules.steps:
         return []
     oldest = oldest_step(rules, step)
@@ -57,7 +57,7 @@ def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) 
 
 
 def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
-    """The plan of ``step`` over these groups, packed and chained to the plan before."""
+    """Return the plan of ``step`` over these groups, packed and chained to the plan before. Raises ReplayMismatch."""
     rows = [sample for group in chosen for sample in group.rows]
     lengths = [sample.num_tokens for sample in rows]
     sizes = [group.task.group_size for group in chosen]

@@ -1,8 +1,8 @@
-"""Actors whose samples are invalid: which send nothing else, and what follows.
+"""Refusal of actors that send only invalid samples.
 
 An actor that sends ``INVALID_IN_A_ROW`` invalid samples and no usable one between them is *refused*: it is named in the log and in the
-feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` asks it to end. Whether a sample is trained depends on the sample
-alone, so a refusal changes no plan, and one usable sample takes it back. While no usable sample comes, tasks are issued slowly.
+feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` requests it to end. Whether a sample is trained depends on the
+sample alone, so a refusal changes no plan, and one usable sample revokes it. While no usable sample arrives, tasks are issued slowly.
 """
 
 import logging
@@ -21,29 +21,29 @@ from learner.ledger import count_of
 log = logging.getLogger(__name__)
 
 INVALID_IN_A_ROW = 64
-"""So many invalid samples without a usable one are no accident: no group is larger by much, and one bad prompt makes one bad group."""
+"""Invalid samples in a row after which an actor is refused. One bad prompt causes one bad group, and few groups are larger than this."""
 MAX_ACTORS = 256
-"""Actors that are watched at a time: the shortest run of invalid samples makes room."""
+"""Most actors with a counter; a new one replaces that with the shortest run of invalid samples."""
 MAX_WORDS = 300
-"""Characters of a reason: parts of it come from outside."""
+"""Most characters of a reason, parts of which come from outside."""
 SLOW_S = 1.0
-"""Time between two tasks while no usable sample comes."""
+"""Seconds between two tasks while no usable sample arrives."""
 _IDLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """Row of a refused actor."""
+    """Content of the row of a refused actor."""
 
     actor: str
     invalid: int
-    """Samples, one after the other."""
+    """Number of invalid samples in a row."""
     reason: str
-    """Why the last one of them is."""
+    """Reason for which the last one is invalid."""
 
 
 class Senders:
-    """Counts of samples by actor, as far as they decide which actor is refused. Not part of the data's state: a restart begins anew."""
+    """Counts invalid samples by actor, and refuses actors. It is not part of the data's state: a restart starts with empty counters."""
 
     def __init__(self, earlier: tuple[str, ...] = ()) -> None:
         """``earlier``: actors that an earlier start has refused."""
@@ -56,20 +56,20 @@ class Senders:
 
     @property
     def pause_s(self) -> float:
-        """To wait before the next task is issued."""
+        """Seconds to wait before the next task is issued."""
         return SLOW_S if self._fruitless >= INVALID_IN_A_ROW else 0.0
 
     def usable(self, actor: str) -> None:
-        """A sample of it is buffered."""
+        """Register a buffered sample of an actor."""
         self._fruitless = 0
         if self._in_a_row:
             self._in_a_row.pop(actor, None)
         if actor in self.refused:
             self.refused.discard(actor)
-            self._tell(actor, None)
+            self._schedule(actor, None)
 
     def invalid(self, actor: str, reason: str) -> None:
-        """A sample of it is invalid."""
+        """Register an invalid sample of an actor, and refuse the actor after ``INVALID_IN_A_ROW`` of them."""
         self._fruitless += 1
         if actor not in self._in_a_row and len(self._in_a_row) >= MAX_ACTORS:
             del self._in_a_row[min(self._in_a_row, key=lambda name: self._in_a_row[name])]
@@ -80,14 +80,14 @@ class Senders:
         if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):
             log.error("actor refused: it sends only invalid samples actor=%s in_a_row=%d last=%s", actor, count, reason)
             self.refused.add(actor)
-            self._tell(actor, Refusal(actor=actor, invalid=count, reason=reason))
+            self._schedule(actor, Refusal(actor=actor, invalid=count, reason=reason))
 
-    def _tell(self, actor: str, refusal: Refusal | None) -> None:
+    def _schedule(self, actor: str, refusal: Refusal | None) -> None:
         self._news[actor] = refusal
         self._woken.wake()
 
     async def publish(self, bus: Bus) -> None:
-        """Keep the rows of refused actors, for ever. A row is written again for every ``INVALID_IN_A_ROW`` more."""
+        """Write and delete the rows of refused actors until cancelled. Each further ``INVALID_IN_A_ROW`` samples update the row."""
         rows = bus.rows("run")
         while True:
             while self._news:
@@ -98,14 +98,14 @@ class Senders:
             await self._woken.wait(_IDLE_S)
 
     def load(self, by_reason: Mapping[str, int], by_actor: Mapping[str, int]) -> dict[str, int]:
-        """Counters of invalid samples for the live row: ``invalid/<reason>``, ``invalid_of/<actor>``, ``refused/<actor>``, where not 0."""
+        """Return the counters for the live row that are not 0: ``invalid/<reason>``, ``invalid_of/<actor>``, ``refused/<actor>``."""
         reasons = {f"invalid/{reason}": count for reason, count in by_reason.items()}
         actors = {f"invalid_of/{actor}": count for actor, count in by_actor.items()}
         return {**reasons, **actors, **{f"refused/{actor}": 1 for actor in sorted(self.refused)}}
 
 
 def invalid_words(received: Received, reason: str) -> str:
-    """Why a sample is invalid, in a line."""
+    """Return the reason for which a sample is invalid, in one line."""
     sample = received.sample
     if isinstance(sample, WireError):
         why = str(sample)
@@ -117,5 +117,5 @@ def invalid_words(received: Received, reason: str) -> str:
 
 
 async def refused_before(bus: Bus) -> tuple[str, ...]:
-    """Actors that an earlier start of the feeder has refused, and that have sent nothing usable since."""
+    """Return the actors that an earlier start of the feeder has refused and that have sent no usable sample since."""
     return tuple(str(row.get("actor", "")) for row, _ in (await bus.rows("run").all(REFUSED_KEY)).values())

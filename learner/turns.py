@@ -1,8 +1,8 @@
-"""Learner and colocated engines take turns: the learner has its memory for a step, the engines have theirs until the next batch.
+"""Accelerator ownership for colocated runs: the learner owns the memory during a step, the engines until the next batch.
 
     batch -> engines release -> all ranks resume -> step, staging -> all ranks release -> engines resume, with the new version or the head
 
-Every rank does the same at the same place; rank 0 alone speaks to the engines. Knows no model and no batch.
+Every rank makes the same calls at the same points; only rank 0 sends requests to the engines. Knows no model and no batch.
 """
 
 import logging
@@ -20,23 +20,23 @@ log = logging.getLogger(__name__)
 
 
 class Turns(Protocol):
-    """Who works when. It begins as the learner's turn."""
+    """Ownership of the accelerator. The learner owns it at first."""
 
     def give(self) -> None:
-        """End the learner's turn."""
+        """Pass the ownership to the engines."""
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """While entered it is the learner's turn. An exception leaves it so: the process ends, and the engines take what it leaves."""
+        """Own the accelerator inside the context. An exception keeps the ownership, because the end of the process releases the memory."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
-        """``turn/...`` (docs/metrics.md); what comes after a step is told with the next."""
+        """Return ``turn/...`` (docs/metrics.md). Times after the end of a step are in the metrics of the next one."""
         raise NotImplementedError
 
 
 class AllTheTime:
-    """Nobody shares the accelerator."""
+    """Ownership of an accelerator that is not shared."""
 
     def give(self) -> None:
         return
@@ -50,7 +50,7 @@ class AllTheTime:
 
 
 class TurnByTurn:
-    """``memory`` is this rank's."""
+    """Ownership that alternates with colocated engines. ``memory`` is that of this rank."""
 
     def __init__(self, memory: Memory, pushes: Pushes) -> None:
         self._memory, self._pushes = memory, pushes
@@ -79,7 +79,7 @@ class TurnByTurn:
         return {f"turn/{name}_seconds": seconds for name, seconds in self._seconds.items()}
 
     def _together(self) -> None:
-        """No rank takes memory that another one, or an engine, has not given up yet."""
+        """Wait for all ranks, so that no rank allocates memory that another one, or an engine, has not released yet."""
         if dist.get_world_size() > 1:
             dist.barrier()
 
