@@ -94,7 +94,7 @@ class Advantage(Protocol):
 def grpo(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``(r_i - mean) / (std + 1e-6)`` within each group; 0 where all rewards are equal, and in a group of one.
+    """Return ``(r_i - mean) / (std + 1e-6)`` within each group; 0 where all rewards are equal, and in a group of one.
 
     Source: DeepSeekMath, Shao et al. 2024.
     """
@@ -105,7 +105,7 @@ def grpo(
 def grpo_no_std(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``r_i - mean`` within each group; 0 where all rewards are equal, and in a group of one.
+    """Return ``r_i - mean`` within each group; 0 where all rewards are equal, and in a group of one.
 
     The baseline includes the sample's own reward, so the mean gradient is (G - 1) / G of the true one. Source: Dr. GRPO, Liu et al. 2025.
     """
@@ -115,7 +115,7 @@ def grpo_no_std(
 def batch_std(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``(r_i - mean of the group) / (std of all rewards of the step + 1e-6)``; 0 where all rewards of the group are equal.
+    """Return ``(r_i - mean of the group) / (std of all rewards of the step + 1e-6)``; 0 where all rewards of the group are equal.
 
     Unlike in ``grpo``, all groups of a step share one scale, so a group with nearly equal rewards is not amplified.
     Source: Liu et al. 2025 (2508.08221).
@@ -129,7 +129,7 @@ def batch_std(
 def rloo(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``r_i - mean of the others = G / (G - 1) (r_i - mean)``; 0 in a group of one, and where all rewards are equal.
+    """Return ``r_i - mean of the others = G / (G - 1) (r_i - mean)``; 0 in a group of one, and where all rewards are equal.
 
     The mean gradient is the true one. Source: Ahmadian et al. 2024, Kool et al. 2019.
     """
@@ -140,7 +140,7 @@ def rloo(
 def reinforce(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``r_i``, independent of the group: no baseline, so the true gradient with the largest variance. Source: Williams 1992."""
+    """Return ``r_i``, independent of the group: no baseline, so the true gradient with the largest variance. Source: Williams 1992."""
     _counted(valid_N, members)
     return _own(rewards_N, valid_N)
 
@@ -148,7 +148,7 @@ def reinforce(
 def opo(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``r_i - sum_j L_j r_j / sum_j L_j`` with L the response tokens; 0 where all rewards are equal, and in a group of one.
+    """Return ``r_i - sum_j L_j r_j / sum_j L_j`` with L the response tokens; 0 where all rewards are equal, and in a group of one.
 
     This is the baseline of least variance if the squared norm of a response's score grows with its length; it includes the sample's own
     reward. It is the mean of the group where no counted member has a token; otherwise a member without tokens (a failure) has weight 0
@@ -169,7 +169,7 @@ def opo(
 def maxrl(
     rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor | None = None, valid_N: Tensor | None = None, members: str = "count"
 ) -> Tensor:
-    """``(r_i - mean) / mean`` within each group, for rewards >= 0; 0 where the mean is not above 1e-6 std or all rewards are equal.
+    """Return ``(r_i - mean) / mean`` within each group, for rewards >= 0; 0 where the mean is not above 1e-6 std or all rewards are equal.
 
     K successes of reward 1 and failures of 0: (G - K) / K and -1. With p the probability of success the mean gradient is
     ``(1 - (1 - p)^(G - 1)) grad log p``: likelihood rather than ``grad p``, as far as G samples can see it. Rewards of both signs can
@@ -228,7 +228,7 @@ def masked_moments(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None, *, shift: bool = True) -> Tensor:
-    """``(x - mean) / sqrt(variance + 1e-8)``, plus the mean again without ``shift``; 0 where masked (counted 0 times).
+    """Return ``(x - mean) / sqrt(variance + 1e-8)``, plus the mean again without ``shift``; 0 where masked (counted 0 times).
 
     ``moments``: those of all values of the step, over rows and ranks; None = ``values`` are all of them. The variance divides by their
     number (not by one less): one value, or equal values, give 0 up to rounding. Mask invalid samples: their 0 would become -mean / std.
@@ -244,7 +244,7 @@ def whitened(values: Tensor, mask: Tensor, moments: Tensor | None = None, *, shi
 
 
 def returns_to_go(token_rewards_T: Tensor, sample_T: Tensor, *, gamma: float, mask_T: Tensor | None = None) -> Tensor:
-    """``R_t = r_t + gamma R_next`` within each sample, [T], detached; 0 where masked and in padding (``sample_T`` < 0).
+    """Return ``R_t = r_t + gamma R_next`` within each sample, [T], detached; 0 where masked and in padding (``sample_T`` < 0).
 
     Masked tokens pass the return on without discount, and their own rewards are ignored (``values.terminal_rewards`` puts a reward at the
     last trainable token). ``mask_T`` None: every token of a sample is a step. REINFORCE++ whitens these returns over all tokens of the

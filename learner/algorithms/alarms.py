@@ -139,7 +139,7 @@ THRESHOLDS: Mapping[str, Threshold] = {
         metric="train/unended_share",
         warn=0.0,
         error=0.05,
-        advice="responses said to have stopped do not end in an end-of-sequence token: the engine or an actor cuts it off",
+        advice="completed responses do not end in an end-of-sequence token: the engine or an actor cuts it off",
         source="AReaL (no_eos_ratio 0.05)",
     ),
     "skipped": Threshold(

@@ -93,7 +93,7 @@ def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, 
 
 
 def next_coefficient(coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``: grows while the divergence is above its target.
+    """Return ``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``, which grows while the divergence is above its target.
 
     ``kl`` and ``target`` are in the same unit, nats per token or per sample; ``horizon`` in samples. Returns ``coef`` unchanged for a
     ``kl`` that is not finite. Raises ValueError if one step could change the sign of the coefficient. Source: Ziegler et al. 2019.

@@ -7,7 +7,7 @@ from learner.algorithms.ratios import log_ratio
 
 
 def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """``clamp((max_tokens - buffer - length) / buffer, -1, 0)``, float64 [N], to be added to the reward.
+    """Return ``clamp((max_tokens - buffer - length) / buffer, -1, 0)``, float64 [N], which the caller adds to the reward.
 
     It is 0 up to ``max_tokens - buffer`` response tokens, falls linearly to -1 at ``max_tokens``, and is -1 beyond. Raises ValueError
     unless 0 < buffer <= max_tokens. Source: soft overlong punishment, DAPO 2503.14476 (max_tokens 20480, buffer 4096).

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bus import exit_codes
+from bus.connection import Bus
 from bus.server import EmbeddedServer
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
@@ -67,7 +68,7 @@ async def test_it_leases_a_task_and_publishes_its_samples(
             actor_environment / "tidemill", "actor", *on_bus, "--id", "installed", cwd=tmp_path, env=_environment()
         )
         try:
-            await samples_until(bus, complete(tasks))
+            await _made_by(actor, bus, tasks)
             await settled(bus)
             actor.send_signal(signal.SIGTERM)
             assert await actor.wait() == exit_codes.DONE
@@ -83,6 +84,19 @@ async def test_it_leases_a_task_and_publishes_its_samples(
         shown, _ = await tail.communicate()
         assert tail.returncode == exit_codes.DONE
         assert shown.count(b"installed") == 4
+
+
+async def _made_by(actor: asyncio.subprocess.Process, bus: Bus, tasks: list[int]) -> None:
+    """Wait until all samples are stored; an actor that ends before fails the test at once."""
+    making, ended = asyncio.create_task(samples_until(bus, complete(tasks))), asyncio.create_task(actor.wait())
+    try:
+        await asyncio.wait((making, ended), return_when=asyncio.FIRST_COMPLETED)
+        assert not ended.done(), f"the actor ended with code {actor.returncode}"
+        making.result()
+    finally:
+        making.cancel()
+        ended.cancel()
+        await asyncio.gather(making, ended, return_exceptions=True)
 
 
 def test_the_learner_it_cannot_run_says_what_to_install(actor_environment: Path, tmp_path: Path) -> None:
