@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import sys
+from asyncio import constants
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.bus_fixtures"]
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+"""Of torch, here and in children that do not choose: tests run beside each other, and threads that wait for a core burn it."""
+constants.DEBUG_STACK_DEPTH = 1
+"""Frames that asyncio's debug mode keeps of every callback; its ten make each step of a loop cost three times as much."""
 
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")

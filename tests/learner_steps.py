@@ -1,9 +1,8 @@
 """Steps to train on, made of real Samples and a real Plan; and a real rank or two to train them with."""
 
 import json
-import os
-import subprocess
-import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from bus.messages import Plan, Sample, Sampling, Span, Status
 from bus.ports import KeptPort
 from learner.batch import StepBatch, build_batches
 from learner.packing import assign
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.forked import Forked
 
 
 def make_samples(
@@ -90,25 +88,19 @@ def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run_ranks(module: str, arguments: list[str], *, world: int, out: Path, timeout_s: float = 120.0) -> list[dict[str, Any]]:
-    """``python -m module arguments`` in ``world`` processes; each writes ``out/rank-<r>.json``; what they wrote."""
+def run_ranks(
+    main: Callable[..., None], arguments: tuple[Any, ...], *, world: int, out: Path, timeout_s: float = 120.0
+) -> list[dict[str, Any]]:
+    """``main(*arguments, out)`` in ``world`` processes; each writes ``out/rank-<r>.json``; the content of these files."""
+    deadline = time.monotonic() + timeout_s
     with KeptPort() as port:
         children = [
-            subprocess.Popen(
-                [sys.executable, "-W", "ignore", "-m", module, *arguments, str(out)],
-                cwd=ROOT,
-                env={**os.environ, **rank_environment(rank, world, port.number)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(world)
+            Forked(main, (*arguments, out), rank_environment(rank, world, port.number), out / f"rank-{rank}.log") for rank in range(world)
         ]
         try:
-            outputs = [child.communicate(timeout=timeout_s)[0] for child in children]
+            for child in children:
+                assert child.wait(deadline - time.monotonic()) == 0, child.output.read_text()
         finally:
             for child in children:
                 child.kill()
-    for child, output in zip(children, outputs, strict=True):
-        assert child.returncode == 0, output
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(world)]

@@ -5,7 +5,6 @@ It can be told to die or to hang (``kill`` or ``stop`` itself) at the first requ
 
 import asyncio
 import hashlib
-import multiprocessing
 import os
 import signal
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from bus.connection import connect
 from bus.live import Heartbeat
 from bus.loop import new_event_loop
 from bus.messages import Capabilities, LiveRow
+from tests import forked
 from weightstore.broadcast import BroadcastGroup
 from weightstore.checksums import ChecksumReport, report_checksums
 from weightstore.errors import BadManifest
@@ -287,6 +287,10 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
             await asyncio.Event().wait()
 
 
+START_S = 200.0
+"""The first start imports Megatron, on a busy machine for half a minute."""
+
+
 def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> None:
     torch.set_num_threads(1)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:  # as an engine's process has it
@@ -296,8 +300,7 @@ def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> N
 @contextmanager
 def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> Iterator[dict[str, tuple[str, ForkServerProcess]]]:
     """A process for each, live on the bus: id -> (url, process). Killed in the end, whatever state they are in."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.receiver_app"])
+    context = forked.context()
     started: dict[str, tuple[Any, ForkServerProcess]] = {}
     try:
         for id, behaviour in behaviours.items():
@@ -307,7 +310,7 @@ def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> It
             theirs.close()
             started[id] = ours, process
         for id, (ours, _) in started.items():
-            assert ours.poll(60), f"receiver {id} did not start"
+            assert ours.poll(START_S), f"receiver {id} did not start"
         yield {id: (ours.recv(), process) for id, (ours, process) in started.items()}
     finally:
         for ours, process in started.values():

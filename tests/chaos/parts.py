@@ -14,6 +14,7 @@ import psutil
 
 from bus.connection import Bus, connect
 from bus.processes import die_with_parent
+from tests.whole.prepared import put_prepared
 from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
@@ -105,6 +106,7 @@ class Parts:
 
     async def begin(self, *roles: str, url: str = "") -> None:
         """Model and prompts, the bus (unless it is at ``url``), then the roles."""
+        put_prepared(SMOKE, self.root)
         assert await self.start("prepare").code() == 0
         self.url = url or await self._begin_bus()
         for role in roles:

@@ -94,7 +94,7 @@ class Storm:
 
     def _start(self, *settings: str) -> Up:
         """`up`, resumed when there is something to resume."""
-        flags = ("--resume",) if (self.directory / "run" / "config.yaml").exists() else ("--fresh",)
+        flags = ("--resume",) if (self.directory / "run" / "config.yaml").exists() else ()
         self.starts += 1
         return start(self.directory, *SETTINGS, *self.settings, *settings, flags=flags)
 

@@ -2,8 +2,7 @@
 
 import json
 import os
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -57,12 +56,3 @@ def main(model_dir: Path, layout: Layout, out: Path) -> None:
     results = {case: train(model_dir, here, case, layout.max_tokens) for case in CASES}
     parallel.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
-
-
-def arguments(model_dir: Path, layout: Layout) -> list[str]:
-    """The command line of ``main``."""
-    return [str(model_dir), json.dumps(asdict(layout))]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Layout(**json.loads(sys.argv[2])), Path(sys.argv[3]))

@@ -1,6 +1,5 @@
 """A real rank in a process of its own, as ``launch`` starts one; its settings come as JSON. Run by the test."""
 
-import json
 import logging
 import math
 import sys
@@ -45,7 +44,3 @@ def run(settings: dict[str, dict[str, object]]) -> int:
         weights=WeightsConfig(**settings["weights"]),  # type: ignore[arg-type]
         bus=BusConfig(),
     )
-
-
-if __name__ == "__main__":
-    sys.exit(run(json.loads(sys.argv[1])))

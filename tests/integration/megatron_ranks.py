@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,7 +99,3 @@ def main(model_dir: Path, checkpoint: Path, out: Path) -> None:
     results["tp2_skips"] = skips(model_dir, here)
     parallel.leave()
     (out / f"rank-{rank}.json").write_text(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(*(Path(argument) for argument in sys.argv[1:]))

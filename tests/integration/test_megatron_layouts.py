@@ -9,7 +9,7 @@ import pytest
 
 from tests.algorithm_cases import CASES
 from tests.integration import megatron_layouts
-from tests.integration.megatron_layouts import VOCAB, Layout, arguments
+from tests.integration.megatron_layouts import VOCAB, Layout
 from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
 
@@ -35,9 +35,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Re
     def run(name: str) -> list[Results]:
         if name not in done:
             out = tmp_path_factory.mktemp("layout")
-            done[name] = run_ranks(
-                megatron_layouts.__name__, arguments(model_dir, LAYOUTS[name]), world=LAYOUTS[name].world, out=out, timeout_s=300
-            )
+            layout = LAYOUTS[name]
+            done[name] = run_ranks(megatron_layouts.main, (model_dir, layout), world=layout.world, out=out)
         return done[name]
 
     return run

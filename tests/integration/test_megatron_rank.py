@@ -1,10 +1,7 @@
 """Real ranks on a real feeder and a real bus, with scripted actors: a run to its end, a killed one, a drained one."""
 
 import asyncio
-import json
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -25,9 +22,10 @@ from learner.checkpoints import listed
 from learner.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
+from tests.forked import Forked
 from tests.integration import megatron_rank_process
 from tests.integration.test_weightstore_publisher import state
-from tests.learner_steps import ROOT, rank_environment
+from tests.learner_steps import rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
 from weightstore.registry import HEAD, VersionRegistry
@@ -47,7 +45,7 @@ class Learner:
     algorithm: dict[str, Any]
     respond: Callable[[Task, int], Sample] | None = None
     """Of the scripted actors; None = the world's own."""
-    ranks: list[asyncio.subprocess.Process] = field(default_factory=list)
+    ranks: list[Forked] = field(default_factory=list)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
@@ -70,11 +68,12 @@ class Learner:
             "final_dir": str(self.directory / "final"),
         }
         settings = {"learner": self.settings, "algorithm": self.algorithm, "staleness": self.staleness, "weights": self.weights}
-        told = json.dumps({"places": places, **settings})
-        command = (sys.executable, "-W", "ignore", "-m", "tests.integration.megatron_rank_process", told)
+        logs = [self.directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks = [
-            await asyncio.create_subprocess_exec(*command, cwd=ROOT, env={**os.environ, **rank_environment(rank, world_size, port)})
-            for rank in range(world_size)
+            await asyncio.to_thread(
+                Forked, megatron_rank_process.run, ({"places": places, **settings},), rank_environment(rank, world_size, port), log
+            )
+            for rank, log in enumerate(logs)
         ]
         self.feeding = feeding
         try:
@@ -83,10 +82,11 @@ class Learner:
             for rank in self.ranks:
                 if rank.returncode is None:
                     rank.kill()
-            await asyncio.gather(*(rank.wait() for rank in self.ranks))
+            await self.ended()
+            print(*(log.read_text() for log in logs), sep="\n")  # a failure shows it
 
     async def ended(self) -> list[int]:
-        return list(await asyncio.gather(*(rank.wait() for rank in self.ranks)))
+        return list(await asyncio.gather(*(rank.ended() for rank in self.ranks)))
 
     async def finish(self) -> None:
         async with self.started():

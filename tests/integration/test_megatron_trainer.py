@@ -153,7 +153,7 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, 
         metrics.append(trainer.train(make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0]))
         if step == STEPS[0]:
             state.save(checkpoint, step=step, policy=policy, optimizer=optimizer, proximal=proximal)
-    results = run_ranks(megatron_ranks.__name__, [str(model_dir), str(checkpoint)], world=2, out=tmp_path)
+    results = run_ranks(megatron_ranks.main, (model_dir, checkpoint), world=2, out=tmp_path)
     for layout in ("dp2", "tp2"):
         _assert_skipped_together([result[f"{layout}_skips"] for result in results])
     for result in results:

@@ -16,6 +16,7 @@ from typing import Any
 from bus.connection import Bus, connect
 from bus.live import LiveView
 from bus.messages import Done, LiveRow, Plan
+from tests.whole.prepared import put_prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "launch/configs/smoke.yaml"
@@ -60,10 +61,15 @@ class Up:
             yield bus
 
 
-def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Up:
-    """`tidemill up` with its run directory under ``tmp_path``; to be ended by who starts it."""
+def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ()) -> Up:
+    """`tidemill up` with its run directory under ``tmp_path``; to be ended by its caller.
+
+    Without ``flags`` (--fresh, --resume) the run finds its model and prompts prepared.
+    """
     directory = tmp_path / "run"
     files = [config] if isinstance(config, Path) else config
+    if not flags:
+        put_prepared(files[0], directory)
     command = [sys.executable, "-m", "launch", "up", *map(str, files), *flags]
     for setting in (f"directory={directory}", *settings):
         command += ["--set", setting]
@@ -73,7 +79,7 @@ def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE,
 
 
 @contextlib.contextmanager
-def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ("--fresh",)) -> Iterator[Up]:
+def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ()) -> Iterator[Up]:
     """The same, ended with all its children when the block is left."""
     run = start(tmp_path, *settings, config=config, flags=flags)
     try:

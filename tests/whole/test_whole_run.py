@@ -13,7 +13,7 @@ from tests.whole.running import ROOT, assert_books_balance, up
 
 
 def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=6", "staleness.max_lag=2") as run:
+    with up(tmp_path, "learner.steps=6", "staleness.max_lag=2", flags=("--fresh",)) as run:
         assert run.wait() == 0, run.log[-4000:]
     summary = run.summary
     assert_books_balance(summary, max_lag=2)

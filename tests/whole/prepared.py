@@ -1,0 +1,26 @@
+"""What `tidemill prepare` makes of a configuration, made once by this process and copied into the directories of its runs."""
+
+import atexit
+import functools
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def put_prepared(config: Path, run: Path) -> None:
+    """Model and prompts of ``config`` into a run's directory, which need not be there: the run finds them prepared."""
+    shutil.copytree(_made(config) / "prepared", run / "prepared")
+
+
+@functools.cache
+def _made(config: Path) -> Path:
+    kept = Path(tempfile.mkdtemp(prefix="tidemill-prepared-"))
+    atexit.register(shutil.rmtree, kept, ignore_errors=True)
+    command = [sys.executable, "-m", "launch", "prepare", str(config), "--set", f"directory={kept}"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return kept
