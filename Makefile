@@ -7,7 +7,7 @@ CONFIG ?= launch/configs/digits.yaml
 ARGS   ?=
 
 SGLANG ?= .venv-sglang
-ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin"
+ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin" $(TWO)
 
 .PHONY: run gsm8k sglang test test-all test-sglang test-sglang-all check bench setup clean
 
@@ -23,17 +23,15 @@ gsm8k: setup
 sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
-# Two files at a time; whole runs and killings, which have enough processes of their own, one after the other.
-TESTS := tests/unit tests/contract tests/integration -n 2 --dist loadfile
-RUNS := tests/chaos tests/whole
+# Two files at a time, the longest first; a file stays on one worker, whose fixtures its tests share.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
+TESTS := tests/chaos tests/whole tests/integration tests/contract tests/unit $(TWO)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(RUNS)
 
 test-all: setup
 	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
-	$(BIN)/python -m pytest -m "not gpu" $(RUNS)
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready

@@ -28,6 +28,12 @@ class Layout:
     tensor_parallel: int = 1
     max_tokens: int = 1 << 20
     """Of a micro-batch."""
+    every: int = 1
+    """Of the cases: 1 = all."""
+
+    @property
+    def cases(self) -> list[str]:
+        return list(CASES)[:: self.every]
 
     @property
     def world(self) -> int:
@@ -53,6 +59,6 @@ def main(model_dir: Path, layout: Layout, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     here = parallel.join(tensor_parallel_size=layout.tensor_parallel, device=torch.device("cpu"), seed=0)
-    results = {case: train(model_dir, here, case, layout.max_tokens) for case in CASES}
+    results = {case: train(model_dir, here, case, layout.max_tokens) for case in layout.cases}
     parallel.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
