@@ -13,15 +13,15 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang: that of an environment of its own, usually."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the server, by name: ``{tp_size: 2, mem_fraction_static: 0.8}``. A list is several words of the command line, a map JSON."""
+    """Command-line arguments of the server: ``{tp_size: 2, mem_fraction_static: 0.8}``. A list becomes several words, a map becomes JSON."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides those of this process."""
     start_timeout_s: float = 900.0
     """Loading a large model takes minutes."""
     silent_s: float = 60.0
-    """A server whose scheduler has not answered for so long is given up, frozen or out of reach; longer than any step of it takes."""
+    """Seconds without an answer of its scheduler after which a server counts as dead; must be longer than its longest step."""
     pause: str = "in_place"
-    """Of running requests during an update: in_place (keys and values are kept) | retract (computed again with the new weights)."""
+    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again with the new weights)."""
     log: str = ""
     """File for the server's output; empty = one in the directory for temporary files."""
 
@@ -40,12 +40,12 @@ class EngineConfig:
     kind: str = "builtin"
     """Adapter by name (see launch/wiring.py): builtin | sglang."""
     host: str = "auto"
-    """Address to listen on; auto = that of the way to the bus (a bus on this machine: 127.0.0.1). Of engines that are started with nothing
-    but the bus, ``--host`` instead: an address is a fact of a machine, not of a run."""
+    """Address to listen on; auto = the address of the interface that leads to the bus (127.0.0.1 for a bus on this machine). Engines that
+    are started without ``--config`` take ``--host`` instead: an address belongs to a machine, not to a run."""
     advertise: str = ""
-    """Host, or host:port, under which others find it, where that is not ``host`` (containers, NAT)."""
+    """Host, or host:port, at which other processes reach it, where that is not ``host`` (containers, NAT)."""
     insecure: bool = False
-    """Answer requests of other machines without the run's api key; commands want the admin key even so."""
+    """Answer requests of other machines without the run's api key; commands need the admin key even so."""
     port: int = 0
     """0 = any free one."""
     device: str = "auto"
@@ -63,8 +63,9 @@ class EngineConfig:
     share_prefix: bool = True
     """Requests that wait together with the same prompt share one prefill."""
     colocated: bool = False
-    """Derived from ``learner.colocated``: gives its memory to the learner for each step. Engines on other machines never do."""
+    """Derived from ``learner.colocated``: the engine releases its memory for each step. Engines on other machines never do."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
+    """The SGLang server, for ``engine.kind: sglang``."""
 
     def __post_init__(self) -> None:
         for name in ("max_running", "max_waiting", "threads"):
@@ -89,16 +90,17 @@ class ActorConfig:
     reward_options: dict[str, Any] = field(default_factory=dict)
     """Passed to the reward."""
     reward_timeout_s: float = 30.0
+    """Seconds for one call of the reward; the sample is FAILED after it."""
     generate_timeout_s: float = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
-    """The responses of a group are asked for in one HTTP request: much cheaper for short ones; they all come when the longest is done."""
+    """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the longest is done."""
     retries: int = 3
     """Attempts at one response on any engine before its task is reported as failed."""
     partials: bool = True
-    """When this actor is told to leave: store what is unfinished for whoever goes on with it. False = finish everything first."""
+    """On a drain, store unfinished responses, so that another actor continues them. False = finish all of them first."""
     drain_finish_s: float = 10.0
-    """Time to finish responses before that; less than ``up.drain_s`` and what else gives this process time to drain."""
+    """Seconds to finish responses before that; must be less than ``up.drain_s`` and any other drain limit of this process."""
 
     def __post_init__(self) -> None:
         for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries"):

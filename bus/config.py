@@ -31,7 +31,7 @@ class BusConfig:
     replicas: int = 1
     """Copies of every stream; at least as many as ``cluster``."""
     lease_s: float = 30.0
-    """A task not renewed for so long goes to another actor."""
+    """Seconds after which a task whose lease was not renewed goes to another actor."""
     max_attempts: int = 3
     """Failures reported by actors after which a task is dead."""
     sync_always: bool = False
@@ -39,25 +39,25 @@ class BusConfig:
     auth: bool = False
     """The embedded server lets in only the users it made, each of them only to what its role needs (docs/security.md)."""
     auth_dir: str = ""
-    """Where the users' passwords are; derived: <directory>/auth."""
+    """Directory of the users' passwords; derived: <directory>/auth."""
     auth_users: int = 16
     """Users made for each of the roles actor, engine and host: ``actor-0``, ``actor-1``, ..."""
     insecure: bool = False
-    """Listen on other addresses than this machine's own although everybody may do everything there."""
+    """Listen on addresses that other machines reach, without users: any client may do everything there."""
     tls_cert: str = ""
     """PEM file: certificate of the embedded server; with it, it speaks TLS only."""
     tls_key: str = ""
     """PEM file: its key."""
     tls_ca: str = ""
-    """PEM file: who signed the server's certificate, for clients; empty = whom the system trusts."""
+    """PEM file: certificate authority of the server's certificate, for clients; empty = those of the system."""
     tls_verify: bool = False
-    """The server wants a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show ``tls_cert``."""
+    """The server requires a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show ``tls_cert``."""
     cluster: int = 1
     """Servers of the embedded bus on this machine: 1 or 3."""
     server_name: str = ""
     """Name of the one server of a cluster that this machine has; empty = not part of one."""
     cluster_listen: str = ""
-    """host:port at which it expects the others."""
+    """host:port at which this server accepts the others of its cluster."""
     cluster_routes: tuple[str, ...] = ()
     """host:port of every server of the cluster."""
 

@@ -64,7 +64,9 @@ def _add_runs(commands: "Commands") -> None:
     _from_checkpoint(up)
 
     config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
-    _configured(config, positional=True)
+    _configured(config, positional=True, required=False)
+    config.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end")
+    config.add_argument("--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end")
 
     check = commands.add_parser("check", help="everything that can be known before a run starts: model, data, reward, bus, disk, memory")
     _configured(check, positional=True)
@@ -195,7 +197,8 @@ def _find_modules_here() -> None:
 
 def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
     if positional:
-        parser.add_argument("config", type=Path, nargs="+", metavar="CONFIG", help="the run's YAML file; of several, later ones win")
+        nargs = "+" if required else "*"
+        parser.add_argument("config", type=Path, nargs=nargs, metavar="CONFIG", help="the run's YAML file; of several, later ones win")
     else:
         parser.add_argument("--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several")
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -62,6 +63,13 @@ def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
 
 
 def config(args: argparse.Namespace) -> int:
+    if args.schema or args.reference:
+        from launch import reference
+
+        print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
+        return 0
+    if not args.config:
+        raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
     loaded = _loaded(args)
     if args.print_config:
         print(render(loaded), end="")

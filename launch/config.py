@@ -39,11 +39,15 @@ class SamplingConfig:
     """The distribution actors sample from; it travels with every sample."""
 
     temperature: float = 1.0
+    """Sampling temperature; the learner divides its logits by the same value."""
     top_p: float = 1.0
+    """Nucleus sampling; only 1 is accepted: the correction needs the log-probs of the whole distribution."""
     top_k: int = -1
-    """-1 = the whole vocabulary."""
+    """-1 = the whole vocabulary; only -1 is accepted, as with ``top_p``."""
     max_new_tokens: int = 128
+    """Longest response, in tokens."""
     stop: tuple[str, ...] = ()
+    """Strings that end a response."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens <= 0:
@@ -55,16 +59,19 @@ class UpConfig:
     """``tidemill up``: everything on this machine."""
 
     engines: int = 1
+    """Engines that ``tidemill up`` starts on this machine."""
     actors: int = 1
+    """Actors that ``tidemill up`` starts on this machine."""
     restarts: int = 5
-    """A process that ends badly is started again so many times in ``restart_window_s``; then the run ends with its last lines."""
+    """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its log."""
     restart_window_s: float = 300.0
+    """Window in which ``restarts`` are counted."""
     drain_s: float = 30.0
-    """Time for every process to finish what it holds. A learner whose engine has just frozen needs two of ``weights.phase_deadline_s``."""
+    """Seconds for every process to drain. A learner whose engine has just frozen needs twice ``weights.phase_deadline_s``."""
     view: str = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30
-    """The run fails when the mean reward of the last ten steps is below."""
+    """The run fails when the mean reward of its last ten steps is below this."""
 
     def __post_init__(self) -> None:
         if self.engines < 0 or self.actors < 0 or self.restarts < 0:
@@ -80,21 +87,31 @@ class RunConfig:
     run: str = ""
     """Name of the run, in every subject and key; derived from the file's name."""
     seed: int = 0
-    """Of the order of prompts, of sampling and of the learner, where they have none of their own."""
+    """Seed of the order of prompts, of sampling and of the learner, unless they have a seed of their own."""
     directory: str = ""
-    """Where it keeps its files; derived: runs/<run>."""
+    """Directory of the run's files; derived: runs/<run>."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    """The model to train."""
     prepare: PrepareConfig | None = None
-    """Make a small model and prompts first."""
+    """A small model and prompts to make first."""
     data: DataConfig = field(default_factory=DataConfig)
+    """The prompts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """The sampling distribution of the rollouts."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    """The bound on the age of data."""
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    """The learner."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """Weight pushes."""
     bus: BusConfig = field(default_factory=BusConfig)
+    """The bus."""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    """The inference engines."""
     actor: ActorConfig = field(default_factory=ActorConfig)
+    """The rollout actors."""
     up: UpConfig = field(default_factory=UpConfig)
+    """Settings of ``tidemill up`` itself."""
 
     def __post_init__(self) -> None:
         _refuse_contradictions(self)

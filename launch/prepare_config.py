@@ -9,14 +9,16 @@ SMALLEST_VOCABULARY = {"digits": 13, "gsm8k": 258}
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to make. The model has the shape of Qwen3."""
+    """A small model with random weights and its prompts, made before the run. The model has the shape of Qwen3."""
 
     kind: str = "digits"
     """digits (made up, one character a token) | gsm8k (school mathematics, shipped; byte-level BPE trained on its text)."""
     task: str = "reverse"
     """For digits: largest | copy | reverse | sort."""
     min_digits: int = 2
+    """Fewest digits of a prompt."""
     max_digits: int = 5
+    """Most digits of a prompt."""
     fill: bool = False
     """Put ``.`` behind shorter numbers, so that all prompts are of one length (``48...=``)."""
     count: int = 2048
@@ -24,14 +26,21 @@ class PrepareConfig:
     split: str = "train"
     """For gsm8k: train (7473 questions) | test (1319)."""
     seed: int = 0
-    """Of the digits and of the weights."""
+    """Seed of the digits and of the weights."""
     layers: int = 2
+    """Transformer layers."""
     hidden: int = 64
+    """Width of the residual stream."""
     heads: int = 4
+    """Attention heads."""
     kv_heads: int = 2
+    """Key/value heads; a divisor of ``heads``."""
     head_dim: int = 16
+    """Width of one attention head."""
     intermediate: int = 128
+    """Width of the MLP."""
     rope_theta: float = 10000.0
+    """Base of the rotary embedding."""
     initializer_range: float = 0.02
     """Standard deviation of the random weights."""
     tie_embeddings: bool = False

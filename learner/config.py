@@ -24,7 +24,9 @@ class DataConfig:
     max_prompt_tokens: int = 0
     """Longer prompts are skipped, counted and named in the log; 0 = the model's context less max_new_tokens."""
     shuffle: bool = True
+    """Shuffle the prompts anew for each pass; false = the order of the file."""
     seed: int = 0
+    """Seed of the order of prompts; derived from ``seed`` of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +40,11 @@ class StalenessConfig:
     max_reissues: int = 3
     """Times a dropped prompt is issued again."""
     order_deadline_s: float = 30.0
-    """How long a step waits for a group in flight that would be too old for the next one."""
+    """Seconds that a step waits for a group in flight that would be too old for the next step."""
     filter_zero_variance: bool = False
     """Drop groups whose rewards are all equal and draw others (dynamic sampling)."""
     max_refill: float = 4.0
-    """After max_refill x groups_per_step filtered groups a step runs short, said aloud."""
+    """After max_refill x groups_per_step filtered groups a step runs with fewer groups and logs a warning."""
 
     def __post_init__(self) -> None:
         if self.max_lag < 0:
@@ -55,19 +57,26 @@ class StalenessConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam."""
+    """The optimizer: Adam."""
 
     lr: float = 1e-6
+    """Peak learning rate."""
     warmup_steps: int = 0
-    """Linear from 0."""
+    """Steps of linear warm-up from 0."""
     lr_decay: str = "constant"
     """constant | linear | cosine, down to min_lr at the last step."""
     min_lr: float = 0.0
+    """Learning rate at the last step, for ``linear`` and ``cosine``."""
     beta1: float = 0.9
+    """Adam's decay of the first moment."""
     beta2: float = 0.98
+    """Adam's decay of the second moment."""
     eps: float = 1e-8
+    """Adam's term in the denominator."""
     weight_decay: float = 0.0
+    """Decoupled weight decay (AdamW)."""
     clip_grad: float = 1.0
+    """Largest norm of the gradient; a larger one is scaled down to it."""
 
     def __post_init__(self) -> None:
         if self.lr <= 0:
@@ -83,6 +92,7 @@ class LearnerConfig:
     steps: int = 100
     """Batches of the run: each makes a new version."""
     groups_per_step: int = 32
+    """Groups (prompts) in the batch of one step."""
     group_size: int = 8
     """Samples of one task (n)."""
     minibatches: int = 1
@@ -90,7 +100,9 @@ class LearnerConfig:
     max_tokens_per_micro_batch: int = 8192
     """Token budget of one packed row; micro-batches are filled to it."""
     data_parallel: int = 1
+    """Replicas of the model, on this machine."""
     tensor_parallel: int = 1
+    """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
     dtype: str = "float32"
     """float32 | bfloat16."""
     device: str = "auto"
@@ -98,22 +110,27 @@ class LearnerConfig:
     threads: int = 1
     """Torch threads of a rank on CPU."""
     seed: int = 0
+    """Seed of the learner's random numbers; derived from ``seed`` of the run."""
     checkpoint_every: int = 20
     """Steps; 0 = only at the end."""
     keep_checkpoints: int = 2
+    """Newest checkpoints kept on disk; older ones are deleted."""
     from_checkpoint: str = ""
-    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights. The rest begins anew."""
+    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights. Optimizer, data position and steps start anew."""
     prefetch: bool = True
     """Plan one batch ahead (never at max_lag 0)."""
     weights_digest: bool = False
     """Record a digest of the weights after every step (deterministic resume checks)."""
     batch_timeout_s: float = 3600.0
-    """A step that gets no batch for so long ends the learner with an error."""
+    """Seconds without a batch after which the learner ends with an error."""
     deterministic: bool = True
+    """Use deterministic kernels: a resumed run repeats the recorded steps to the same bits on one machine."""
     colocated: bool = False
-    """Share the accelerator with the engines that ``tidemill up`` starts: they have its memory between the steps (docs/colocated.md)."""
+    """Share the accelerator with the engines that ``tidemill up`` starts: they use its memory between the steps (docs/colocated.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The optimizer."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages, loss and correction for stale data (docs/algorithms.md)."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -143,3 +160,5 @@ class LearnerConfig:
             raise ValueError(f"checkpoint_every: want >= 0, got {self.checkpoint_every}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype: want float32 or bfloat16, got {self.dtype!r}")
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")

@@ -12,7 +12,7 @@ class WeightsConfig:
     transport: str = "broadcast"
     """How tensors travel: broadcast (process group) | handles (engines on this host read them where they lie; others: broadcast)."""
     staging: str = "host"
-    """Where the copies lie that are pushed: host | cuda (two more copies on the learner's GPU; with handles only)."""
+    """Memory of the copies that are pushed: host | cuda (two more copies on the learner's GPU; with handles only)."""
     backend: str = "auto"
     """Process group backend: auto | gloo | nccl."""
     group: str = "pairs"
@@ -22,7 +22,7 @@ class WeightsConfig:
     phase_deadline_s: float = 30.0
     """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted."""
     min_engines: int = 0
-    """A push with fewer receivers fails (0 = a version may be published to nobody)."""
+    """A push with fewer receivers fails (0 = a version may be published without receivers)."""
     overlap: bool = True
     """Push from a staging copy while the next step runs (never at max_lag 0)."""
     snapshot_every: int = 0
@@ -31,11 +31,11 @@ class WeightsConfig:
     """Address on which the learner serves process-group rendezvous and snapshots; auto = that of its way to the bus (a bus on this machine:
     127.0.0.1)."""
     advertise: str = ""
-    """Host under which engines find it, where that is not ``host`` (containers, NAT)."""
+    """Host at which engines reach it, where that is not ``host`` (containers, NAT)."""
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
     verify: str = "first"
-    """Whether an engine's checksums are compared with what was sent before it serves it: first (its first push) | always | never."""
+    """When an engine's checksums are compared with those of the sent weights before it serves them: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
         for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):

@@ -101,17 +101,17 @@ class KLConfig:
     """Divergence from a reference model (its initial weights, or ``reference``)."""
 
     coef: float = 0.0
-    """In the loss; 0 = none."""
+    """Coefficient in the loss; 0 = none."""
     estimator: str = "k3"
     """k1 | k2 | k3 | low_var_kl | k1+ | k3+ (the value of the one, the gradient of k2)."""
     corrected: bool = True
-    """Times pi_theta / mu with the gradient through the ratio: exact on old data too."""
+    """Multiply the estimate by pi_theta / mu, with the gradient through the ratio: exact on stale data too."""
     reward_coef: float = 0.0
-    """Of the summed k1 of a sample, taken from its reward; 0 = none."""
+    """Coefficient of the summed k1 of a sample, subtracted from its reward; 0 = none."""
     target: float = 0.0
     """> 0: the coefficients adapt so that the mean divergence per token stays there."""
     horizon: float = 10_000.0
-    """Samples over which they adapt."""
+    """Samples over which the coefficients adapt."""
     reference: str = ""
     """Directory of the reference model, Hugging Face format, the same architecture; empty = the model the run starts from."""
 
@@ -128,14 +128,14 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlarmConfig:
-    """What happens when a diagnostic passes its threshold (docs/metrics.md)."""
+    """Action when a diagnostic passes its threshold (docs/metrics.md)."""
 
     action: str = "warn"
-    """off | warn (say it) | stop (end the learner at an error-level alarm)."""
+    """off | warn (log it) | stop (end the learner at an error-level alarm)."""
     patience: int = 3
     """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()
-    """Names of alarms that are not wanted."""
+    """Names of alarms to ignore."""
     thresholds: dict[str, Any] = field(default_factory=dict)
     """Alarm -> [warn, error] in place of the defaults."""
 
@@ -164,32 +164,37 @@ class AlgorithmConfig:
     overlong_buffer: int = 0
     """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
     overlong_penalty: float = 1.0
+    """Reward that a response of ``max_new_tokens`` loses."""
     distill_coef: float = 0.0
     """On-policy distillation: adds coef (log pi_reference - log pi) to each token's advantage."""
 
     loss: str | None = None
     """ppo | reinforce | cispo | gspo | gspo_token | topr | sapo | vespo | dppo_tv | sft, or module:function."""
     anchor: str | None = None
-    """What the loss compares with: proximal (three policies) | rollout (two) | none."""
+    """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
     proximal: str | None = None
     """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
     clip_low: float | None = None
     """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv: of the probability; cispo: of the weight, 1 = no lower bound)."""
     clip_high: float | None = None
+    """Upper half of the trust region; see ``clip_low``."""
     clip_dual: float = 0.0
     """Upper bound of the ratio where the advantage is negative; 0 = none, else > 1."""
     sapo_tau_positive: float = 1.0
+    """Temperature of SAPO's gate for positive advantages."""
     sapo_tau_negative: float = 1.05
+    """Temperature of SAPO's gate for negative advantages."""
     dppo_penalty: float = 0.0
-    """Of the squared log-ratio (dppo_tv)."""
+    """Coefficient of the squared log-ratio (dppo_tv)."""
 
     weight: str | None = None
     """Importance weight: none | token | sequence | geometric | prefix; of pi_proximal / mu where the anchor is proximal, else pi / mu."""
     weight_action: str | None = None
     """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
     weight_low: float | None = None
+    """Lower bound of the importance weight; see ``weight_action``."""
     weight_high: float | None = None
-    """0 = no bound."""
+    """Upper bound of the importance weight; 0 = no bound."""
     self_normalise: bool = False
     """Divide the weights by their mean over the update on all ranks."""
 
@@ -198,7 +203,7 @@ class AlgorithmConfig:
     veto: float = 0.0
     """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
     binary_kl_limit: float | None = None
-    """KPop; 0 = off."""
+    """Largest binary KL of a token (KPop); 0 = off."""
     opsm_threshold: float | None = None
     """Off-policy sequence masking of negative samples; 0 = off."""
     m2_limit: float | None = None
@@ -207,12 +212,15 @@ class AlgorithmConfig:
     aggregation: str | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | constant (sum / (samples x loss_constant): Dr. GRPO)."""
     loss_constant: float = 0.0
-    """0 = max_new_tokens."""
+    """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
     entropy_coef: float = 0.0
+    """Coefficient of the entropy bonus in the loss; 0 = none."""
     ess_lr: bool = False
     """Learning rate times the root of the sequence weights' effective sample share (VCPO)."""
     kl: KLConfig = field(default_factory=KLConfig)
+    """Divergence from a reference model."""
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
+    """Alarms on diagnostics."""
 
     def __post_init__(self) -> None:
         if self.correction not in PRESETS:

@@ -1,0 +1,124 @@
+"""The configuration reference is complete and current, and its JSON Schema takes and refuses the files that the loader does."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import cli, reference
+from launch.config import RunConfig
+from launch.settings import SettingsError, from_map, to_map
+from tests.schema_kit import errors
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/configuration.md"
+SCHEMA = reference.schema()
+FILES = sorted([*ROOT.glob("launch/configs/*.yaml"), *ROOT.glob("docs/examples/**/*.yaml")])
+ENTRIES = list(reference.entries())
+SETTINGS = [one for one in ENTRIES if one.section is None]
+BY_DATACLASS = [one for one in SETTINGS if one.path not in reference.ELSEWHERE]
+BOUNDED = [one for one in BY_DATACLASS if one.choices or one.allowed.startswith((">", "0 <"))]
+
+
+def paths(section: type, prefix: str = "") -> Iterator[str]:
+    """Every setting, found without the module under test."""
+    kinds = typing.get_type_hints(section)
+    for field in dataclasses.fields(section):
+        inner = [one for one in (kinds[field.name], *typing.get_args(kinds[field.name])) if dataclasses.is_dataclass(one)]
+        yield from paths(inner[0], f"{prefix}{field.name}.") if inner else [prefix + field.name]  # type: ignore[arg-type]
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    return value
+
+
+def loads(values: dict[str, Any]) -> str:
+    """Empty when the loader takes it, else its error."""
+    try:
+        from_map(values, "test")
+    except SettingsError as bad:
+        return str(bad)
+    return ""
+
+
+def test_the_page_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--reference"]) == 0
+    assert PAGE.read_text() == capsys.readouterr().out, "run: tidemill config --reference > docs/configuration.md"
+
+
+def test_every_setting_has_a_row_and_a_sentence() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    assert sorted(row[0].strip("| `") for row in rows) == sorted(paths(RunConfig))
+    assert not [one.path for one in ENTRIES if len(one.sentence) < 5], "want a string below the field"
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    defaults = to_map(RunConfig())
+    for one in SETTINGS:
+        value: Any = defaults
+        for key in one.path.split("."):
+            value = value and value.get(key)
+        if value is not None and one.default is not None:
+            assert value == (list(one.default) if isinstance(one.default, tuple) else one.default), one.path
+
+
+def test_the_command_prints_the_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(SCHEMA))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_shipped_configurations_are_valid(file: Path) -> None:
+    assert not list(errors(yaml.safe_load(file.read_text()), SCHEMA))
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"learner": {"stepz": 3}}, "learner: unknown key 'stepz'"),
+        ({"staleness": {"gate": "maybe"}}, "staleness.gate: want one of"),
+        ({"learner": {"steps": "many"}}, "learner.steps: want ['integer']"),
+        ({"sampling": {"temperature": 0}}, "sampling.temperature: want exclusiveMinimum 0"),
+        ({"sampling": {"stop": "word"}}, "sampling.stop: want ['array']"),
+        ({"bus": {"cluster": 2}}, "bus.cluster: want one of [1, 3]"),
+    ],
+    ids=["unknown-key", "choice", "type", "bound", "list", "number-choice"],
+)
+def test_broken_files_are_refused_by_schema_and_loader(change: dict[str, Any], where: str) -> None:
+    values = yaml.safe_load((ROOT / "launch/configs/digits.yaml").read_text())
+    for section, settings in change.items():
+        values[section] = {**values.get(section, {}), **settings}
+    found = list(errors(values, SCHEMA))
+    assert len(found) == 1
+    assert found[0].startswith(where)
+    assert loads(values)
+
+
+@pytest.mark.parametrize("entry", BY_DATACLASS, ids=lambda entry: entry.path)
+def test_defaults_pass_and_other_types_do_not(entry: reference.Entry) -> None:
+    """A value of another type is refused by both, so that the schema is as strict about types as the loader."""
+    default = list(entry.default) if isinstance(entry.default, tuple) else entry.default
+    assert default is None or not list(errors(nested(entry.path, default), SCHEMA))
+    for wrong in ({"a": 1}, [[1]], True, "text", 1.5, 3, None):
+        values = nested(entry.path, wrong)
+        if any(errors(values, SCHEMA)):
+            assert loads(values), f"the schema refuses {values}, which the loader takes"
+        elif "want" in (refused := loads(values)) and "such as" in refused:
+            raise AssertionError(f"the loader refuses {values} for its type, which the schema takes: {refused}")
+
+
+@pytest.mark.parametrize("entry", BOUNDED, ids=lambda entry: entry.path)
+def test_choices_and_bounds_are_those_of_the_loader(entry: reference.Entry) -> None:
+    for value in (*entry.choices, -1, 0, 1, 2, 0.5, "no such"):
+        values = nested(entry.path, value)
+        if any(errors(values, SCHEMA)):
+            assert entry.path.rpartition(".")[2] in loads(values), f"the schema refuses {values}, the loader does not name it"
+    wrong: Any = "no such" if entry.kind is str else -1
+    assert any(errors(nested(entry.path, wrong), SCHEMA)) or "for " in entry.allowed
