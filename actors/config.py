@@ -13,7 +13,7 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang: that of an environment of its own, usually."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Command-line arguments of the server: ``{tp_size: 2, mem_fraction_static: 0.8}``. A list becomes several words, a map becomes JSON."""
+    """Command-line arguments of the server: ``{tp_size: 2, mem_fraction_static: 0.8}``. Lists become several words, maps JSON."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides those of this process."""
     start_timeout_s: float = 900.0

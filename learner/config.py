@@ -116,7 +116,7 @@ class LearnerConfig:
     keep_checkpoints: int = 2
     """Newest checkpoints kept on disk; older ones are deleted."""
     from_checkpoint: str = ""
-    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights. Optimizer, data position and steps start anew."""
+    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights and nothing else."""
     prefetch: bool = True
     """Plan one batch ahead (never at max_lag 0)."""
     weights_digest: bool = False

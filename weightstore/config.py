@@ -35,7 +35,7 @@ class WeightsConfig:
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
     verify: str = "first"
-    """When an engine's checksums are compared with those of the sent weights before it serves them: first (its first push) | always | never."""
+    """When an engine's checksums are compared with the sent weights before it serves: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
         for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):
