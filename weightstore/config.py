@@ -35,7 +35,7 @@ class WeightsConfig:
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
     verify: str = "first"
-    """When an engine's checksums are compared with the sent weights before it serves: first (its first push) | always | never."""
+    """Whether an engine's checksums are compared with what was sent before it serves it: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
         for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):

@@ -1,0 +1,178 @@
+"""Pages for practitioners are true: files, settings, commands and messages that they name exist, and links lead somewhere."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import reference
+from launch.cli import _parser
+from launch.settings import SettingsError, from_map
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md"] + [
+    ROOT / f"docs/{name}.md" for name in ("quickstart", "concepts", "configuration", "coming_from", "extending", "troubleshooting")
+]
+SETTINGS = {entry.path: entry for entry in reference.entries()}
+SECTIONS = {path for path, entry in SETTINGS.items() if entry.section and "." not in path}
+SOURCES = "\n".join(
+    path.read_text() for room in ("bus", "weightstore", "rewards", "actors", "learner", "launch") for path in (ROOT / room).rglob("*.py")
+)
+FOREIGN = ("command not found", "Loaded weights leave no GPU memory", "No space left on device", "mismatch", "truncated (length)")
+"""Quoted texts of other programs, and of values."""
+PLACES = (
+    "feeder waiting (8 more groups ...)",
+    "trouble actor-0: ... samples failed",
+    "learner.",
+    "staleness.",
+    "sampling.",
+    "weights.",
+    "tail",
+)
+"""Lines of ``tidemill status`` that are put together, and settings."""
+
+
+def ids(page: Path) -> str:
+    return page.name
+
+
+def fenced(page: Path, language: str) -> list[str]:
+    return [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE) if kind == language]
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)]+)\)", prose(page))
+    assert links
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_files_and_settings_that_are_named_exist(page: Path) -> None:
+    for quote in re.findall(r"`([^`\n]+)`", prose(page)):
+        if re.fullmatch(r"(bus|weightstore|rewards|actors|learner|launch|tests|docs)/[\w/.-]*\.(py|md|yaml|sh)", quote):
+            assert (ROOT / quote).exists(), quote
+        name = re.split(r"[:= ]", quote)[0]
+        if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name) and name.split(".")[0] in SECTIONS and not _elsewhere(page, quote):
+            assert name in SETTINGS, quote
+
+
+def _elsewhere(page: Path, quote: str) -> bool:
+    """A setting of another system in the first column of its table, such as ``sampling.max_tokens`` of prime-rl."""
+    return page.name == "coming_from.md" and not any(quote in ours for ours in cells(1))
+
+
+def cells(column: int) -> Iterator[str]:
+    for line in (ROOT / "docs/coming_from.md").read_text().splitlines():
+        if line.startswith("| ") and len(row := re.split(r" ?\| ?", line.strip("| "))) > 1:
+            yield row[column]
+
+
+def test_every_counterpart_is_a_setting_with_a_value_that_loads() -> None:
+    """In ``coming_from.md``: each row of a system's table names settings of ours, with a value at most, or says ``none``."""
+    text = (ROOT / "docs/coming_from.md").read_text()
+    tables = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
+    assert [table.split("\n")[0] for table in tables] == ["slime", "verl", "TRL", "prime-rl"]
+    for table in tables:
+        rows = [re.split(r" ?\| ?", line.strip("| ")) for line in table.splitlines() if line.startswith("| ")][1:]
+        assert len(rows) > 20
+        for row in rows:
+            named = re.findall(r"`([^`]+)`", row[1])
+            assert named or row[1] == "none", row
+            for quote in named:
+                assert_setting(quote)
+
+
+def assert_setting(quote: str) -> None:
+    path, given, value = quote.partition(": ")
+    assert path in SETTINGS, quote
+    assert SETTINGS[path].section is None, quote
+    if given:
+        tree: Any = yaml.safe_load(value)
+        for key in reversed(path.split(".")):
+            tree = {key: tree}
+        try:
+            from_map(tree, "page")
+        except SettingsError as bad:
+            pytest.fail(f"{quote}: {bad}")
+
+
+def test_every_term_is_defined_once() -> None:
+    lines = (ROOT / "docs/concepts.md").read_text().splitlines()
+    rows = [re.split(r" *\| *", line.strip())[1:-1] for line in lines if line.startswith("| ")]
+    terms = [row[0] for row in rows if row[0] != "term"]
+    assert len(terms) > 70
+    assert len(set(terms)) == len(terms)
+    for row in rows:
+        assert len(row) == 4, row
+        assert row[0] == "term" or "`" in row[3], row
+
+
+def blocks_of_commands() -> list[tuple[str, str]]:
+    lines = [(page.name, line) for page in PAGES for block in fenced(page, "") for line in block.splitlines()]
+    return [(name, re.sub(r"^(\w+=\S+ )+", "", line).split(" > ")[0]) for name, line in lines if "tidemill " in line and "pip" not in line]
+
+
+@pytest.mark.parametrize(("page", "line"), blocks_of_commands())
+def test_commands_parse(page: str, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    assert words[0] == "tidemill"
+    assert _parser().parse_args(words[1:])
+
+
+def inline_commands() -> list[tuple[str, str]]:
+    return [(page.name, quote) for page in PAGES for quote in re.findall(r"`tidemill ([a-z]+[^`]*)`", prose(page))]
+
+
+@pytest.mark.parametrize(("page", "line"), inline_commands())
+def test_commands_in_sentences_have_the_options_that_are_named(page: str, line: str) -> None:
+    command, *words = line.split()
+    parsers = next(action.choices for action in _parser()._subparsers._group_actions)  # type: ignore[union-attr]
+    assert command in parsers  # type: ignore[operator]
+    options = {word.split("=")[0] for word in words if word.startswith("-")}
+    assert options <= set(parsers[command]._option_string_actions)  # type: ignore[index]
+
+
+def test_the_code_of_extending_is_that_of_its_examples() -> None:
+    shown = fenced(ROOT / "docs/extending.md", "python")
+    files = {path.read_text() for path in (ROOT / "docs/examples/extending").glob("*.py")}
+    assert len(files) == 4
+    assert set(shown) == files
+
+
+@pytest.mark.parametrize("block", fenced(ROOT / "docs/extending.md", "yaml"))
+def test_the_settings_of_extending_load(block: str) -> None:
+    assert from_map(yaml.safe_load(block), "page")
+
+
+def quoted_symptoms() -> list[str]:
+    lines = (ROOT / "docs/troubleshooting.md").read_text().splitlines()
+    first = [line.split(" | ")[0] for line in lines if line.startswith("| ") and not line.startswith("| seen")]
+    return [quote for cell in first for quote in re.findall(r"`([^`]+)`", cell) if not quote.startswith(PLACES)]
+
+
+@pytest.mark.parametrize("quote", quoted_symptoms())
+def test_a_message_of_troubleshooting_is_one_of_the_code(quote: str) -> None:
+    """Piece by piece: numbers and what stands for ``...`` differ."""
+    code = re.sub(r'"\s*\n\s*f?"', "", SOURCES)
+    pieces = [piece.strip(" :;,") for piece in re.split(r"\.\.\.|\d+|: ", quote)]
+    for piece in pieces:
+        assert len(piece) < 5 or piece in code or piece in SETTINGS or any(foreign in quote for foreign in FOREIGN), piece
