@@ -30,6 +30,16 @@ from weightstore.manifest import Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples/extending"
+SETTINGS = """
+[mypy]
+disallow_untyped_defs = true
+follow_imports = silent
+ignore_missing_imports = true
+
+[mypy-torch.*,transformers.*,aiohttp.*,nats.*,megatron.*]
+follow_imports = skip
+"""
+"""Large libraries are left out: the types of the ports are to be checked, in seconds."""
 CHECKED = """
 from pathlib import Path
 
@@ -65,7 +75,8 @@ def module(name: str) -> ModuleType:
 
 def test_the_examples_have_the_types_of_the_ports(tmp_path: Path) -> None:
     (tmp_path / "checked.py").write_text(CHECKED)
-    command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(tmp_path / "checked.py")]
+    (tmp_path / "mypy.ini").write_text(SETTINGS)
+    command = [sys.executable, "-m", "mypy", "--config-file", str(tmp_path / "mypy.ini"), str(tmp_path / "checked.py")]
     environment = {"MYPYPATH": f"{ROOT}:{EXAMPLES}", "PATH": "/usr/bin:/bin"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
