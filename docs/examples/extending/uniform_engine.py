@@ -11,13 +11,14 @@ import numpy as np
 from aiohttp import web
 
 from actors.config import EngineConfig
+from bus.messages import Capabilities
 
 
 class UniformEngine:
     """Implements ``ServedEngine`` (``actors/engine_process.py``) and answers ``POST /generate`` as ``docs/wire.md`` describes."""
 
     handles = ""
-    takes_deltas = False
+    capabilities = Capabilities()
 
     def __init__(
         self,
