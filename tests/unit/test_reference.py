@@ -88,8 +88,9 @@ def test_shipped_configurations_are_valid(file: Path) -> None:
         ({"sampling": {"temperature": 0}}, "sampling.temperature: want exclusiveMinimum 0"),
         ({"sampling": {"stop": "word"}}, "sampling.stop: want ['array']"),
         ({"bus": {"cluster": 2}}, "bus.cluster: want one of [1, 3]"),
+        ({"learner": {"device": "gpu"}}, "learner.device: want one of"),
     ],
-    ids=["unknown-key", "choice", "type", "bound", "list", "number-choice"],
+    ids=["unknown-key", "choice", "type", "bound", "list", "number-choice", "device"],
 )
 def test_broken_files_are_refused_by_schema_and_loader(change: dict[str, Any], where: str) -> None:
     values = yaml.safe_load((ROOT / "launch/configs/digits.yaml").read_text())
