@@ -100,7 +100,7 @@ Factory = Callable[..., ServedEngine]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlaces:
-    """What an engine process connects to and reads, and its name there."""
+    """Addresses and directories of an engine process, and its name."""
 
     run: str
     bus_url: str
@@ -112,7 +112,7 @@ class EnginePlaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """How long an engine process waits, in seconds."""
+    """Deadlines of an engine process, in seconds."""
 
     drain_s: float = 30.0
     """For requests to be answered at its end."""

@@ -9,7 +9,7 @@ from learner.feed_keys import FeedKeys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeederPlaces:
-    """What the feeder listens at, connects to and reads."""
+    """Addresses, keys and directories of the feeder."""
 
     run: str
     bus_url: str
@@ -24,7 +24,7 @@ class FeederPlaces:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlaces:
-    """What a rank connects to, reads and writes."""
+    """Addresses, keys and directories of a rank."""
 
     run: str
     bus_url: str

@@ -148,7 +148,7 @@ def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, positi
 
 
 def _mismatch(row: _Trainable) -> dict[str, Tensor]:
-    """Of pi against mu, token by token."""
+    """Columns that compare pi with mu, token by token."""
     pi_M, mu_M, w_M, abs_M = row.pi_M, row.mu_M, row.w_M, row.delta_M.abs()
     gap_p_M, middle_M = (pi_M - mu_M).abs(), (pi_M + mu_M) / 2
     to_middle_M, from_middle_M = (middle_M / mu_M).log(), (middle_M / pi_M).log()
