@@ -3,7 +3,7 @@
 ``python -m bench.push`` prints, for each size, number of receivers and way to put them together (``--groups``), the bandwidth of both
 and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the receivers say that they have
 everything, and both receive each bucket into memory of its own, in other processes. The push is what the learner does: bus rows, a process
-group per receiver or cohort, buckets announced over HTTP.
+group per receiver or push group, buckets announced over HTTP.
 ``--verify always`` compares checksums in every push, and prints what that takes.
 ``python -m bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with ``--idle`` it
 generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same with a real SGLang on this

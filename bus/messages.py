@@ -326,7 +326,7 @@ class Capabilities:
     """How an engine receives weights, and whether it serves them to other engines."""
 
     single_request_push: bool = False
-    """The learner sends it every push in one request (``receive_push``); otherwise begin, each bucket and the end have one each."""
+    """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request each."""
     peer_snapshots: bool = False
     """It serves snapshots of the weights it has to engines that catch up."""
     colocated: bool = False

@@ -1,1 +1,1 @@
-"""Versions of the weights: their registry, how they reach engines, and snapshots for those who come late."""
+"""Versions of the weights: their registry, pushes to the engines, and snapshots for engines that join late."""

@@ -1,11 +1,11 @@
-"""A process group of its own: one sender (rank 0) and its receivers, beside whatever groups the process has.
+"""A separate process group of one sender (rank 0) and its receivers, beside any other groups of the process.
 
 Built from torch's classes directly, so no default group is touched. Store keys are laid out as by SGLang's own constructor
 (``<name>``, then ``<name>/``, then ``<device>/``), so that a receiver may be SGLang.
-Every operation has a deadline; nothing here can be interrupted before it. Blocking: call it in a thread.
+Every operation has a deadline and cannot be interrupted before it. All calls block: run them in a thread.
 
-NCCL has no deadline of its own: it makes its communicator inside the first broadcast, where it waits for ever for a peer that has died, and
-an abort cannot reach it. So it runs in threads that are left behind at the deadline and keep no process from ending. Not tried on GPUs yet.
+NCCL has no deadline of its own: it creates its communicator inside the first broadcast, where it waits without end for a dead peer, and
+an abort cannot reach it. It therefore runs in daemon threads that are abandoned at the deadline. Not tried on GPUs yet.
 """
 
 import socket
@@ -26,10 +26,10 @@ from weightstore.errors import PeerLost
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on it."""
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
-"""NCCL's watchdog ends the whole process at its timeout: never let it; the deadline here comes first."""
+"""NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier."""
 _POLL_S = 0.001
 _ABORT_S = 5.0
-"""An abort takes less, or does not end at all."""
+"""An abort takes less time than this, or never returns."""
 
 T = TypeVar("T")
 
@@ -52,17 +52,17 @@ class BroadcastGroup:
             raise ValueError(f"backend: want one of {', '.join(BACKENDS)}, got {backend!r}")
         self.name, self.rank, self.world_size, self.backend = name, rank, world_size, backend
         self.timeout_s = timeout_s
-        """Deadline of an operation that is given none."""
+        """Deadline of an operation without one of its own."""
         self.host_address: str = store.host
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
         self._server = server
-        """Of rank 0: what all members' stores are connected to. When it goes, whoever waits in one is told at once."""
+        """The server that the stores of all members are connected to, on rank 0. When it closes, waits in those stores fail at once."""
         self._group: Any = None
 
     @classmethod
     def host(cls, host: str, name: str, world_size: int, backend: str, timeout_s: float) -> Self:
-        """First half of rank 0: listen on ``host`` at a free port (``port``). Then tell the peers, and call ``meet``."""
+        """First half of rank 0: listen on ``host`` at a free port (``port``). Afterwards send it to the peers, and call ``meet``."""
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listener.getsockname()[1]
         with _translated(name, "opening its store"):
@@ -92,7 +92,7 @@ class BroadcastGroup:
             raise PeerLost(name, f"joining at {host}:{port}", f"no answer within {timeout_s:g} s") from None
 
     def meet(self) -> None:
-        """Wait until every rank is there and connected."""
+        """Wait until every rank is connected."""
         assert self._store is not None, "closed"
         outer = dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store))
         with _translated(self.name, f"meeting {self.world_size - 1} peers"):
@@ -105,7 +105,7 @@ class BroadcastGroup:
         self._broadcast(flat, "sending", timeout_s)
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
-        """Any other rank: the next broadcast, flat uint8 [nbytes]: in ``into`` where that is large enough and on the right device.
+        """Any other rank: return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device.
 
         After an error ``into`` may be written until the deadline.
         """
@@ -117,9 +117,9 @@ class BroadcastGroup:
         return flat
 
     def close(self) -> None:
-        """Drop the connections; a transfer under way in another thread ends by its own deadline, a wait for members at once, theirs too."""
+        """Close the connections. A transfer in another thread ends by its deadline; waits for members end at once, also at the peers."""
         if self._group is not None and self.backend == "nccl":
-            _in_thread(self._group.abort, f"close {self.name}")  # or the last one to let go of it would wait for its threads
+            _in_thread(self._group.abort, f"close {self.name}")  # otherwise the last reference would wait for its threads
         self._group = self._store = self._server = None
 
     @property
@@ -141,7 +141,7 @@ class BroadcastGroup:
         return within(self.timeout_s, lambda: dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), self.name)
 
     def _own_address(self) -> str:
-        """Address of the interface that leads to the store: peers must reach this process there."""
+        """Return the address of the interface that leads to the store: peers must reach this process there."""
         assert self._store is not None
         host = self._store.host
         if self.rank == 0:
@@ -168,7 +168,7 @@ class BroadcastGroup:
 
 
 def _nccl_broadcast(group: Any, flat: Tensor, options: dist.BroadcastOptions, timeout_s: float, name: str) -> None:
-    """A wait of NCCL's own would end the process at its deadline: so look, and abort the communicator."""
+    """Poll the broadcast and abort the communicator at the deadline: NCCL's own wait would end the process."""
     stream, late = torch.cuda.current_stream(), threading.Event()
 
     def run() -> None:
@@ -187,17 +187,17 @@ def _nccl_broadcast(group: Any, flat: Tensor, options: dist.BroadcastOptions, ti
 
 
 def within(timeout_s: float, work: Callable[[], T], name: str, abort: Callable[[], None] = lambda: None) -> T:
-    """Its result, or RuntimeError at the deadline. It is aborted then, for some seconds, and left behind if that does not end it."""
+    """Return the result of ``work``. At the deadline abort it, abandon it if the abort does not return, and raise RuntimeError."""
     try:
         return _in_thread(work, name).result(timeout_s)
     except TimeoutError:
-        with suppress(Exception):  # nothing but a loss is to be told; it may block as what it aborts does
+        with suppress(Exception):  # only the missed deadline is reported; an abort may block like the broadcast
             _in_thread(abort, f"abort {name}").result(_ABORT_S)
         raise RuntimeError(f"not done within {timeout_s:g} s") from None
 
 
 def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Run it in a thread that may be left behind: torch waits without bound for a store that is silent (stopped, or cut off)."""
+    """Run ``work`` in a daemon thread that may be abandoned: torch waits without a deadline for a store that is stopped or cut off."""
     done: Future[T] = Future()
 
     def run() -> None:

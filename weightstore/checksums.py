@@ -1,10 +1,10 @@
-"""Checksums of tensors' bytes, the same on CPU and CUDA, and what they say of an engine's weights.
+"""Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with those that were sent.
 
 ``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its position, added up modulo
             2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed places, are missed
             with probability 2^-33 at most. Whole numbers, so no device and no order of adding changes it.
             Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014); positions mixed as by SplitMix64.
-``sha256``  first 16 hexadecimal digits of the SHA-256: what SGLang's /weights_checker says on CPU.
+``sha256``  first 16 hexadecimal digits of the SHA-256: the format of SGLang's /weights_checker on CPU.
 """
 
 import functools
@@ -26,20 +26,20 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One tensor as an engine keeps it: it may be several of ours, one after the other (query, key and value; gate and up)."""
+    """One tensor as an engine keeps it: it may hold several of the learner's, one after the other (query, key and value; gate and up)."""
 
     names: tuple[str, ...]
     dtype: str
-    """A key of ``ITEM_BYTES``; the engine's own, maybe not the one in which the tensors travelled."""
+    """A key of ``ITEM_BYTES``: the dtype of the engine, which may differ from that in which the tensors were sent."""
     sum: str
     """16 hexadecimal digits."""
     zeros: int = 0
-    """Elements of padding behind them."""
+    """Elements of padding after them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChecksumReport:
-    """What an engine says of its weights."""
+    """The checksums of an engine's weights."""
 
     scheme: str
     """A key of ``SCHEMES``."""
@@ -51,23 +51,23 @@ class ChecksumReport:
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> "ChecksumReport":
-        """Raises ValueError saying what is not as it should be."""
+        """Parse an engine's answer. Raises ValueError naming the wrong part."""
         try:
             parts = tuple(
                 Part(names=tuple(map(str, part["names"])), dtype=part["dtype"], sum=part["sum"], zeros=int(part.get("zeros", 0)))
                 for part in answer["parts"]
             )
-            told = cls(scheme=answer["scheme"], parts=parts)
-            known = told.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
+            report = cls(scheme=answer["scheme"], parts=parts)
+            known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
         if not known:
-            raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {told.scheme!r}")
-        return told
+            raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}")
+        return report
 
 
 def sum64(tensors: Sequence[Tensor]) -> str:
-    """Of the bytes of the tensors, one after the other."""
+    """Return the checksum of the bytes of the tensors, one after the other."""
     flats = [flat for flat in map(_bytes_of, tensors) if flat.numel()] or [torch.empty(0, dtype=torch.uint8)]
     flat = flats[0] if len(flats) == 1 else torch.cat(flats)
     num_bytes = flat.numel()
@@ -94,13 +94,13 @@ SCHEMES: dict[str, Callable[[Sequence[Tensor]], str]] = {"sum64": sum64, "sha256
 
 
 def sum_of(scheme: str, part: Part, tensors: Mapping[str, Tensor]) -> str:
-    """What a part should be, made of these tensors."""
+    """Return the checksum that a part must have if it holds these tensors."""
     dtype = getattr(torch, part.dtype)
     return SCHEMES[scheme]([*(tensors[name].to(dtype) for name in part.names), torch.zeros(part.zeros, dtype=dtype)])
 
 
 def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
-    """What an engine that keeps these tensors one by one says of them."""
+    """Return the report of an engine that keeps these tensors one by one."""
     return ChecksumReport(
         scheme="sum64",
         parts=tuple(
@@ -109,16 +109,16 @@ def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
     )
 
 
-def differences(told: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:
-    """A line for every tensor that was sent and that an engine has otherwise, or does not speak of. ``sum_of``: what a part should be."""
-    spoken_of = {name for part in told.parts for name in part.names}
-    found = [f"{name}: the engine says nothing of it" for name in sent if name not in spoken_of]
-    for part in told.parts:
-        if not all(name in sent for name in part.names):  # the alias of a tied embedding, or what is no weight
+def differences(report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:
+    """Return a line for every sent tensor that differs or is missing in the report. ``sum_of`` gives the sum that a part must have."""
+    reported = {name for part in report.parts for name in part.names}
+    found = [f"{name}: missing from the engine's report" for name in sent if name not in reported]
+    for part in report.parts:
+        if not all(name in sent for name in part.names):  # the alias of a tied embedding, or no weight
             continue
         want = sum_of(part)
         if part.sum != want:
-            found.append(f"{' + '.join(part.names)} ({part.dtype}): want {told.scheme} {want}, got {part.sum}")
+            found.append(f"{' + '.join(part.names)} ({part.dtype}): want {report.scheme} {want}, got {part.sum}")
     return found
 
 
@@ -127,7 +127,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def _mixed(position: int) -> int:
-    """An odd number of 64 bits."""
+    """Return an odd number of 64 bits."""
     mixed = (position + 2) * _GOLDEN % _MOD
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % _MOD
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % _MOD
@@ -136,7 +136,7 @@ def _mixed(position: int) -> int:
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
-    """int64 [LANES]: the odd numbers of positions 0, 1, ..."""
+    """Return int64 [LANES]: the odd numbers of positions 0, 1, ..."""
     import numpy as np
 
     mixed = (np.arange(LANES, dtype=np.uint64) + np.uint64(2)) * np.uint64(_GOLDEN)

@@ -10,32 +10,32 @@ class WeightsConfig:
     push_every: int = 1
     """Steps between two versions."""
     transport: str = "broadcast"
-    """How tensors travel: broadcast (process group) | handles (engines on this host read them where they lie; others: broadcast)."""
+    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies; others: broadcast)."""
     staging: str = "host"
-    """Memory of the copies that are pushed: host | cuda (two more copies on the learner's GPU; with handles only)."""
+    """Memory of the staged copies: host | cuda (two more copies on the learner's GPU; with handles only)."""
     backend: str = "auto"
     """Process group backend: auto | gloo | nccl."""
     group: str = "pairs"
-    """Engines of one process group: pairs (each has its own with the learner) | a number (cohorts of at most so many) | all."""
+    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
     bucket_bytes: int = 64_000_000
     """Tensors are sent in buckets of about this size."""
     phase_deadline_s: float = 30.0
     """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted."""
     min_engines: int = 0
-    """A push with fewer receivers fails (0 = a version may be published without receivers)."""
+    """A push with fewer receivers fails (0 = a version may be published without any engine)."""
     overlap: bool = True
     """Push from a staging copy while the next step runs (never at max_lag 0)."""
     snapshot_every: int = 0
-    """Also write a snapshot with every so many versions (0 = on demand and with checkpoints only)."""
+    """Write a snapshot of every n-th version (0 = on demand and with checkpoints only)."""
     host: str = "auto"
-    """Address on which the learner serves process-group rendezvous and snapshots; auto = that of its way to the bus (a bus on this machine:
-    127.0.0.1)."""
+    """Address on which the learner serves process-group rendezvous and snapshots; auto = the address of its route to the bus (a bus on this
+    machine: 127.0.0.1)."""
     advertise: str = ""
-    """Host at which engines reach it, where that is not ``host`` (containers, NAT)."""
+    """Host at which engines reach it, if that is not ``host`` (containers, NAT)."""
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
     verify: str = "first"
-    """Whether an engine's checksums are compared with what was sent before it serves it: first (its first push) | always | never."""
+    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
         for name in ("push_every", "bucket_bytes", "phase_deadline_s", "keep_snapshots"):
@@ -56,5 +56,5 @@ class WeightsConfig:
 
     @property
     def engines_together(self) -> int:
-        """At most so many in one process group."""
+        """The most engines of one process group."""
         return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)

@@ -1,6 +1,6 @@
 """Staged weights in the memory of a GPU, read by other processes over CUDA IPC. Written after torch's own reductions; not tried yet.
 
-A handle can be opened once by each process that it was made for (torch counts who has opened one), so one is made for every message.
+A handle can be opened once by each process for which it was made (torch counts the openings), so each message gets a new one.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ SHARE = 7
 
 
 def pin(flat: Tensor) -> None:
-    """Let a GPU copy into and out of memory of the host without a detour."""
+    """Let a GPU copy into and out of memory of the host directly."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
 
 
@@ -35,18 +35,18 @@ class CudaMemory:
         }
 
     def close(self) -> None:
-        """torch gives back what nobody reads any more."""
+        """Nothing to do: torch frees the memory when its last reader has closed it."""
 
 
 def opened(handle: Mapping[str, Any]) -> Tensor:
-    """The bytes that a handle means, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
+    """Return the bytes of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     return rebuild_cuda_tensor(*arguments(handle, 0, _ordinal(str(handle.get("device")))))
 
 
 def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[Any, ...]:
-    """Of torch's ``rebuild_cuda_tensor``, for one reader. Raises BadManifest."""
+    """Return the arguments of torch's ``rebuild_cuda_tensor`` for one reader. Raises BadManifest."""
     shares = handle["shares"]
     if rank >= len(shares) or len(shares[rank]) != SHARE:
         raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{len(shares)} of them")
@@ -58,8 +58,8 @@ def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[
 def _share(flat: Tensor) -> list[Any]:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    _, told = reduce_tensor(flat)
-    _, _, _, _, _, _, _, storage, storage_bytes, storage_offset, _, counter, counter_offset, event, wait = told
+    _, reduced = reduce_tensor(flat)
+    _, _, _, _, _, _, _, storage, storage_bytes, storage_offset, _, counter, counter_offset, event, wait = reduced
     return [storage, storage_bytes, storage_offset, counter, counter_offset, event, bool(wait)]
 
 

@@ -1,4 +1,4 @@
-"""Fetching a snapshot over HTTP: resumed where it was cut off, checked while it arrives, never half there under its name."""
+"""Download of a snapshot over HTTP: resumed after an interruption, verified while it arrives, renamed when it is complete."""
 
 import asyncio
 import hashlib
@@ -10,24 +10,25 @@ from typing import Any
 import aiohttp
 
 from weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from weightstore.snapshot import ASIDE, MANIFEST, SnapshotInfo, settle
+from weightstore.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
-_SILENCE_S = 30.0
-"""A server that sends nothing for so long is given up."""
+_READ_S = 30.0
+"""Deadline for the next bytes of a server."""
 _TRIES = 3
 
 
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
-    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk); what an earlier try has brought is used again.
-    ``headers`` go with every request.
+    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk), continuing an earlier partial download.
 
-    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (what has come is removed
-    then), SnapshotBroken when bytes arrive wrong every time.
+    ``headers`` are sent with every request.
+
+    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (the partial
+    download is removed then), SnapshotBroken when wrong bytes arrive in every attempt.
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    timeout = aiohttp.ClientTimeout(total=None, connect=_SILENCE_S, sock_read=_SILENCE_S)
+    timeout = aiohttp.ClientTimeout(total=None, connect=_READ_S, sock_read=_READ_S)
     try:
         aside.mkdir(parents=True, exist_ok=True)
         async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers=headers) as session:
@@ -37,9 +38,9 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
                 await _fetch_file(session, f"{url}/{name}", aside / name, size, digest)
         (aside / MANIFEST).write_bytes(text)
         for path in aside.iterdir():
-            if path.name not in info.files and path.name != MANIFEST:  # of another snapshot that was begun here
+            if path.name not in info.files and path.name != MANIFEST:  # of another snapshot, only partly downloaded
                 path.unlink()
-        settle(aside, directory, durable=False)
+        rename_into_place(aside, directory, durable=False)
     except (aiohttp.ClientError, TimeoutError) as error:
         raise SnapshotUnavailable(url, str(error) or type(error).__name__) from None
     except OSError as error:  # the disk is full
@@ -53,12 +54,12 @@ async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size
         found = await _resume(session, url, path, size)
         if found == digest:
             return
-        await asyncio.to_thread(path.unlink)  # it holds bytes of something else: begin anew
+        await asyncio.to_thread(path.unlink)  # it holds bytes of another file: start over
     raise SnapshotBroken(url, f"SHA-256 {digest}", found)
 
 
 async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
-    """Bring the file to its full size; its SHA-256."""
+    """Download the rest of the file. Returns its SHA-256."""
     hashed = hashlib.sha256()
     with path.open("ab+") as file:
         if file.tell() > size:
@@ -71,7 +72,7 @@ async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: in
             return hashed.hexdigest()
         async with session.get(url, headers={"Range": f"bytes={have}-"} if have else {}) as response:
             _check(url, response)
-            if have and response.status != 206:  # the server begins at the start
+            if have and response.status != 206:  # the server sends the file from its start
                 file.truncate(0)
                 hashed = hashlib.sha256()
             async for block in response.content.iter_chunked(_CHUNK_BYTES):

@@ -9,7 +9,7 @@ class WeightstoreError(Exception):
 
 
 class BadManifest(WeightstoreError, ValueError):
-    """Tensors that are not those of the manifest: says which, what was wanted, what came."""
+    """A tensor that does not match the manifest: where, the wanted value, the value received."""
 
     def __init__(self, where: str, want: object, got: object) -> None:
         super().__init__(where, want, got)
@@ -31,7 +31,7 @@ class PeerLost(WeightstoreError):
 
 
 class ReceiverFailed(WeightstoreError):
-    """An engine refused, failed or outlasted a phase of a push; ``answered`` when it said so itself."""
+    """An engine refused, failed or exceeded the deadline of a phase of a push; ``answered`` = the engine itself reported the error."""
 
     def __init__(self, url: str, phase: str, reason: str, answered: bool = False) -> None:
         super().__init__(url, phase, reason, answered)
@@ -42,7 +42,7 @@ class ReceiverFailed(WeightstoreError):
 
 
 class PushFailed(WeightstoreError):
-    """A version that was not published; the head is what it was. ``evicted`` says which engines failed, and why."""
+    """A version that was not published; the head is unchanged. ``evicted`` has the engines that failed, and the reasons."""
 
     def __init__(self, version: int, reason: str, evicted: dict[str, str] | None = None) -> None:
         super().__init__(version, reason, evicted)
@@ -54,7 +54,7 @@ class PushFailed(WeightstoreError):
 
 
 class PublisherClosed(WeightstoreError):
-    """The publisher's thread is not running (any more); says why."""
+    """The publisher's thread is not running; the message has the reason."""
 
 
 class SnapshotBroken(WeightstoreError):
@@ -69,7 +69,7 @@ class SnapshotBroken(WeightstoreError):
 
 
 class SnapshotUnavailable(WeightstoreError):
-    """A snapshot cannot be downloaded: its publisher has gone, or has removed it."""
+    """A snapshot cannot be downloaded: its server has gone, or has removed it."""
 
     def __init__(self, url: str, reason: str) -> None:
         super().__init__(url, reason)
@@ -80,7 +80,7 @@ class SnapshotUnavailable(WeightstoreError):
 
 
 class CatchUpTimeout(WeightstoreError):
-    """An engine did not come to the head within its deadline; says what it was waiting for."""
+    """An engine did not reach the head within its deadline; ``waited_for`` names the step that was not finished."""
 
     def __init__(self, deadline_s: float, waited_for: str) -> None:
         super().__init__(deadline_s, waited_for)

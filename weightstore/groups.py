@@ -5,7 +5,7 @@
                       <- the others begin again over a new channel <--------'
 
 Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is alone and is not
-verified. All others get one request for each. A group has engines of one kind only.
+verified. All others, and a group that has one of the others, get one request for each.
 
 An engine has failed when it answers nothing any more, or fails with no other engine on its channel. An engine that is only suspected is
 retried alone on a new channel, within the same push. Each round ends within its deadlines and leaves fewer engines together than before.
@@ -158,10 +158,9 @@ class PushGroup:
         return any(member.colocated for member in self.members)
 
     def has_room(self, member: Member) -> bool:
-        """Engines of one group receive in the same way, and are all colocated or none; one that reads the buckets itself is alone."""
-        alike = all((one.single_request, one.colocated) == (member.single_request, member.colocated) for one in self.members)
+        """Engines of one group are all colocated or none; one that reads the buckets itself has a group of its own."""
         carries = any(one.receiver.carries for one in (member, *self.members))
-        return alike and not carries and len(self.members) < self._rules.engines
+        return not carries and member.colocated == self.is_colocated and len(self.members) < self._rules.engines
 
     async def update(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
         """Push a version to all engines of the group. Returns how each took it, or why it did not. Raises Fenced."""
@@ -204,7 +203,7 @@ class PushGroup:
             await self._open(members)
         channel = self._channel
         assert channel is not None
-        if members[0].single_request:
+        if all(member.single_request for member in members):
             async with _PushRound() as round:
                 return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadline_s)
         async with _PushRound() as round:

@@ -21,7 +21,7 @@ from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
 from weightstore.groups import Opener
 from weightstore.handles import Memory, shared_memory_domain
-from weightstore.http_receiver import CANNOT_TELL, STALE_EPOCH, newer_epoch, stall_of
+from weightstore.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.manifest import TensorSpec
 from weightstore.member import identity
 from weightstore.port import Rendezvous, WeightReceiver
@@ -30,13 +30,13 @@ _log = logging.getLogger(__name__)
 
 OK = 200
 _GONE = zmq.EVENT_CONNECT_RETRIED
-"""Nobody listens, from the first or any more: ZMQ itself would go on trying for ever."""
+"""Event of a refused connection, the first one or a later one: ZMQ itself would retry without end."""
 
 
 class HandleReceiver:
     """``weightstore.port.WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
 
-    What is no part of a push goes over ``control``, another receiver of the same engine; None = it is asked for nothing else.
+    Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no such requests.
     """
 
     carries = True
@@ -53,15 +53,15 @@ class HandleReceiver:
         ranks: int = 1,
         refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``ranks``: processes of the engine that read the weights. ``refused`` is told why when it says that it cannot.
+        """``ranks``: processes of the engine that read the weights. ``refused`` is called with the reason when the engine cannot read them.
 
-        Raises ZMQError for a URL that is none.
+        Raises ZMQError for an invalid URL.
         """
         self.url = url
         self._epoch, self._deadline_s, self._memory, self._control, self._ranks = epoch, deadline_s, memory, control, ranks
         self._refused = refused
-        self._asked, self._version = 0, -1
-        self._awaited: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._last_id, self._version = 0, -1
+        self._waiters: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._reading, self._gone = asyncio.Lock(), False
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -77,15 +77,15 @@ class HandleReceiver:
 
     async def begin(self, version: int) -> None:
         self._version = version
-        await self._ask("begin", version=version)
+        await self._request("begin", version=version)
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
-        told = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
-        await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=told)
+        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+        await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=tensors)
 
     async def checksums(self) -> ChecksumReport | None:
-        answer = await self._ask("checksums")
-        if answer["status"] in CANNOT_TELL:
+        answer = await self._request("checksums")
+        if answer["status"] in NOT_SUPPORTED:
             return None
         try:
             return ChecksumReport.parse(answer)
@@ -93,13 +93,13 @@ class HandleReceiver:
             raise ReceiverFailed(self.url, "checksums", str(error), answered=True) from None
 
     async def end(self) -> float:
-        return stall_of(self.url, "end", await self._ask("end", version=self._version))
+        return stall_of(self.url, "end", await self._request("end", version=self._version))
 
     async def leave(self) -> None:
-        await self._ask("leave")
+        await self._request("leave")
 
     async def load_snapshot(self, directory: str, version: int) -> float:
-        return stall_of(self.url, "load", await self._ask("load", directory=directory, version=version))
+        return stall_of(self.url, "load", await self._request("load", directory=directory, version=version))
 
     async def release(self) -> None:
         assert self._control is not None
@@ -121,17 +121,17 @@ class HandleReceiver:
             self._socket.close(linger=0)
 
     async def _offer(self, verb: str, **fields: Any) -> None:
-        """What an engine that cannot read this memory refuses; one that is silent may be able to."""
+        """Send a request that an engine refuses if it cannot read this memory. No answer is no refusal."""
         try:
-            await self._ask(verb, **fields)
+            await self._request(verb, **fields)
         except ReceiverFailed as error:
             if error.answered:
                 self._refused(error.reason)
             raise
 
-    async def _ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """The answer. Every foreign error becomes one of ours here."""
-        id = self._asked = self._asked + 1
+    async def _request(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """Send a request and return the answer. All foreign errors are translated here."""
+        id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": self._deadline_s, **fields}
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -144,13 +144,13 @@ class HandleReceiver:
         status = answer.get("status")
         if status == STALE_EPOCH and (epoch := newer_epoch(answer, self._epoch)):
             raise Fenced(f"engine {self.url}: {verb}", self._epoch, epoch)
-        if status != OK and not (verb == "checksums" and status in CANNOT_TELL):
+        if status != OK and not (verb == "checksums" and status in NOT_SUPPORTED):
             raise ReceiverFailed(self.url, verb, f"status {status}: {answer.get('message', '')}", answered=True)
         return answer
 
     async def _answer(self, verb: str, id: int) -> dict[str, Any]:
-        """Of this request; whoever waits reads for all that do. Raises ReceiverFailed when the engine is gone."""
-        answer = self._awaited[id] = asyncio.get_running_loop().create_future()
+        """Return the answer to this request; one waiter reads for all of them. Raises ReceiverFailed when the engine is gone."""
+        answer = self._waiters[id] = asyncio.get_running_loop().create_future()
         try:
             while not answer.done():
                 async with self._reading:
@@ -158,10 +158,10 @@ class HandleReceiver:
                         await self._read(verb)
             return answer.result()
         finally:
-            del self._awaited[id]
+            del self._waiters[id]
 
     async def _read(self, verb: str) -> None:
-        """One answer, to whom it belongs: one that comes too late is passed over."""
+        """Read one answer and give it to its waiter; an answer that comes too late is ignored."""
         coming = asyncio.ensure_future(self._socket.recv())
         if self._gone:
             coming.cancel()  # unless it is there already
@@ -169,30 +169,30 @@ class HandleReceiver:
             await first_of(coming, self._monitor.recv_multipart())
         if coming.cancelled():
             self._gone = True
-            raise ReceiverFailed(self.url, verb, "connection lost: nobody listens there")
+            raise ReceiverFailed(self.url, verb, "connection lost: no process listens there")
         answer = msgpack.unpackb(coming.result())
-        awaited = self._awaited.get(answer.get("id", 0)) if isinstance(answer, dict) else None
+        awaited = self._waiters.get(answer.get("id", 0)) if isinstance(answer, dict) else None
         if awaited is not None and not awaited.done():
             awaited.set_result(answer)
 
 
 class HandleReceivers:
-    """Opens the receivers of engines: by handles for those of this place that can read them, otherwise by what there is for the others."""
+    """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
 
     def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float) -> None:
         self._memory, self._otherwise, self._epoch, self._deadline_s = memory, otherwise, epoch, deadline_s
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
-        self._named: set[str] = set()
+        self._logged: set[str] = set()
         self._refused: dict[tuple[str, str, int], str] = {}
-        """Engine -> why it gets no handle: it sees other GPUs, perhaps. Another process of its name is asked again."""
+        """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried again."""
 
     def open(self, row: LiveRow) -> WeightReceiver:
-        """An engine that gets no handles is named in the log, once."""
+        """Open the receiver of an engine. An engine that gets no handles is logged once."""
         otherwise = self._otherwise(row)
         if why := self._why_not(row):
-            if row.id not in self._named:
+            if row.id not in self._logged:
                 _log.warning("no handles for this engine, it is pushed to by broadcast engine=%s reason=%s", row.id, why)
-                self._named.add(row.id)
+                self._logged.add(row.id)
             return otherwise
         try:
             return HandleReceiver(

@@ -1,11 +1,11 @@
-"""Weights that another process of the same machine reads where they lie: memory to stage them in, handles of it, and the way back.
+"""Weights in memory that another process of the same machine can read: staging memory, handles of it, and the mapping of a handle.
 
     learner: HostMemory.empty -> staged bucket -> handle (a map that fits into a message)
     engine:  Offered.tensor <- Mapped <- handle
 
 The memory is a memfd: it has no name in any file system, so it is gone with the last process that maps it, however that one ends, and the
 size of /dev/shm does not bound it. An engine opens it as ``/proc/<pid of the learner>/fd/<n>``, which takes the same user and the same
-view of processes (``place``), and no passing of descriptors, which ZMQ cannot do. Knows no ZMQ.
+view of processes (``shared_memory_domain``), and no passing of descriptors, which ZMQ cannot do. Knows no ZMQ.
 """
 
 import fcntl
@@ -27,7 +27,10 @@ PAGE = 4096
 
 
 def shared_memory_domain() -> str:
-    """What this process sees of which machine: two that say the same can open each other's memory and sockets; "" = nobody can."""
+    """Return an identifier of host, boot, PID and mount namespace, and user; "" where there is none (not Linux).
+
+    Processes with equal identifiers can open each other's memory and sockets.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         views = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
@@ -37,18 +40,18 @@ def shared_memory_domain() -> str:
 
 
 class Memory(Protocol):
-    """Where weights are staged so that others can read them. ``empty`` is called in the trainer's thread, ``handle`` in the publisher's."""
+    """Staging memory that other processes can read. ``empty`` is called in the trainer's thread, ``handle`` in the publisher's."""
 
     def empty(self, num_bytes: int) -> Tensor:
-        """Flat uint8 [num_bytes], of zeros."""
+        """Return flat uint8 [num_bytes], of zeros."""
         raise NotImplementedError
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
-        """Says where a part of such memory lies, to an engine of so many processes; good for one message."""
+        """Return a handle of a part of such memory for an engine of ``ranks`` processes; valid for one message."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nobody new can open it."""
+        """No further process can open the memory afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class _Block:
 
 
 class HostMemory:
-    """Shared memory of this host; ``pin`` it where GPUs are to be copied from."""
+    """Shared memory of this host; ``pin`` it where the weights are copied from a GPU."""
 
     def __init__(self, *, pin: bool = False) -> None:
         self._pin = pin
@@ -100,13 +103,13 @@ class HostMemory:
 
 
 class Mapped:
-    """The learner's memory as an engine has it: a block stays mapped until ``close``, for its pages to be there with the next push."""
+    """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present in the next push."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int, int], Tensor] = {}
 
     def part(self, handle: Mapping[str, Any]) -> Tensor:
-        """The bytes that a handle of ``HostMemory`` means, flat uint8. Raises BadManifest when they are not there. Blocking."""
+        """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
         pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
         if offset + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
@@ -121,23 +124,23 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """One bucket, as a message tells of it."""
+    """One bucket that was sent as a handle."""
 
     mapped: Mapped
     handle: Mapping[str, Any]
 
     @property
     def num_bytes(self) -> int:
-        """Raises BadManifest when the handle does not say."""
+        """Size of the bucket. Raises BadManifest when the handle has none."""
         return _number(self.handle, "num_bytes")
 
     @property
     def shares(self) -> list[Any] | None:
-        """Of memory of a GPU, one for each process that reads it; each can be opened once."""
+        """Shares of GPU memory, one for each process that reads it; each can be opened once. None for host memory."""
         return self.handle.get("shares")
 
     def tensor(self) -> Tensor:
-        """Flat uint8, where it lies. Raises BadManifest. Blocking."""
+        """Return the bucket as flat uint8, without a copy. Raises BadManifest. Blocking."""
         if self.shares is None:
             return self.mapped.part(self.handle)
         from weightstore.cuda_handles import opened

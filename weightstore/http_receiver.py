@@ -17,8 +17,8 @@ from weightstore.manifest import TensorSpec
 from weightstore.port import Rendezvous
 
 STALE_EPOCH = 409
-CANNOT_TELL = (404, 405, 501)
-"""Statuses of an engine that has no checksums to show: plain SGLang has no such path, ours cannot compare every layout."""
+NOT_SUPPORTED = (404, 405, 501)
+"""Statuses of an engine without checksums: plain SGLang has no such path, and some layouts cannot be compared."""
 
 
 class HttpReceiver:
@@ -35,7 +35,7 @@ class HttpReceiver:
     async def join(self, rendezvous: Rendezvous | None) -> None:
         assert rendezvous is not None
         self._group = rendezvous.name
-        with suppress(ReceiverFailed):  # SGLang refuses a name it has; whoever has no such group refuses this
+        with suppress(ReceiverFailed):  # destroy a stale group if there is one; "unknown group" is expected
             await self.leave()
         await self._post(
             "init_weights_update_group",
@@ -55,11 +55,11 @@ class HttpReceiver:
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
         body = {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
-        await self._post("update_weights_from_distributed", body | _told(specs))
+        await self._post("update_weights_from_distributed", body | _specs(specs))
 
     async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
         self._version = version
-        body = {"group_name": self._group, "weight_version": str(version), "buckets": [_told(specs) for specs in buckets], "serve": serve}
+        body = {"group_name": self._group, "weight_version": str(version), "buckets": [_specs(specs) for specs in buckets], "serve": serve}
         answer = await self._post("receive_push", body, bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
@@ -67,7 +67,7 @@ class HttpReceiver:
         try:
             answer = await self._post("weights_checksums", {"of": "update"})
             return ChecksumReport.parse(answer)
-        except _CannotTell:
+        except _NotSupported:
             return None
         except ValueError as error:
             raise ReceiverFailed(self.url, "weights_checksums", str(error), answered=True) from None
@@ -86,7 +86,7 @@ class HttpReceiver:
         await self._post("resume_memory_occupation", {"tags": [what]})
 
     def close(self) -> None:
-        """There is nothing: the session is the caller's."""
+        """Nothing to do: the session belongs to the caller."""
 
     async def load_snapshot(self, directory: str, version: int) -> float:
         body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
@@ -106,16 +106,16 @@ class HttpReceiver:
             return Fenced(f"engine {self.url}: {path}", self._epoch, epoch)
         if not failed.status:
             return ReceiverFailed(self.url, path, failed.reason)
-        kind = _CannotTell if failed.status in CANNOT_TELL else ReceiverFailed
+        kind = _NotSupported if failed.status in NOT_SUPPORTED else ReceiverFailed
         return kind(self.url, path, f"HTTP {failed.status}: {failed.reason}", answered=True)
 
 
-class _CannotTell(ReceiverFailed):
-    """There is no such path, or nothing behind it."""
+class _NotSupported(ReceiverFailed):
+    """The engine has no such path, or does not implement it."""
 
 
-def _told(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    """The tensors of a bucket."""
+def _specs(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """Return the tensors of a bucket as in SGLang's requests."""
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype for spec in specs],
@@ -124,13 +124,13 @@ def _told(specs: Sequence[TensorSpec]) -> dict[str, Any]:
 
 
 def newer_epoch(answer: Mapping[str, Any], mine: int) -> int:
-    """The epoch of a newer learner that an engine has seen; 0 = it names none: somebody else's conflict fences nobody."""
+    """Return the epoch of a newer learner that the engine has seen, else 0: a 409 that names no higher epoch does not fence."""
     epoch = answer.get("epoch")
     return epoch if isinstance(epoch, int) and epoch > mine else 0
 
 
 def stall_of(url: str, phase: str, answer: Mapping[str, Any]) -> float:
-    """Seconds; 0 where the engine does not say. Raises ReceiverFailed."""
+    """Return the seconds for which generation was paused; 0 if the answer has none. Raises ReceiverFailed."""
     stall_s = answer.get("stall_s")
     if stall_s is None:
         return 0.0

@@ -1,10 +1,10 @@
-"""The one HTTP server of ours: who may ask what of it, and how long a request may take to arrive.
+"""The HTTP server of all processes of a run: which key a request needs, and how long it may take to arrive.
 
-    open     /health                    everybody
+    open     /health                    no key
     request  every other path           the run's api key, where the listener can be reached from other machines
     command  paths named as commands    the run's admin key, everywhere
 
-Engines, the guard of SGLang, the router and the learner's snapshots listen by it. Knows keys, not what they are for.
+Engines, the guard of SGLang, the router and the learner's snapshots use it. Knows the keys, but not the meaning of the paths.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from bus.errors import BusError
 from bus.keys import Keys, RunKeys
 
 HEADERS_S = 60.0
-"""A connection without a whole request for so long is closed: longer than clients keep idle ones (aiohttp 15 s, httpx 5 s)."""
+"""A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s, httpx 5 s)."""
 BODY_S = 120.0
-"""From the headers of a request to the end of its body."""
+"""Deadline from the headers of a request to the end of its body."""
 MAX_BODY_BYTES = 1 << 28
 SHUTDOWN_S = 5.0
 OPEN = frozenset({"/health"})
@@ -33,16 +33,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:
-    """Which key a request wants. Without ``keys`` (a test, a router without a bus) none."""
+    """The key that a request needs. Without ``keys`` (a test, a router without a bus) none is needed."""
 
     def __init__(self, keys: RunKeys | None, commands: Collection[str] = (), on_refused: Callable[[str], None] | None = None) -> None:
         """``on_refused`` is called with the reason when a command is refused."""
         self.keys, self.commands, self._on_refused = keys, frozenset(commands), on_refused
         self.is_public = False
-        """Other machines reach the listener."""
+        """Other machines can reach the listener."""
 
     async def check(self, request: web.Request) -> None:
-        """Raises HTTPUnauthorized, or HTTPServiceUnavailable while the keys cannot be read."""
+        """Check the key of a request. Raises HTTPUnauthorized, or HTTPServiceUnavailable while the keys cannot be read."""
         resource = request.match_info.route.resource
         path = "" if resource is None else resource.canonical
         if path in self.commands:
@@ -51,7 +51,7 @@ class Access:
             await self.want(request, admin=False)
 
     async def want(self, request: web.Request, *, admin: bool) -> None:
-        """As ``check``, of a handler that has looked into the body."""
+        """Check for the given key; for a handler whose need depends on the body. Raises as ``check`` does."""
         if self.keys is None:
             return
         scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
@@ -88,7 +88,7 @@ class Listener:
         headers_s: float = HEADERS_S,
         body_s: float = BODY_S,
     ) -> None:
-        """``routes``: "METHOD /path" -> handler. ``files``: a directory that is served as it is. ``middlewares`` see refusals, too."""
+        """``routes``: "METHOD /path" -> handler. ``files``: a directory that is served unchanged. ``middlewares`` also see refusals."""
         self._access = access
         app = web.Application(client_max_size=max_body_bytes, middlewares=[*middlewares, _admission(access, body_s)])
         for path, handler in routes.items():
@@ -101,9 +101,9 @@ class Listener:
         )
 
     async def start(self, host: str, port: int, *, advertise: str = "", insecure: bool = False, name: str = "host") -> str:
-        """Listen; the URL under which others find it, with ``advertise`` for a host where that is another one.
+        """Listen. Returns the URL at which other processes reach it, with ``advertise`` as the host if that is given.
 
-        Raises ValueError for an address that others reach where no keys are asked for, unless ``insecure``; OSError.
+        Raises ValueError for a public address without keys unless ``insecure``, and OSError.
         """
         public = not is_loopback(host)
         if public and self._access.keys is None and not insecure:
@@ -120,7 +120,7 @@ class Listener:
 
 
 def _admission(access: Access, body_s: float) -> Middleware:
-    """The key first, then the whole body in time; handlers find it read."""
+    """Return a middleware that checks the key and then reads the whole body within its deadline."""
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -137,7 +137,7 @@ def _admission(access: Access, body_s: float) -> Middleware:
 
 
 def url_of(host: str, port: int) -> str:
-    """``host``: a name, an address with or without brackets, or one of these with a port of its own (of a forwarded one)."""
+    """Return the URL; ``host`` is a name or an address, with or without brackets, and may have its own port (a forwarded one)."""
     if host.count(":") > 1 and not host.startswith("["):
         host = f"[{host}]"
     has_port = ":" in host.rpartition("]")[2]

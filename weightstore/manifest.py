@@ -1,6 +1,6 @@
-"""What a set of weights consists of: names, shapes, dtypes, their digest, and their division into flat buckets.
+"""The manifest of a set of weights: names, shapes, dtypes, their digest, and their division into flat buckets.
 
-A bucket on the wire is the plain concatenation of its tensors' bytes, which is what SGLang calls a ``flattened_bucket``. Imports
+A bucket on the wire is the plain concatenation of its tensors' bytes, SGLang's ``flattened_bucket``. Imports
 torch only where tensors are touched.
 """
 
@@ -31,7 +31,7 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Names of dtypes, as torch and SGLang spell them, and their sizes."""
+"""Names of dtypes in torch and SGLang, and their sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,13 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Tensors that travel together."""
+    """Tensors that are sent in one message."""
 
     specs: tuple[TensorSpec, ...]
     num_bytes: int
 
     def places(self) -> Iterator[tuple[TensorSpec, slice]]:
-        """Each tensor with its bytes' place in the bucket."""
+        """Yield each tensor with the slice of its bytes in the bucket."""
         start = 0
         for spec in self.specs:
             yield spec, slice(start, start + spec.num_bytes)
@@ -69,7 +69,7 @@ class Bucket:
 
 
 class Manifest:
-    """All tensors of a model, in the order in which they travel. Raises BadManifest for a name that comes twice."""
+    """All tensors of a model, in the order in which they are sent. Raises BadManifest for a name that comes twice."""
 
     def __init__(self, specs: Iterable[TensorSpec]) -> None:
         self.specs = tuple(specs)
@@ -94,7 +94,7 @@ class Manifest:
         return sum(spec.num_bytes for spec in self.specs)
 
     def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
-        """Buckets of at most ``bucket_bytes``, in order; a larger tensor has one to itself, none is split.
+        """Return buckets of at most ``bucket_bytes``, in order; a larger tensor has a bucket of its own, none is split.
 
         Every tensor starts at a multiple of its item size, so that a receiver can view it in place.
         """

@@ -65,7 +65,7 @@ class Member:
 
     @property
     def single_request(self) -> bool:
-        """It gets every push in one request (``receive``), and no ``begin`` or buckets."""
+        """It can get a push in one request (``receive``) instead of ``begin`` and the buckets."""
         return self._push_receiver is not None
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
@@ -166,7 +166,7 @@ class Member:
             raise ReceiverFailed(self.receiver.url, name, str(error)) from None
         except Fenced:
             raise
-        except Exception as error:  # a bug, or an answer that nobody foresaw: it costs this engine the push, and no other
+        except Exception as error:  # a bug, or an unexpected answer: this engine fails the push, and no other
             _log.exception("phase failed with an unexpected error engine=%s phase=%s", self.id, name)
             raise ReceiverFailed(self.receiver.url, name, repr(error)) from error
 

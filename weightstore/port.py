@@ -1,4 +1,4 @@
-"""The engine as the learner's pushes see it."""
+"""The interface of an engine for the learner's pushes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where a process group meets."""
+    """Address and members of a process group that is to be opened."""
 
     host: str
     port: int
     rank: int
-    """Of the engine; the learner is 0."""
+    """The first rank of the engine; the learner is 0."""
     world_size: int
     name: str
     backend: str
@@ -28,12 +28,12 @@ class Rendezvous:
 class WeightReceiver(Protocol):
     """One engine. Verbs are called one at a time, in the order ``join (begin bucket* [checksums] end)* leave``; ``close`` at any time.
 
-    A colocated engine, which shares an accelerator with the learner, is asked to ``release`` its memory before each step. Then it wants
-    ``resume("weights")`` before ``begin``, and ``resume("kv_cache")`` after ``end``. Both may be repeated, and are nothing to an engine
+    A colocated engine, which shares an accelerator with the learner, gets ``release`` before each step. Afterwards it needs
+    ``resume("weights")`` before ``begin``, and ``resume("kv_cache")`` after ``end``. Both may be repeated, and do nothing on an engine
     that has all its memory.
 
-    A push is all or nothing: until ``end`` has answered, the engine serves what it served before, and a new ``begin`` discards what
-    an unfinished push has brought. After ``end`` every token it starts to compute is of the new version; no request is aborted.
+    A push is all or nothing: until ``end`` has answered, the engine serves the weights of before, and a new ``begin`` discards the
+    weights received so far. After ``end`` every token it starts to compute is of the new version; no request is aborted.
 
     Every verb answers within the deadline the adapter was made with, or raises: ``weightstore.errors.ReceiverFailed`` when the
     engine refuses, fails, is gone or is too slow, ``bus.errors.Fenced`` when it has seen the epoch of a newer learner.
@@ -41,51 +41,51 @@ class WeightReceiver(Protocol):
 
     url: str
     carries: bool
-    """It hands the bytes of a bucket over itself: no process group is met, and nothing is to be sent."""
+    """It delivers the bytes of a bucket itself: no process group is opened, and no bucket is sent over one."""
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
-        """Enter the process group; answers when all its members have met. One of the same name is left first. None if it ``carries``."""
+        """Join the process group; answers when all members have joined. A group of the same name is left first. None if it ``carries``."""
 
     async def begin(self, version: int) -> None:
-        """Open a push of this version."""
+        """Begin a push of this version."""
 
     async def bucket(self, specs: "Sequence[TensorSpec]", flat: "Tensor") -> None:
         """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile (unless it ``carries``).
 
-        After the answer, or an error, nothing that is served depends on ``flat`` any more. One that ``carries`` may be asked for the next
-        ones meanwhile: it takes them in any order.
+        After the answer, or an error, the served weights do not depend on ``flat``. A receiver that ``carries`` may get the next requests
+        before it has answered this one, in any order.
         """
 
     async def checksums(self) -> "ChecksumReport | None":
-        """Of what the open push has brought, as it will be served; None when this engine cannot tell."""
+        """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
 
     async def end(self) -> float:
-        """Serve the new version; seconds for which this held up generation. Refused unless every tensor came exactly once."""
+        """Serve the new version. Returns seconds for which generation was paused. Refused unless every tensor came exactly once."""
         raise NotImplementedError
 
     async def leave(self) -> None:
         """Leave the process group."""
 
     async def release(self) -> None:
-        """Generate nothing more, and give up the memory of weights, keys and values; what runs is computed again later, none is aborted."""
+        """Stop generating, and release the memory of weights, keys and values; requests are computed again later, none is aborted."""
 
     async def resume(self, what: str) -> None:
-        """Take memory again, of ``weights``: empty, for an update to fill; of ``kv_cache``: and go on generating."""
+        """Take memory back: ``weights`` (empty, for an update to fill), or ``kv_cache`` (and generate again)."""
 
     def close(self) -> None:
-        """Let go of what the adapter holds here; tells nobody."""
+        """Free the resources of the adapter in this process; sends nothing."""
 
     async def load_snapshot(self, directory: str, version: int) -> float:
-        """Take the weights from a directory that the engine can read, whole or not at all; seconds as of ``end``."""
+        """Load the weights of a directory that the engine can read, whole or not at all. Returns seconds as ``end`` does."""
         raise NotImplementedError
 
 
 @runtime_checkable
 class PushReceiver(WeightReceiver, Protocol):
-    """Of an engine whose live row says ``at_once``: it may be asked to ``receive`` instead of ``begin bucket*``, or of all to ``end``."""
+    """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the ``end``, too."""
 
     async def receive(self, version: int, buckets: "Sequence[Sequence[TensorSpec]]", *, serve: bool) -> float | None:
-        """Open a push, receive these flat buckets one after the other, and with ``serve`` serve them: then seconds as of ``end``.
+        """Begin a push and receive these flat buckets one after the other. With ``serve`` also end it, and return seconds as ``end`` does.
 
-        Send them meanwhile. This has no deadline of its own: the engine gives each bucket the one that the adapter was made with.
+        Send the buckets meanwhile. The request has no deadline; the engine applies the deadline of the adapter to each bucket.
         """

@@ -1,14 +1,14 @@
-"""Which versions there are: one row each, and the head, in the bucket ``weights``.
+"""The versions of a run: one row each, and the head, in the bucket ``weights``.
 
-    v.<n>   the version's row: written as ``pushing`` before any engine sees it, so whoever meets a token of it finds its step
-    head    the newest published version, moved by compare-and-set; ``fence`` in it is the newest learner's epoch
-    snapshot  the newest version of which there is a snapshot, as its row
-    evicted  the engines that took no part in the last push although they live, and why: {"engines": {id: reason}}
-    want    the version of which, or of a later one, an engine wants a snapshot (see ``weightstore.joining``)
+    v.<n>     the row of a version, written as ``pushing`` before any engine has it, so that a reader of its tokens finds the step
+    head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
+    snapshot  the row of the newest version that has a snapshot
+    evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
+    want      the oldest version of which an engine needs a snapshot (``weightstore.sources``)
 
-A number is taken by creating its row, so it is never used twice, whatever happened to the push or to the learner. Rows that were lost (the
-bucket was emptied) are written again from what else names them: a publisher's memory, the log PLAN, the tasks. ``after`` of the row is
-the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
+A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows that were lost (the
+bucket was emptied) are restored from the other records that name them: a publisher's memory, the log PLAN, the tasks. ``after`` of the row
+is the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
 UNUSED_AFTER_LOSS = 1000
-"""Numbers left out behind the known ones when rows were lost: an engine may have versions that nothing else names."""
+"""Numbers skipped after the highest known one when rows were lost: an engine may have versions without any record."""
 _FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
 
 
@@ -40,19 +40,19 @@ class VersionRegistry:
         self._next = 0
 
     async def head(self) -> VersionRow | None:
-        """The newest published version; None before the first."""
+        """Return the newest published version; None before the first."""
         found = await self._rows.get(HEAD)
         return None if found is None else _parse(HEAD, found[0])
 
     async def row(self, version: int) -> VersionRow | None:
-        """None for a version that is not registered, or whose row cannot be read."""
+        """Return the row of a version; None if it is not registered, or the row cannot be read."""
         found, _ = await self._rows.standing(_key(version))
         return None if found is None else _parse(_key(version), found)
 
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
-        """The row of a version that the sample at ``seq`` names; None = there is none.
+        """Return the row of a version that the sample at ``seq`` names; None = there is none.
 
-        Where ``after`` is not set yet, nothing is pushed, and this sets it to ``seq``: every later look gives the same answer.
+        Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns the same.
         """
         row = await self.row(version)
         if row is not None and row.after < 0 and row.state == "pushing":
@@ -60,14 +60,14 @@ class VersionRegistry:
         return row
 
     async def steps(self) -> dict[int, int]:
-        """Step of every version that an engine may have seen; each row is read once in the life of this object."""
+        """Return the step of every version that an engine may have; each row is read once by this object."""
         for version in await self._versions():
             if version not in self._steps:
                 await self.step_of(version)
         return dict(self._steps)
 
     async def step_of(self, version: int) -> int:
-        """Step of one version. Raises NotFound."""
+        """Return the step of one version. Raises NotFound."""
         if version not in self._steps:
             row = await self.row(version)
             if row is None:
@@ -76,7 +76,7 @@ class VersionRegistry:
         return self._steps[version]
 
     async def fence(self, epoch: int) -> VersionRow | None:
-        """Shut out the learners of lower epochs; the head. Raises Fenced when this one is shut out itself."""
+        """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself."""
 
         def fenced(head: Value | None) -> Value:
             _check_fence(head, epoch)
@@ -87,11 +87,11 @@ class VersionRegistry:
         return _parse(HEAD, head)
 
     async def lost(self, known: Mapping[int, int]) -> bool:
-        """Whether rows are missing of versions (-> step) that are ``known`` to have been used, or the head of them is."""
+        """Return whether the head or a row is missing, although the versions of ``known`` (-> step) have been used."""
         return bool(known) and (await self.head() is None or not known.keys() <= set(await self._versions()))
 
     async def restore(self, known: Mapping[int, int], epoch: int) -> None:
-        """Write again the rows of ``known`` versions (-> step) that are missing, and the head if it is behind them. Raises Fenced."""
+        """Restore the missing rows of ``known`` versions (-> step), and the head if it is older than they are. Raises Fenced."""
         present = await self._versions()
         highest = max((*present, *known))
         missing = [
@@ -130,16 +130,16 @@ class VersionRegistry:
         return None
 
     async def _count(self) -> None:
-        """The next number is behind every one there is, and those there were in the life of this object."""
+        """Set the next number after all existing ones, and after those that this object has used."""
         self._next = max(self._next, max(await self._versions(), default=0) + 1)
 
     async def newest_epoch(self) -> int:
-        """Of the learner that was here last (``fence``); 0 = none."""
+        """Return the epoch of the newest learner (``fence``); 0 = none."""
         found = await self._rows.get(HEAD)
         return 0 if found is None else int(found[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
-        """Version 0 of step 0, which every engine loads by itself from its model directory; the head, if there is one already."""
+        """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head. Returns the head."""
         head = await self.head()
         if head is not None:
             return head
@@ -150,7 +150,7 @@ class VersionRegistry:
         return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
-        """A new version, ``pushing``: its number has never been used, and ``after`` is set. Raises Fenced."""
+        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Raises Fenced."""
         found = await self._rows.get(HEAD)
         _check_fence(None if found is None else found[0], epoch)
         if not self._next:
@@ -161,11 +161,11 @@ class VersionRegistry:
             try:
                 await self._rows.create(_key(row.version), dataclasses.asdict(row))
                 return await self._begin_after(row, (await self._samples.info()).last_seq)
-            except RowConflict:  # a learner that has been replaced, or is about to replace us, took it
+            except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
 
     async def publish(self, row: VersionRow) -> VersionRow:
-        """Make it the head. Raises Fenced when a newer learner has been here: by its epoch, or by a higher version."""
+        """Make the version the head. Raises Fenced when a newer learner has written: by its epoch, or by a higher version."""
         row = dataclasses.replace(row, state="published")
 
         def published(value: Value | None) -> Value | None:
@@ -182,11 +182,11 @@ class VersionRegistry:
         return row
 
     async def fail(self, row: VersionRow) -> None:
-        """Say that its push failed. The number stays used: an engine may have it."""
+        """Record that the push failed. The number stays used: an engine may have the version."""
         await self._change(_key(row.version), row.version, state="failed")
 
     async def set_snapshot(self, version: int, where: str) -> None:
-        """Say where a snapshot of the version is ("" = nowhere any more). Raises NotFound for a version that does not exist."""
+        """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not exist."""
         await self._change(_key(version), version, snapshot=where)
         await self._change(HEAD, version, snapshot=where)
         row = await self.row(version)
@@ -195,17 +195,17 @@ class VersionRegistry:
         await self._note_snapshot(row)
 
     async def snapshot(self) -> VersionRow | None:
-        """The newest version that has a snapshot, with its place."""
+        """Return the row of the newest version that has a snapshot."""
         found, _ = await self._rows.standing(SNAPSHOT)
         row = None if found is None else _parse(SNAPSHOT, found)
         return row if row is not None and row.snapshot else None
 
-    async def want(self, version: int, by: str, nonce: str) -> None:
-        """Ask the learner for a snapshot of a version, or of a later one. All want the head, so the last to ask asks for all."""
+    async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
+        """Request a snapshot of a version, or of a later one, from the learner. All engines need the head, so one row serves all."""
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
 
     async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
-        """The row with ``after``, which is set once."""
+        """Return the row with ``after``, which is set once."""
 
         def begun(found: Value | None) -> Value | None:
             return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
@@ -218,12 +218,12 @@ class VersionRegistry:
         await self._rows.put(EVICTED, {"engines": dict(reasons)})
 
     async def evicted(self) -> dict[str, str]:
-        """Engines that are not pushed to -> why, as of the last push."""
+        """Return the engines that are not pushed to -> why, as of the last push."""
         found = await self._rows.get(EVICTED)
         return {} if found is None else {str(id): str(why) for id, why in found[0].get("engines", {}).items()}
 
     async def _note_snapshot(self, row: VersionRow) -> None:
-        """Keep the row ``snapshot`` at the newest version that has one; the newest may lose it."""
+        """Keep the row ``snapshot`` at the newest version that has one; that version may also lose its snapshot."""
 
         def noted(found: Value | None) -> Value | None:
             before = -1 if found is None else int(found["version"])
@@ -257,7 +257,7 @@ def _check_fence(head: Value | None, epoch: int) -> None:
 
 
 def _parse(key: str, value: dict[str, Any]) -> VersionRow | None:
-    """None for a head that only holds a fence."""
+    """Return the row; None for a head that has only a fence."""
     if "version" not in value:
         return None
     try:

@@ -25,7 +25,7 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 SHARD_BYTES = 4_000_000_000
 ASIDE = ".part"
-"""Ending of a directory that is being written."""
+"""Suffix of a directory that is being written."""
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
 _CODES = {
@@ -47,12 +47,12 @@ _CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotInfo:
-    """What manifest.json says."""
+    """The contents of manifest.json."""
 
     version: int
     step: int
     digest: str
-    """Of the manifest of the tensors."""
+    """Digest of the manifest of the tensors."""
     files: Mapping[str, tuple[int, str]]
     """name -> (bytes, SHA-256 in hexadecimal)"""
 
@@ -62,7 +62,7 @@ class SnapshotInfo:
 
     @classmethod
     def parse(cls, where: str, text: str | bytes) -> "SnapshotInfo":
-        """Raises SnapshotBroken."""
+        """Parse manifest.json. Raises SnapshotBroken."""
         try:
             row = json.loads(text)
             if row["format"] != FORMAT:
@@ -87,10 +87,10 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     durable: bool = True,
 ) -> SnapshotInfo:
-    """Write the directory aside and rename it into place; what stood there is replaced.
+    """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
 
-    Configuration and tokenizer are copied from ``model_dir``. ``durable`` waits until the disk has it all, so that it survives a loss of
-    power; without, such a loss may leave what ``verify`` refuses.
+    Configuration and tokenizer are copied from ``model_dir``. With ``durable`` all is synced to the disk and survives a loss of power;
+    without, such a loss may leave a directory that ``verify`` refuses.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -104,12 +104,12 @@ def write(
             files[path.name] = _hash_file(path)
     info = SnapshotInfo(version=version, step=step, digest=manifest.digest, files=files)
     (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
-    settle(aside, directory, durable=durable)
+    rename_into_place(aside, directory, durable=durable)
     return info
 
 
 def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: str) -> SnapshotInfo:
-    """Make a snapshot of a model directory as it is, weights included; files are linked where the file system can."""
+    """Make a snapshot of a model directory with its weights; files are linked if the file system supports it."""
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -122,12 +122,12 @@ def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: 
     files = {path.name: _hash_file(path) for path in aside.iterdir()}
     info = SnapshotInfo(version=version, step=step, digest=digest, files=files)
     (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
-    settle(aside, directory, durable=False)
+    rename_into_place(aside, directory, durable=False)
     return info
 
 
-def settle(aside: Path, directory: Path, *, durable: bool) -> None:
-    """Give a finished directory its name."""
+def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:
+    """Rename a finished directory to its final name."""
     if durable:
         for path in [*aside.iterdir(), aside]:
             sync(path)
@@ -139,7 +139,7 @@ def settle(aside: Path, directory: Path, *, durable: bool) -> None:
 
 
 def read_info(directory: Path) -> SnapshotInfo:
-    """Raises SnapshotBroken."""
+    """Read manifest.json of a snapshot. Raises SnapshotBroken."""
     path = directory / MANIFEST
     try:
         return SnapshotInfo.parse(str(path), path.read_bytes())
@@ -148,7 +148,7 @@ def read_info(directory: Path) -> SnapshotInfo:
 
 
 def verify(directory: Path) -> SnapshotInfo:
-    """Read every byte. Raises SnapshotBroken naming the first file that is missing, cut short or changed."""
+    """Read and hash every file. Raises SnapshotBroken naming the first that is missing, cut short or changed."""
     info = read_info(directory)
     for name, (size, digest) in info.files.items():
         path = directory / name
@@ -163,7 +163,7 @@ def verify(directory: Path) -> SnapshotInfo:
 
 
 def copy_companions(model_dir: Path, directory: Path) -> None:
-    """Copy what belongs to a model besides its weights: configuration, tokenizer, code."""
+    """Copy the files of a model other than its weights: configuration, tokenizer, code."""
     for path in sorted(model_dir.iterdir()):
         weights = path.suffix in _WEIGHT_FILES or path.name.endswith(".index.json") or path.name == MANIFEST
         if path.is_file() and not weights and not path.name.startswith("."):
@@ -194,7 +194,7 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
 
 
 def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> tuple[int, str]:
-    """(bytes, SHA-256). Tensors go straight from memory to the file, one after the other."""
+    """Write tensors one after the other, without a copy of the whole. Returns (bytes, SHA-256)."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
@@ -213,7 +213,7 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
 
 
 class HashingFile:
-    """What is written, its size and SHA-256."""
+    """A file that counts and hashes the bytes written to it."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file

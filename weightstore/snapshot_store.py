@@ -1,6 +1,6 @@
 """Snapshots of published versions on the learner's disk: written on demand, served over HTTP, the oldest removed.
 
-They are for engines that come late, so none waits for the disk to be sure: a torn one is noticed by its checksums.
+Snapshots serve engines that join late, so they are not synced to the disk: readers detect a partial one by its checksums.
 """
 
 import asyncio
@@ -37,19 +37,19 @@ class SnapshotStore:
         at: Reach = HERE,
         keys: RunKeys | None = None,
     ) -> None:
-        """``keys``: of the run, for an address that other machines reach."""
+        """``keys``: those of the run, needed at an address that other machines can reach."""
         self.url = ""
         self._directory, self._registry, self._at, self._keep, self._model_dir = directory, registry, at, keep, model_dir
         self._keys = keys
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
         self._here: set[int] = set()
-        """Versions of this registry whose directory is whole: a directory of another run has the same name."""
+        """Versions of this registry whose directory is complete. A directory of another run may have the same name."""
 
     async def open(self) -> None:
-        """Serve. The newest snapshot, if an earlier life has left it here whole, is put up again; else its row is told it is gone.
+        """Start to serve. The newest snapshot of an earlier process is served again if it is complete; otherwise its row is cleared.
 
-        All others are removed: nothing says whose weights they are.
+        All other directories are removed: it is not known which run their weights belong to.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("*" + snapshot.ASIDE):
@@ -63,7 +63,7 @@ class SnapshotStore:
             await self._registry.set_snapshot(newest.version, self.where(newest.version))
         for path in list(self._directory.iterdir()):
             if (found := _NAME.fullmatch(path.name)) and int(found[1]) not in self._here:
-                _log.warning("a snapshot of another life is removed path=%s", path)
+                _log.warning("snapshot of an earlier process removed path=%s", path)
                 await asyncio.to_thread(shutil.rmtree, path)
 
     async def close(self) -> None:
@@ -71,11 +71,11 @@ class SnapshotStore:
             await self._listener.close()
 
     def where(self, version: int) -> str:
-        """URL of a version's snapshot; "" when there is none."""
+        """Return the URL of a version's snapshot; "" when there is none."""
         return f"{self.url}/v{version}" if version in self._here else ""
 
     async def put(self, staging: Staging) -> str:
-        """Write the staged version unless it is here, tell its row, remove the oldest; its URL. The caller holds the staging."""
+        """Write the staged version unless it exists, record it, remove the oldest. Returns its URL. The caller holds the staging copy."""
         async with self._writing:
             if not self.where(staging.version):
                 await asyncio.to_thread(self._write, staging)
@@ -86,10 +86,10 @@ class SnapshotStore:
             return where
 
     async def adopt(self, row: VersionRow) -> None:
-        """Put up the model directory itself as version 0, for an engine that has no such directory."""
+        """Serve the model directory itself as version 0, for an engine that has no such directory."""
         assert row.version == 0
         if self._model_dir is None:
-            _log.error("a snapshot of version 0 is wanted, but this publisher knows no model directory")
+            _log.error("a snapshot of version 0 was requested, but this publisher has no model directory")
             return
         async with self._writing:
             if not self.where(0):
@@ -104,7 +104,7 @@ class SnapshotStore:
         _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
 
     async def _prune(self, put: int) -> None:
-        """Remove the oldest beside the one that has just been put."""
+        """Remove the oldest snapshots, but not the one that has just been put."""
         others = sorted(self._here - {put})
         for version in others[: max(0, len(others) + 1 - self._keep)]:
             self._here.discard(version)
@@ -112,7 +112,7 @@ class SnapshotStore:
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")
 
     def _left_over(self, row: VersionRow) -> bool:
-        """Whether the directory of this name is whole, and says of itself what the row says. Blocking."""
+        """Return whether the directory is complete and has the version, step and digest of the row. Blocking."""
         try:
             info = snapshot.verify(self._directory / f"v{row.version}")
         except SnapshotBroken as error:

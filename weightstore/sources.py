@@ -134,7 +134,7 @@ class LearnerSnapshot:
     async def _request(self, goal: VersionRow, found: VersionRow | None) -> None:
         """Request a snapshot and wait until there is another one than ``found``, a push was faster, or the request is due again."""
         self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
-        await self._registry.want(goal.version, self._loading.engine, nonce())
+        await self._registry.request_snapshot(goal.version, self._loading.engine, nonce())
         try:
             async with asyncio.timeout(_REQUEST_AGAIN_S), aclosing(self._rows.watch(SNAPSHOT, _POLL_S)) as changes:  # type: ignore[type-var]
                 async for _ in changes:

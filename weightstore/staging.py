@@ -1,4 +1,4 @@
-"""Copies of the weights in flat buckets on the host: what is pushed, and what a snapshot of the head is written from.
+"""Copies of the weights in flat buckets on the host, for pushes and for snapshots of the head.
 
 One copy may be the head, which engines that join need snapshots of, while the next one is filled and pushed: so there are two, and one
 user more waits. The trainer's thread fills, the publisher's thread reads.
@@ -20,7 +20,7 @@ _ONCE = "every tensor of the manifest once"
 
 
 class Staging:
-    """One copy; its memory is used again and again. Whoever reads it holds it."""
+    """One copy of the weights in memory that is reused. A reader holds it while it reads."""
 
     def __init__(self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: Memory | None) -> None:
         self.manifest = manifest
@@ -33,12 +33,12 @@ class Staging:
         self._sums = _Sums(self._views)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Views of the copy, by name."""
+        """Yield views of the copy, by name."""
         for bucket, flat in self.buckets:
             yield from unflatten(bucket, flat)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is strange, doubled or missing."""
+        """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is unknown, repeated or missing."""
         missing = set(self._views)
         self._sums = _Sums(self._views)
         for name, tensor in tensors:
@@ -56,16 +56,16 @@ class Staging:
 
     @property
     def differences(self) -> Callable[[ChecksumReport], list[str]]:
-        """What an engine tells of weights that should be these, line by line where it is not so; [] = all is well. Any thread.
+        """A function that compares an engine's checksum report with this copy: a line for each difference, [] = equal. Any thread.
 
-        Get it while the copy is held. A call that outlives that says nothing of use, and does no harm to the next fill.
+        Get it while the copy is held. The result of a call that ends after the release is useless, but does not affect the next fill.
         """
         return self._sums.differences
 
     def hold(self) -> "Staging":
-        """Be one more user of a copy that is in use."""
+        """Add a user to a copy that is in use."""
         with self._changed:
-            assert self.users > 0, "nobody holds it: it may be filled anew at any time"
+            assert self.users > 0, "the copy is not held: it may be filled again at any time"
             self.users += 1
             return self
 
@@ -77,16 +77,16 @@ class Staging:
 
 
 class _Sums:
-    """Checksums of one fill: a late thread cannot put them among those of the next."""
+    """Checksums of one fill; a late thread cannot mix them with those of the next."""
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._views = views
         self._known: dict[tuple[str, tuple[str, ...], str, int], str] = {}
         self._summing = threading.Lock()
 
-    def differences(self, told: ChecksumReport) -> list[str]:
-        with self._summing:  # several engines tell the same: computed once
-            return differences(told, self._views, lambda part: self._sum(told.scheme, part))
+    def differences(self, report: ChecksumReport) -> list[str]:
+        with self._summing:  # engines with equal reports: computed once
+            return differences(report, self._views, lambda part: self._sum(report.scheme, part))
 
     def _sum(self, scheme: str, part: Part) -> str:
         key = (scheme, part.names, part.dtype, part.zeros)
@@ -96,17 +96,17 @@ class _Sums:
 
 
 class StagingPool:
-    """Some copies, lent out. Thread-safe."""
+    """A fixed number of copies, handed out and returned. Thread-safe."""
 
     def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: Memory | None = None) -> None:
-        """``memory``: where they lie; None = in memory of this process alone."""
+        """``memory``: the memory of the copies; None = memory that only this process can read."""
         self.manifest = manifest
         self._bucket_bytes, self._size, self._memory = bucket_bytes, size, memory
         self._all: list[Staging] = []
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> Staging:
-        """A copy that nobody uses; the caller is its one user. Raises TimeoutError."""
+        """Return a copy that is not in use; the caller becomes its only user. Raises TimeoutError."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._free() is not None or len(self._all) < self._size, timeout_s):
                 raise TimeoutError(f"staging: all {self._size} copies are in use after {timeout_s:g} s")
@@ -122,7 +122,7 @@ class StagingPool:
 
 
 def _flats(buckets: Sequence[Bucket], memory: Memory | None) -> list[Tensor]:
-    """Flat uint8 for each; those that others can read are parts of one block."""
+    """Return flat uint8 for each bucket; in shared memory they are parts of one block."""
     if memory is None:
         return [torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets]
     ends = list(accumulate((-(-bucket.num_bytes // PAGE) * PAGE for bucket in buckets), initial=0))

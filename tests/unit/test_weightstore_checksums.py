@@ -82,7 +82,7 @@ def test_what_differs_is_named_and_silence_counts() -> None:
     (line,) = differences(report_checksums(wrong), sent, want)
     assert line.startswith("model.norm.weight (float32): want sum64 ")
     del wrong["model.norm.weight"]
-    assert differences(report_checksums(wrong), sent, want) == ["model.norm.weight: the engine says nothing of it"]
+    assert differences(report_checksums(wrong), sent, want) == ["model.norm.weight: missing from the engine's report"]
     assert differences(report_checksums(sent | {"alias": torch.zeros(3)}), sent, want) == []
 
 
