@@ -99,7 +99,7 @@ async def test_a_strange_answer_to_a_push_asked_for_at_once_too(answer: dict[str
         with pytest.raises(ReceiverFailed, match=why):
             await member.receive(1, [], serve=True)
     async with member_of("/receive_push", {"body": b"[]"}) as member:
-        assert member.at_once and await member.receive(1, [], serve=True) == 0
+        assert member.single_request and await member.receive(1, [], serve=True) == 0
 
 
 async def test_what_is_strange_and_does_no_harm_is_passed_over() -> None:
