@@ -63,7 +63,10 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[int], bool]:
         texts: list[Any] = text if isinstance(text, list) else [text]
         if not texts or not all(isinstance(one, str) for one in texts):
             raise BadRequest(f"text: want a string, or a list of them, got {str(text)[:80]}")
-        return [len(limits.encode(one)) if limits.encode is not None else 1 for one in texts], isinstance(text, list)
+        lengths = [len(limits.encode(one)) if limits.encode is not None else len(one) and 1 for one in texts]
+        if not all(lengths):
+            raise BadRequest("text: want at least one token, got none")
+        return lengths, isinstance(text, list)
     batch = isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
     prompts = ids if batch else [ids]
     return [token_ids(one, f"input_ids[{at}]" if batch else "input_ids", limits).size for at, one in enumerate(prompts)], batch

@@ -63,7 +63,7 @@ class SglangEngine:
         authority: Authority | None = None,
         release: Release | None = None,
     ) -> None:
-        """``release``: how to talk to the server; None = as it says itself."""
+        """``release``: the server's; None = the one in its /server_info."""
         self.model_dir, self.config = Path(model_dir), config or EngineConfig(kind="sglang")
         self._first_version, self._on_update, self._release = version, on_update, release
         self.authority = authority or Authority()

@@ -149,6 +149,13 @@ async def test_numbers_out_of_range(place: Place, path: str, body: Any, why: str
         assert (status, why in answer) == (400, True), answer
 
 
+async def test_a_text_of_no_tokens_is_refused_at_a_guard(model_dir: Path) -> None:
+    async with guard(model_dir) as asked:
+        for text in ("", [""], ["3", ""]):
+            status, answer = await asked.post("/generate", {"text": text, "sampling_params": PARAMS})
+            assert (status, "text: want at least one token" in answer) == (400, True), answer
+
+
 async def test_more_than_may_wait_is_a_503_at_a_guard(model_dir: Path) -> None:
     async with faulty() as server, guarding(model_dir, server, max_running=2, max_waiting=3) as asked:
         server.does = "hang"

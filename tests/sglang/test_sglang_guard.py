@@ -114,6 +114,7 @@ async def test_a_wrong_request_is_refused_and_ends_nothing(python: str, server: 
             "stop_regex",
             "positional_embed_overrides",
             "temperature",
+            "text",
         }
         assert not {name for name, _ in taken} & never, taken
         for more in HARMLESS:
