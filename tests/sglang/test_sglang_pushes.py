@@ -61,11 +61,11 @@ async def test_streams_and_batches_go_on_through_pushes(
         body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True, "stream": True, "rid": "mine"}
         async with served.session.post(served.engine.url + "/generate", json=body) as response:
             assert response.status == 200
-            rest = ""
+            rest = b""
             async for chunk in response.content.iter_any():
-                *lines, rest = (rest + chunk.decode()).split("\n")
-                states.extend(json.loads(line[6:]) for line in lines if line.startswith("data: {"))
-            assert rest == ""
+                *lines, rest = (rest + chunk).split(b"\n")
+                states.extend(json.loads(line[6:]) for line in lines if line.startswith(b"data: {"))
+            assert rest == b""
 
     async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
         batch = {"input_ids": PROMPTS, "sampling_params": {**params, "n": 2}, "return_logprob": True}
