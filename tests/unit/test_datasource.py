@@ -176,7 +176,7 @@ def test_early_samples_of_a_task_that_is_none_are_settled_by_the_next_one() -> N
         assert pond.add(sample(task(id), 0)).name is Disposition.BUFFERED
     assert pond.add(sample(eval_task(1), 0)).name is Disposition.EVAL
     pond.source.issued(eval_task(2), 0.0)
-    books = pond.source.books()
+    books = pond.source.accounting()
     assert (books.buffered, books.invalid["task"], pond.source.cursor().floor) == (0, 3, 4)
     assert pond.source.task_floor == 1, "the evaluation is open"
     for index in (0, 1):
