@@ -16,13 +16,13 @@ from bus.history import Stored
 from bus.layout import create_archive
 from bus.messages import Sample
 from bus.samples import PARTS_HEADER
-from launch.looking import CONNECT_S
 from launch.samples.filters import Filter, headline_of
 from launch.samples.recording import Origin, Recorder, Recording
 from launch.samples.search import Search, as_map, opened, to_json
 from launch.samples.tail import tail
 from launch.samples.wanted import filter_of, positive
 
+CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"
 """``<run>.<sequence>`` a sample had where it was replayed from."""
 _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-Stream")
