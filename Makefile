@@ -55,7 +55,7 @@ check: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/python -m bench
+	$(BIN)/python -m tests.bench
 
 setup: $(VENV)/.ready
 

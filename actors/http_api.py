@@ -14,7 +14,7 @@ from aiohttp import web
 
 from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, NotLent, StaleEpoch, UpdateRefused
-from bus.reach import AUTO, LOOPBACK
+from bus.client.reach import AUTO, LOOPBACK
 from weightstore.listener import Handler, Listener
 
 log = logging.getLogger(__name__)

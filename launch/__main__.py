@@ -3,7 +3,7 @@
 import gc
 import sys
 
-from launch.cli import main
+from launch.cli.main import main
 
 code = main()
 gc.freeze()  # or the collection at exit walks all that torch has made, for seconds, and whoever drains this process waits for them

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus.files import sync
+from bus.system.files import sync
 from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)

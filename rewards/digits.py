@@ -1,6 +1,6 @@
 """Dense reward for short exact strings: the share of correct positions, with the end counted as one position."""
 
-from bus.messages import Status
+from bus.wire.messages import Status
 from rewards.port import RewardRequest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.messages import Prompt, Status
+from bus.wire.messages import Prompt, Status
 
 Parts = float | Mapping[str, float]
 """A number, or named numbers of which ``score`` is the one to train on."""
@@ -31,7 +31,7 @@ class RewardRequest:
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
 """A plain or an async callable. Its keyword parameters are its options. If it raises, or returns a number that no sample
-may have (outside +-1e6, ``bus/invariants.py``), the sample is FAILED with that reason."""
+may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with that reason."""
 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as ``rewards.registry.load`` returns it: options bound, always awaitable, result validated."""

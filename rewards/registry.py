@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
 from bus.errors import WireError
-from bus.invariants import check_reward
+from bus.wire.invariants import check_reward
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import Parts, Reward, RewardRequest, Scorer
 
@@ -35,7 +35,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
     The scorer passes on the reward's exceptions, and raises RewardFailed when the result is not a number, or map of numbers, that a
-    sample may have (``bus/invariants.py``). It has no time limit; the caller sets one.
+    sample may have (``bus/wire/invariants.py``). It has no time limit; the caller sets one.
     Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
     reward = _find(name)

@@ -6,10 +6,10 @@ import json
 import sys
 from typing import Any
 
-from actors.actor_process import run_actor
 from actors.config import ActorConfig
+from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from launch.process import run
+from launch.run.process import run
 from rewards.port import RewardRequest
 
 _calls = itertools.count(1)

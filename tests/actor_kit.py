@@ -18,16 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from actors.builtin.engine import BuiltinEngine
 from actors.config import ActorConfig, EngineConfig
-from actors.engine_client import HttpEngine
-from bus.connection import Bus
-from bus.epoch import raise_epoch
-from bus.live import Heartbeat
-from bus.messages import LiveRow, Sample, Sampling, Status, Task
-from bus.rows import Rows
-from launch.prepare import prepare
-from launch.prepare_config import PrepareConfig
+from actors.engines.engine_client import HttpEngine
+from actors.serving.builtin.engine import BuiltinEngine
+from bus.client.rows import Rows
+from bus.liveness.epoch import raise_epoch
+from bus.liveness.live import Heartbeat
+from bus.streams.connection import Bus
+from bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
+from launch.settings.prepare import prepare
+from launch.settings.prepare_config import PrepareConfig
 
 PROMPT = "482="
 LABEL = "284"

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from bus.client.nonce import nonce
 from bus.config import BusConfig
-from bus.connection import Bus, connect
-from bus.nonce import nonce
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
 
 BusOpener = Callable[..., AbstractAsyncContextManager[Bus]]
 

@@ -7,8 +7,8 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from bus.messages import Partial, Sample, Sampling, Span, Status, Task
-from bus.parts import Joining, Manifest
+from bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
+from bus.wire.parts import Joining, Manifest
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
+from actors.serving.builtin.engine import BuiltinEngine
 
 
 async def main(model_dir: str, port: int) -> None:

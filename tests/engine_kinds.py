@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
-from actors.engine_client import HttpEngine
-from actors.sglang.api import Api
-from actors.sglang.child import STOP_S, command_line, server_child
-from actors.sglang.engine import SglangEngine
-from bus.ports import KeptPort
+from actors.engines.engine_client import HttpEngine
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.sglang.api import Api
+from actors.serving.sglang.child import STOP_S, command_line, server_child
+from actors.serving.sglang.engine import SglangEngine
+from bus.server.ports import KeptPort
 from tests.engine_serving import LIMIT_S, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
 

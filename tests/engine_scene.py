@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines import Engines, Sighting
-from actors.port import EngineInfo, Generation
+from actors.engines.pool import Engines, Sighting
+from actors.engines.port import EngineInfo, Generation
 from bus.errors import BusError
-from bus.messages import Sampling, Span
+from bus.wire.messages import Sampling, Span
 
 Answer = Generation | Exception | Callable[[Sampling], Generation]
 

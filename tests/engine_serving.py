@@ -11,9 +11,9 @@ import aiohttp
 import numpy as np
 import torch
 
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
+from actors.serving.builtin.engine import BuiltinEngine
 
 LIMIT_S = 60.0
 

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from bus.config import BusConfig
-from bus.connection import Bus, connect
-from bus.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
-from bus.ports import KeptPort
+from bus.server.ports import KeptPort
+from bus.streams.connection import Bus, connect
+from bus.wire.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner import checkpoints
-from learner.batch import StepBatch, encode
 from learner.config import LearnerConfig, StalenessConfig
+from learner.data.batch import StepBatch, encode
+from learner.data.prompts import PromptFile
 from learner.errors import LearnerError
-from learner.feed_client import FeedClient
-from learner.feed_keys import FeedKeys
-from learner.feed_messages import End, Start
-from learner.feeder import ModelFacts, run_feeder
-from learner.places import FeederPlaces
-from learner.prompts import PromptFile
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_messages import End, Start
+from learner.feed.feeder import ModelFacts, run_feeder
+from learner.feed.places import FeederPlaces
 from tests.data_kit import sample
-from weightstore.registry import VersionRegistry
+from weightstore.store.registry import VersionRegistry
 
 KEYS = FeedKeys.new()
 """Of every feeder and rank of these tests."""

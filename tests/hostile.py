@@ -9,9 +9,9 @@ from typing import Any
 
 import msgpack
 
-from bus import parts
-from bus.codec import encode_dead, encode_partial, encode_record, encode_sample, encode_task, encode_word
-from bus.messages import Dead, Done, Fence, LiveRow, Word
+from bus.wire import parts
+from bus.wire.codec import encode_dead, encode_partial, encode_record, encode_sample, encode_task, encode_word
+from bus.wire.messages import Dead, Done, Fence, LiveRow, Word
 from tests.bus_kit import make_partial, make_sample, make_task
 
 NO_TASK = 10**6

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.processes import die_with_parent
+from bus.system.processes import die_with_parent
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "docs/examples/js-actor"
 OLDEST_NODE = 20

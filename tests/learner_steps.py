@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from bus.messages import Plan, Sample, Sampling, Span, Status
-from bus.ports import KeptPort
-from learner.batch import StepBatch, build_batches
-from learner.packing import assign
+from bus.server.ports import KeptPort
+from bus.wire.messages import Plan, Sample, Sampling, Span, Status
+from learner.data.batch import StepBatch, build_batches
+from learner.data.packing import assign
 from tests.forked import Forked
 
 

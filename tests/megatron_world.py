@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
-from bus.ports import KeptPort
+from bus.server.ports import KeptPort
 from learner.megatron import parallel
 from tests.learner_steps import rank_environment
 

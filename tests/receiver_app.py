@@ -19,19 +19,19 @@ import torch
 from aiohttp import web
 
 from actors.errors import CannotTell, StaleEpoch, UpdateRefused
-from actors.handles import HandleListener, Updates
+from actors.serving.handles import HandleListener, Updates
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.live import Heartbeat
-from bus.loop import new_event_loop
-from bus.messages import Capabilities, LiveRow
+from bus.liveness.live import Heartbeat
+from bus.streams.connection import connect
+from bus.system.loop import new_event_loop
+from bus.wire.messages import Capabilities, LiveRow
 from tests import forked
-from weightstore.broadcast import BroadcastGroup
-from weightstore.checksums import ChecksumReport, report_checksums
 from weightstore.errors import BadManifest
-from weightstore.handles import HostMemory, Offered, shared_memory_domain
-from weightstore.manifest import Bucket, Manifest, TensorSpec, unflatten
-from weightstore.staging import Staging, StagingPool
+from weightstore.format.checksums import ChecksumReport, report_checksums
+from weightstore.format.manifest import Bucket, Manifest, TensorSpec, unflatten
+from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport.handles import HostMemory, Offered, shared_memory_domain
+from weightstore.transport.staging import Staging, StagingPool
 
 PATHS = {
     "/init_weights_update_group": "join",
@@ -209,7 +209,7 @@ class Engine:
 
 @dataclass
 class _ByHandles:
-    """The same engine, as ``actors.handles`` drives it."""
+    """The same engine, as ``actors.serving.handles`` drives it."""
 
     engine: Engine
 

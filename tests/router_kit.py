@@ -13,9 +13,9 @@ from aiohttp import web
 
 from actors.router.config import RouterConfig
 from actors.router.server import Router
-from bus.keys import RunKeys
-from bus.live import LiveView
-from bus.ports import KeptPort
+from bus.liveness.keys import RunKeys
+from bus.liveness.live import LiveView
+from bus.server.ports import KeptPort
 
 LIMIT_S = 60.0
 

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Middleware
 
 from bus.config import is_loopback
 from bus.errors import BusError
-from bus.keys import Keys, RunKeys
+from bus.liveness.keys import Keys, RunKeys
 
 HEADERS_S = 60.0
 """A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s, httpx 5 s)."""

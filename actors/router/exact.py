@@ -18,16 +18,16 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from actors import openai_api
-from actors.builtin.text import Text
-from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest, EngineError
 from actors.events import DONE, data_of, event
 from actors.http_api import json_map
+from actors.openai import openai_api
 from actors.router.called import CalledTexts
 from actors.router.config import RouterConfig
 from actors.router.exchange import Answer, Handler, Request
 from actors.router.tree import Piece, TokenTree, columns
+from actors.text.chat_template import ChatTemplate
+from actors.text.text import Text
 
 MAX_CONTEXT = 1 << 15
 """Tokens, where neither engine nor model says."""

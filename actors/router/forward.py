@@ -19,14 +19,14 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from actors.engine_client import HttpEngine
-from actors.engines import Engines, NoEngine
+from actors.engines.engine_client import HttpEngine
+from actors.engines.pool import Engines, NoEngine
+from actors.engines.port import Engine
 from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
-from actors.port import Engine
 from actors.router.config import RouterConfig
 from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
 from actors.router.lookout import NotServing
-from bus.keys import RunKeys
+from bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 NOT_FORWARDED = frozenset(

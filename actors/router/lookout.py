@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from actors.engines import LiveLookout, Sighting
+from actors.engines.pool import LiveLookout, Sighting
 from actors.errors import EngineError, EngineUnavailable
 from actors.router.config import RouterConfig
 from bus.errors import BusError
-from bus.live import LiveView
+from bus.liveness.live import LiveView
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Health:
 
 
 class WorkerLookout:
-    """A Lookout (``actors.engines``). ``check_for_ever`` must be running."""
+    """A Lookout (``actors.engines.pool``). ``check_for_ever`` must be running."""
 
     def __init__(self, config: RouterConfig, ask: Ask, view: LiveView | None = None) -> None:
         self._config, self._ask = config, ask

@@ -5,14 +5,14 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from actors.membership import connected, default_id, first_row
+from actors.engines.membership import connected, default_id, first_row
 from actors.router.config import RouterConfig
 from actors.router.server import Router
+from bus.client.reach import reach, route_to
 from bus.config import BusConfig
-from bus.coroutines import first_of
-from bus.keys import admin_keys
-from bus.live import Heartbeat, LiveView
-from bus.reach import reach, route_to
+from bus.liveness.keys import admin_keys
+from bus.liveness.live import Heartbeat, LiveView
+from bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)
 

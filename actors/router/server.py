@@ -16,17 +16,17 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from actors.engine_client import HttpEngine
-from actors.engines import Engines
+from actors.engines.engine_client import HttpEngine
+from actors.engines.pool import Engines
 from actors.errors import BadRequest, EngineError
 from actors.http_api import COMMANDS, body_of, translate
 from actors.router.config import RouterConfig, check_url
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
 from actors.router.lookout import WorkerLookout
-from bus.coroutines import first_of
-from bus.keys import RunKeys
-from bus.live import LiveView
+from bus.liveness.keys import RunKeys
+from bus.liveness.live import LiveView
+from bus.system.coroutines import first_of
 from weightstore.listener import Access, Listener
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from pathlib import Path
 from launch.checks.findings import Report
 from launch.checks.model import Model
 from launch.checks.tokens import CannotRender, Tokenize
-from launch.config import RunConfig
-from launch.datasets import prompts
+from launch.settings.config import RunConfig
+from launch.settings.datasets import prompts
+from learner.data.prompts import Row, read_rows, refuse_template, row_of, templated
 from learner.errors import PromptError
-from learner.prompts import Row, read_rows, refuse_template, row_of, templated
 
 SETTING = "data.path"
 READ_S = 0.5

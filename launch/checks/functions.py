@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bus.messages import Status
+from bus.wire.messages import Status
 from launch.checks.findings import Report
-from launch.config import RunConfig
-from learner.prompts import Row
+from launch.settings.config import RunConfig
+from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import TABLE, load

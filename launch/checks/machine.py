@@ -8,13 +8,13 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bus.address import parse
+from bus.client.address import parse
 from bus.config import OLDEST_SERVER
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import Model
-from launch.config import RunConfig
-from launch.wiring import ENGINES
+from launch.settings.config import RunConfig
+from launch.settings.wiring import ENGINES
 
 ANSWER_S = 0.5
 """For a bus to say what it is."""

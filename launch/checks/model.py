@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.builtin.shape import ModelShape
 from actors.errors import UnsupportedModel
+from actors.serving.builtin.shape import ModelShape
 from launch.checks.findings import Report
-from launch.config import ModelConfig, RunConfig
-from launch.prepare_config import PrepareConfig
+from launch.settings.config import ModelConfig, RunConfig
+from launch.settings.prepare_config import PrepareConfig
 from learner.megatron.sizes import FAMILIES, refusals
 
 SETTING = "model.path"

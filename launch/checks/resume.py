@@ -8,15 +8,15 @@ from typing import Any
 
 import yaml
 
-from actors.builtin.shape import ModelShape
 from actors.errors import UnsupportedModel
+from actors.serving.builtin.shape import ModelShape
 from launch.checks.findings import Report
-from launch.config import CONFIG_FILE, RunConfig
-from launch.settings import SettingsError, from_map
+from launch.settings.config import CONFIG_FILE, RunConfig
+from launch.settings.loader import SettingsError, from_map
 from learner import checkpoints
-from learner.datasource import read_state
+from learner.data.datasource import read_state
+from learner.data.prompts import prompts_digest
 from learner.errors import ReplayMismatch
-from learner.prompts import prompts_digest
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SETTINGS = {
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
 }
-"""Setting that each entry of ``learner.rules.DataRules.identity`` comes from."""
+"""Setting that each entry of ``learner.data.rules.DataRules.identity`` comes from."""
 HASHED_MOST = 256_000_000
 """Bytes of a prompt file beyond which it is left to the feeder to compare it."""
 

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from actors.builtin.text import Text
-from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest
-from bus.messages import Prompt
+from actors.text.chat_template import ChatTemplate
+from actors.text.text import Text
+from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, Model
-from launch.config import RunConfig
+from launch.settings.config import RunConfig
 
 Tokenize = Callable[[Prompt], Sequence[int]]
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from bus.connection import Bus, connect
-from bus.cursors import LEAVE, Place, Reader
 from bus.errors import StreamTrimmed, WireError
-from bus.history import History, Stored
+from bus.streams.connection import Bus, connect
+from bus.streams.cursors import LEAVE, Place, Reader
+from bus.streams.history import History, Stored
 from launch.samples.recording import Origin, Recorder, mend
 from launch.samples.wanted import positive
 

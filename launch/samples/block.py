@@ -5,7 +5,7 @@ import re
 from rich.text import Text
 
 from bus.errors import WireError
-from bus.messages import Sample
+from bus.wire.messages import Sample
 from launch.samples.filters import Headline, prompt_text
 from launch.samples.search import Found, clock
 

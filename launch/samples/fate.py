@@ -4,12 +4,12 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from bus import subjects
-from bus.codec import check_sample
-from bus.connection import Bus
 from bus.errors import WireError
-from bus.history import History
-from bus.messages import Done, Kind, Plan, Sample, Settle
+from bus.streams.connection import Bus
+from bus.streams.history import History
+from bus.wire import subjects
+from bus.wire.codec import check_sample
+from bus.wire.messages import Done, Kind, Plan, Sample, Settle
 
 DIFFERENCE = "offpolicy/logprob_diff_abs"
 """Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""

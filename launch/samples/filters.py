@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Self
 
-from bus import subjects
-from bus.messages import Sample
-from bus.samples import Glimpse, headers_of, told_by
+from bus.streams.samples import Glimpse, headers_of, told_by
+from bus.wire import subjects
+from bus.wire.messages import Sample
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")

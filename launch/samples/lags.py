@@ -8,9 +8,9 @@ import time
 from bisect import bisect_right
 from dataclasses import replace
 
-from bus import subjects
-from bus.connection import Bus
-from bus.jetstream import unix_time
+from bus.client.jetstream import unix_time
+from bus.streams.connection import Bus
+from bus.wire import subjects
 from launch.samples.filters import Headline
 
 _PAUSE_S = 0.05

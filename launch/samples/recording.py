@@ -20,10 +20,10 @@ from typing import IO, Any, Self
 import msgpack
 import numpy as np
 
-from bus.codec import unpack
 from bus.errors import WireError
-from bus.history import Stored
-from bus.messages import SCHEMA
+from bus.streams.history import Stored
+from bus.wire.codec import unpack
+from bus.wire.messages import SCHEMA
 
 END = b"TIDEMILL"
 _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")

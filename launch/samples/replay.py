@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol
 
-from bus import subjects
-from bus.codec import encode_sample
-from bus.connection import Bus, connect
+from bus.client.layout import create_archive
 from bus.errors import BusError, WireError
-from bus.history import Stored
-from bus.layout import create_archive
-from bus.messages import Sample
-from bus.samples import PARTS_HEADER
+from bus.streams.connection import Bus, connect
+from bus.streams.history import Stored
+from bus.streams.samples import PARTS_HEADER
+from bus.wire import subjects
+from bus.wire.codec import encode_sample
+from bus.wire.messages import Sample
 from launch.samples.filters import Filter, headline_of
 from launch.samples.recording import Origin, Recorder, Recording
 from launch.samples.search import Search, as_map, opened, to_json

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from bus.codec import decode_sample
-from bus.connection import Bus
 from bus.errors import NotFound, WireError
-from bus.history import History, Stored
-from bus.messages import Sample
-from bus.samples import Glimpse
+from bus.streams.connection import Bus
+from bus.streams.history import History, Stored
+from bus.streams.samples import Glimpse
+from bus.wire.codec import decode_sample
+from bus.wire.messages import Sample
 from launch.samples.filters import Filter, Headline, headline, headline_of
 from launch.samples.lags import Lags
 

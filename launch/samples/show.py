@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bus.connection import Bus
 from bus.errors import NotFound, WireError
-from bus.messages import Sample
+from bus.streams.connection import Bus
+from bus.wire.messages import Sample
 from launch.samples.block import facts, plain
 from launch.samples.fate import Fate, fate_of
 from launch.samples.filters import Filter, prompt_text

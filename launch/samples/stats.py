@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bus.connection import Bus
-from bus.coroutines import first_of
-from bus.messages import Kind
+from bus.streams.connection import Bus
+from bus.system.coroutines import first_of
+from bus.wire.messages import Kind
 from launch.samples.filters import Headline
 from launch.samples.search import Search, seconds
 from launch.samples.wanted import filter_of

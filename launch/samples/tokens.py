@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from actors.builtin.text import Text
+from actors.text.text import Text
 
 _CONTEXT = 8
 """Tokens before one that decide how it reads: a space at its beginning, the rest of a character."""

@@ -28,7 +28,7 @@ from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_we
 from learner.algorithms.ratios import sequence_sums
 from learner.algorithms.shaping import distillation_advantages
 from learner.algorithms.weights import effective_sample_share
-from learner.batch import MicroBatch, StepBatch
+from learner.data.batch import MicroBatch, StepBatch
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch

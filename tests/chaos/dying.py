@@ -19,25 +19,25 @@ from typing import Any
 
 import psutil
 
-from bus.ports import KeptPort
-from bus.processes import die_with_parent
-from launch.cli import main
-from learner.feed_keys import FeedKeys
-from learner.process import _rank_environment
+from bus.server.ports import KeptPort
+from bus.system.processes import die_with_parent
+from launch.cli.main import main
+from learner.feed.feed_keys import FeedKeys
+from learner.ranks.process import _rank_environment
 
 INSTANTS = {
-    "planned": ("feeder", "learner.feeder_loops:Feeder._take", 4),
+    "planned": ("feeder", "learner.feed.feeder_loops:Feeder._take", 4),
     "fetched": ("rank", "learner.megatron.trainer:Trainer.train", 5),
     "stepping": ("rank", "learner.megatron.optimizer:PolicyOptimizer.step", 4),
-    "stepped": ("rank", "learner.feed_client:FeedClient.done", 5),
-    "reported": ("feeder", "learner.outcomes:Outcomes._step_done", 4),
-    "pushed": ("rank", "weightstore.registry:VersionRegistry.publish", 3),
-    "due": ("rank", "learner.rank:Rank._checkpoint", 2),
+    "stepped": ("rank", "learner.feed.feed_client:FeedClient.done", 5),
+    "reported": ("feeder", "learner.feed.outcomes:Outcomes._step_done", 4),
+    "pushed": ("rank", "weightstore.store.registry:VersionRegistry.publish", 3),
+    "due": ("rank", "learner.ranks.rank:Rank._checkpoint", 2),
     "written": ("rank", "learner.checkpoints:commit", 1),
     "listed": ("rank", "learner.checkpoints:_sync", 1),
-    "named": ("rank", "learner.feed_client:FeedClient.checkpointed", 1),
-    "committed": ("feeder", "learner.outcomes:Outcomes._trim", 1),
-    "pruned": ("feeder", "bus.tasks:TaskQueue.raise_floor", 1),
+    "named": ("rank", "learner.feed.feed_client:FeedClient.checkpointed", 1),
+    "committed": ("feeder", "learner.feed.outcomes:Outcomes._trim", 1),
+    "pruned": ("feeder", "bus.streams.tasks:TaskQueue.raise_floor", 1),
 }
 """Instant: whose function, which, and at which of its calls. It dies as the call begins:
 
@@ -57,24 +57,24 @@ pruned       older checkpoints are gone, task floor and streams are untouched
 
 
 PHASES = {
-    "joining": ("actors.builtin.updates:WeightUpdates.join", 1),
-    "beginning": ("actors.builtin.updates:WeightUpdates.begin", 2),
-    "receiving": ("actors.builtin.updates:WeightUpdates._receive", 2),
-    "writing": ("actors.builtin.updates:WeightUpdates._write", 2),
-    "verifying": ("actors.builtin.updates:WeightUpdates.told", 1),
-    "ending": ("actors.builtin.updates:WeightUpdates.end", 2),
-    "flipping": ("actors.builtin.updates:WeightUpdates._flip", 2),
-    "between": ("actors.builtin.engine:BuiltinEngine._updated", 3),
+    "joining": ("actors.serving.builtin.updates:WeightUpdates.join", 1),
+    "beginning": ("actors.serving.builtin.updates:WeightUpdates.begin", 2),
+    "receiving": ("actors.serving.builtin.updates:WeightUpdates._receive", 2),
+    "writing": ("actors.serving.builtin.updates:WeightUpdates._write", 2),
+    "verifying": ("actors.serving.builtin.updates:WeightUpdates.told", 1),
+    "ending": ("actors.serving.builtin.updates:WeightUpdates.end", 2),
+    "flipping": ("actors.serving.builtin.updates:WeightUpdates._flip", 2),
+    "between": ("actors.serving.builtin.engine:BuiltinEngine._updated", 3),
 }
 """Phase of a push: the engine's function, and at which of its calls it dies, as the call begins."""
 
 SGLANG_PHASES = {
-    "sglang joining": ("actors.sglang.updates:WeightUpdates.join", 1),
-    "sglang beginning": ("actors.sglang.updates:WeightUpdates.begin", 2),
-    "sglang receiving": ("actors.sglang.updates:WeightUpdates.bucket", 2),
-    "sglang verifying": ("actors.sglang.updates:WeightUpdates.told", 1),
-    "sglang ending": ("actors.sglang.updates:WeightUpdates.end", 2),
-    "sglang between": ("actors.sglang.engine:SglangEngine._updated", 3),
+    "sglang joining": ("actors.serving.sglang.updates:WeightUpdates.join", 1),
+    "sglang beginning": ("actors.serving.sglang.updates:WeightUpdates.begin", 2),
+    "sglang receiving": ("actors.serving.sglang.updates:WeightUpdates.bucket", 2),
+    "sglang verifying": ("actors.serving.sglang.updates:WeightUpdates.told", 1),
+    "sglang ending": ("actors.serving.sglang.updates:WeightUpdates.end", 2),
+    "sglang between": ("actors.serving.sglang.engine:SglangEngine._updated", 3),
 }
 """The same of the guard of a real SGLang server."""
 

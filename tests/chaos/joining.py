@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.connection import Bus
-from bus.messages import Sample
+from bus.streams.connection import Bus
+from bus.wire.messages import Sample
 from tests.chaos.parts import PATIENCE_S, parts
 from tests.chaos.rounds import SETTINGS, serving
 from tests.chaos.test_instants import new_steps
-from weightstore.registry import VersionRegistry
+from weightstore.store.registry import VersionRegistry
 
 MAX_LAG = 2
 """Of smoke.yaml: from a version to the next one that made a sample there are no more steps than one more."""

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import psutil
 
-from bus.connection import Bus, connect
-from bus.processes import die_with_parent
+from bus.streams.connection import Bus, connect
+from bus.system.processes import die_with_parent
 from tests.whole.prepared import put_prepared
 from tests.whole.running import ROOT, SMOKE
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.connection import Bus
-from bus.live import LiveView
-from bus.messages import LiveRow
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus
+from bus.wire.messages import LiveRow
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
 from tests.chaos.test_instants import new_steps

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import psutil
 
-from bus.connection import connect
 from bus.errors import BusError
-from launch.access import viewer_line
+from bus.streams.connection import connect
+from launch.run.access import viewer_line
 from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
 
@@ -195,7 +195,7 @@ async def drained_and_judged(run: Up) -> Verdict:
 async def standing_bus(directory: Path) -> AsyncIterator[str]:
     """The bus of a run that has ended, started again to be read."""
     from bus.config import BusConfig
-    from bus.server import EmbeddedServer
+    from bus.server.embedded import EmbeddedServer
 
     server = EmbeddedServer(directory / "bus", BusConfig())
     url = await asyncio.to_thread(server.start)

@@ -10,9 +10,9 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.connection import Bus
-from bus.messages import Done, Plan, Requeue, Settle, Status
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
+from bus.wire.messages import Done, Plan, Requeue, Settle, Status
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.chaos.auditor import Verdict, judge

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from bus import subjects
-from bus.connection import Bus
+from bus.client.fenced import epoch_of
 from bus.errors import Fenced, NotFound
-from bus.fenced import epoch_of
-from bus.messages import Done, Plan
+from bus.streams.connection import Bus
+from bus.wire import subjects
+from bus.wire.messages import Done, Plan
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
 from tests.whole.running import records, until_step, up

@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.auth import LEARNER, read_credentials
-from bus.cluster import EmbeddedBus
 from bus.config import BusConfig
-from bus.connection import Bus, connect
+from bus.server.auth import LEARNER, read_credentials
+from bus.server.cluster import EmbeddedBus
+from bus.streams.connection import Bus, connect
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.hostile import DEFECTS, Hostile
 from tests.chaos.storm import VICTIMS, Storm, address_of

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.connection import Bus
-from bus.messages import Done
-from learner.restart import CHECKPOINT_KEY
+from bus.streams.connection import Bus
+from bus.wire.messages import Done
+from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.dying import INSTANTS
 from tests.chaos.parts import PATIENCE_S, Parts, parts

@@ -26,8 +26,8 @@ async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path
 async def _steps_taken_again_are_the_same_bits(tmp_path: Path, run: Up) -> None:
     """Steps that the restarted learner re-executed from the recorded plans ended in bit-identical weights."""
     from bus.config import BusConfig
-    from bus.connection import connect
-    from bus.server import EmbeddedServer
+    from bus.server.embedded import EmbeddedServer
+    from bus.streams.connection import connect
 
     server = EmbeddedServer(run.directory / "bus", BusConfig())
     url = await asyncio.to_thread(server.start)

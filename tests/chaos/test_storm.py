@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bus.connection import connect
-from learner.restart import CHECKPOINT_KEY
+from bus.streams.connection import connect
+from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.storm import VICTIMS, Storm, standing_bus
 from tests.whole.running import ROOT

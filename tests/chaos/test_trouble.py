@@ -12,15 +12,15 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from bus import subjects
 from bus.config import BusConfig
-from bus.connection import Bus, connect
-from bus.live import LiveView
-from bus.messages import Done, LiveRow
-from bus.ports import KeptPort
-from bus.processes import die_with_parent
-from bus.server import find_binary
-from learner.restart import CHECKPOINT_KEY
+from bus.liveness.live import LiveView
+from bus.server.embedded import find_binary
+from bus.server.ports import KeptPort
+from bus.streams.connection import Bus, connect
+from bus.system.processes import die_with_parent
+from bus.wire import subjects
+from bus.wire.messages import Done, LiveRow
+from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire

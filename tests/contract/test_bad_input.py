@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from actors.config import EngineConfig, SglangConfig
-from actors.sglang.engine import SglangEngine
-from actors.sglang.releases import release_of
+from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.releases import release_of
 from tests.engine_serving import LIMIT_S, serving
 from tests.router_kit import Faulty, faulty, routing
 from tests.tiny_models import write_tiny_model

@@ -18,10 +18,10 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.codec import check_sample, decode_sample
 from bus.errors import WireError
-from bus.live import LiveView
-from bus.messages import (
+from bus.liveness.live import LiveView
+from bus.wire.codec import check_sample, decode_sample
+from bus.wire.messages import (
     Capabilities,
     Dead,
     Done,

@@ -9,16 +9,16 @@ from typing import Any
 import aiohttp
 import pytest
 
-from actors.authority import Authority
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig, SglangConfig
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineUnavailable
 from actors.http_api import COMMANDS
-from actors.sglang.engine import SglangEngine
-from actors.sglang.releases import release_of
+from actors.serving.authority import Authority
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.releases import release_of
 from bus.errors import BusUnavailable
-from bus.keys import Keys, RunKeys
+from bus.liveness.keys import Keys, RunKeys
 from tests.engine_serving import LIMIT_S
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
@@ -134,7 +134,7 @@ async def test_while_the_bus_is_away_nothing_is_believed_that_it_has_not_said(pl
 
 @PLACES
 async def test_a_key_that_is_made_later_or_anew_is_found(place: Place, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bus.keys._AGAIN_S", 0.0)
+    monkeypatch.setattr("bus.liveness.keys._AGAIN_S", 0.0)
     keys = [Keys()]
 
     async def read() -> Keys:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from actors.errors import BadRequest, EngineUnavailable
-from actors.sglang.generating import HOLD_S
-from bus.messages import LiveRow, Sampling
-from bus.reach import HERE
+from actors.serving.sglang.generating import HOLD_S
+from bus.client.reach import HERE
+from bus.wire.messages import LiveRow, Sampling
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import Served, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
@@ -20,9 +20,9 @@ from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.errors import ReceiverFailed
-from weightstore.groups import GroupRules, PushGroup
-from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member, Updated
+from weightstore.push.groups import GroupRules, PushGroup
+from weightstore.push.member import Member, Updated
+from weightstore.transport.http_receiver import HttpReceiver
 
 CONTEXT = 4096
 VOCABULARY = 299

@@ -8,12 +8,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
-from actors.sglang.api import Api
+from actors.serving.sglang.api import Api
 from tests.router_kit import Faulty, faulty
 from weightstore.errors import ReceiverFailed
-from weightstore.http_receiver import HttpReceiver
+from weightstore.transport.http_receiver import HttpReceiver
 
 DEADLINE_S = 0.5
 

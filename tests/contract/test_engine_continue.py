@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
+from actors.engines.port import Generation
 from actors.errors import BadRequest, EngineFailed
-from actors.port import Generation
-from actors.sglang.generating import OURS
-from bus.messages import Sampling, Span
+from actors.serving.sglang.generating import OURS
+from bus.wire.messages import Sampling, Span
 from tests.engine_serving import Served, serving
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.builtin import decoder
-from actors.builtin.filling import fill_from_directory
-from actors.builtin.shape import ModelShape
-from actors.builtin.slots import FIRST_LENGTH, KVSlots
-from actors.builtin.weights import Weights
 from actors.errors import UnsupportedModel
+from actors.serving.builtin import decoder
+from actors.serving.builtin.filling import fill_from_directory
+from actors.serving.builtin.shape import ModelShape
+from actors.serving.builtin.slots import FIRST_LENGTH, KVSlots
+from actors.serving.builtin.weights import Weights
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
 
 CPU = torch.device("cpu")

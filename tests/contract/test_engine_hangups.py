@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.builtin.request import parse_generate
-from actors.builtin.text import StopStrings
+from actors.request import parse_generate
+from actors.text.text import StopStrings
 from tests.engine_serving import LIMIT_S, Served, serving
 from tests.tiny_models import write_tiny_model
 

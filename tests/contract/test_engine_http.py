@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
-from bus.messages import Sampling, Span
+from bus.wire.messages import Sampling, Span
 from tests.engine_serving import Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
 

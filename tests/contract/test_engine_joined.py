@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
 from actors.errors import BadRequest
-from bus.messages import Sampling
+from bus.wire.messages import Sampling
 from tests.engine_serving import serving
 from tests.tiny_models import write_tiny_model
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from actors.errors import UpdateRefused
-from bus.messages import Sampling
+from bus.wire.messages import Sampling
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
 from tests.handle_push import joined_by_handles
@@ -304,7 +304,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
 
 async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
     """Or a thread would go on writing the standby copy while the next push is let in."""
-    from actors.builtin.engine import BuiltinEngine
+    from actors.serving.builtin.engine import BuiltinEngine
 
     engine = BuiltinEngine(directories[0])
     await asyncio.to_thread(engine.load)
@@ -433,7 +433,7 @@ async def test_a_tied_output_projection_may_be_sent_if_it_is_the_same(tmp_path: 
 
 
 async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
-    from actors.builtin.engine import BuiltinEngine
+    from actors.serving.builtin.engine import BuiltinEngine
 
     heard: list[tuple[int, int]] = []
     engine = BuiltinEngine(directories[0], on_update=lambda version, epoch: heard.append((version, epoch)))

@@ -10,11 +10,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus import parts, subjects
-from bus.codec import check_sample, decode_sample, encode_task
 from bus.errors import WireError
-from bus.messages import Sample, Sampling, Span, Task, Timings
-from bus.samples import headers_of
+from bus.streams.samples import headers_of
+from bus.wire import parts, subjects
+from bus.wire.codec import check_sample, decode_sample, encode_task
+from bus.wire.messages import Sample, Sampling, Span, Task, Timings
 from tests.bus_kit import join
 from tests.js_kit import installed, node
 

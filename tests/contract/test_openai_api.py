@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors import openai_api
-from actors.chat_template import ChatTemplate
 from actors.errors import BadRequest
+from actors.openai import openai_api
+from actors.text.chat_template import ChatTemplate
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served
 from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model

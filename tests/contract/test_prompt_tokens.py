@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from bus.messages import Prompt
+from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.tokens import check_tokenizer
-from launch.settings import load
-from learner.prompts import model_tokenizer
+from launch.settings.loader import load
+from learner.data.prompts import model_tokenizer
 from tests.tiny_models import FAMILIES, write_tiny_model
 
 PROMPTS: tuple[Prompt, ...] = ("What is three plus four?", "<|im_start|> \n\té", [{"role": "user", "content": "What is three?"}])

@@ -16,14 +16,14 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from actors.builtin.engine import BuiltinEngine
 from actors.router.config import RouterConfig
 from actors.router.exchange import Answer, Handler, Middleware, Request
 from actors.router.forward import Sessions
 from actors.router.server import load_middleware
-from bus.live import Heartbeat, LiveView
-from bus.ports import KeptPort
-from bus.server import EmbeddedServer
+from actors.serving.builtin.engine import BuiltinEngine
+from bus.liveness.live import Heartbeat, LiveView
+from bus.server.embedded import EmbeddedServer
+from bus.server.ports import KeptPort
 from tests.actor_kit import at_work, engine_row
 from tests.bus_fixtures import BusOpener
 from tests.engine_serving import Served, serving

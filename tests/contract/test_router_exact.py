@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors.builtin.text import Text
 from actors.router.config import RouterConfig
 from actors.router.exact import TokenExact
+from actors.text.text import Text
 from tests.engine_serving import Served, serving
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from actors.authority import Authority
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
-from bus.keys import Keys, RunKeys
+from actors.serving.authority import Authority
+from actors.serving.builtin.engine import BuiltinEngine
+from bus.liveness.keys import Keys, RunKeys
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import write_tiny_model
 

@@ -8,7 +8,7 @@ import pytest
 
 from actors.config import EngineConfig, SglangConfig
 from actors.errors import EngineFailed
-from actors.sglang.engine import SglangEngine
+from actors.serving.sglang.engine import SglangEngine
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from actors.errors import BadRequest
-from actors.openai_api import parse
+from actors.openai.openai_api import parse
 from actors.router.called import CalledTexts
-from actors.tool_calls import CLOSING, OPENING, Call, Said, form_of, read, with_maps
+from actors.text.tool_calls import CLOSING, OPENING, Call, Said, form_of, read, with_maps
 from tests.engine_kinds import Kind
 from tests.engine_serving import serving
 from tests.router_kit import routing

@@ -13,9 +13,9 @@ from bus.config import BusConfig
 from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
 from learner.config import LearnerConfig, OptimizerConfig, StalenessConfig
-from learner.feed_keys import FeedKeys
-from learner.places import RankPlaces
-from learner.rank import main
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.places import RankPlaces
+from learner.ranks.rank import main
 from weightstore.config import WeightsConfig
 
 MARK = 666.0

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.ports import KeptPort
+from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
 from learner.algorithms.policy_losses import PolicyLoss
-from learner.batch import StepBatch
 from learner.config import OptimizerConfig
+from learner.data.batch import StepBatch
 from learner.megatron import parallel, state
 from learner.megatron.cpu_shim import megatron_device
 from learner.megatron.model import Policy, WeightBackup, build_policy

@@ -9,15 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.actor_process import run_actor
-from actors.builtin.engine import BuiltinEngine
 from actors.config import ActorConfig
-from actors.engine_client import HttpEngine
-from actors.port import Generation
-from bus.codec import check_sample
-from bus.live import Heartbeat
-from bus.messages import Sample, Sampling
-from bus.server import EmbeddedServer
+from actors.engines.engine_client import HttpEngine
+from actors.engines.port import Generation
+from actors.rollout.actor_process import run_actor
+from actors.serving.builtin.engine import BuiltinEngine
+from bus.liveness.live import Heartbeat
+from bus.server.embedded import EmbeddedServer
+from bus.wire.codec import check_sample
+from bus.wire.messages import Sample, Sampling
 from tests.actor_kit import (
     actor_process,
     all_samples,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from bus import exit_codes
-from bus.connection import Bus
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 

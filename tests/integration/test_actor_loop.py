@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.actor_process import run_actor
 from actors.config import ActorConfig
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
+from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.connection import Bus
-from bus.live import Heartbeat
-from bus.messages import Kind, Sampling, Status
-from bus.server import EmbeddedServer
+from bus.liveness.live import Heartbeat
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
+from bus.wire.messages import Kind, Sampling, Status
 from rewards.port import RewardRequest
 from tests.actor_kit import (
     LABEL,

@@ -6,8 +6,8 @@ import pytest
 
 from actors.config import ActorConfig
 from bus import exit_codes
-from bus.messages import Sampling, Status
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.wire.messages import Sampling, Status
 from tests.actor_kit import (
     actor_process,
     all_samples,

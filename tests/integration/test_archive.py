@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.connection import Bus
-from bus.cursors import Cursors
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
+from bus.streams.cursors import Cursors
 from launch.samples.recording import Recording, mend
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from bus import subjects
-from bus.address import parse
-from bus.auth import credentials_file, make_users, read_credentials
-from bus.cluster import EmbeddedBus
+from bus.client.address import parse
+from bus.client.discovery import find_run
 from bus.config import BusConfig
-from bus.connection import Bus, connect
-from bus.discovery import find_run
 from bus.errors import BusError, Denied, Forbidden, ServerFailed
-from bus.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
-from bus.live import Heartbeat, LiveView
-from bus.messages import Done, LiveRow, Word
-from launch import wanted
+from bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
+from bus.liveness.live import Heartbeat, LiveView
+from bus.server.auth import credentials_file, make_users, read_credentials
+from bus.server.cluster import EmbeddedBus
+from bus.streams.connection import Bus, connect
+from bus.wire import subjects
+from bus.wire.messages import Done, LiveRow, Word
+from launch.run import wanted
 from tests.bus_kit import make_sample, make_task, take
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.failover import cluster_under_load, fail_over, report
-from bus.address import parse
-from bus.auth import credentials_file, read_credentials
-from bus.cluster import EmbeddedBus
+from bus.client.address import parse
 from bus.config import BusConfig
-from bus.connection import connect
 from bus.errors import Denied, Fenced
-from bus.messages import Done
+from bus.server.auth import credentials_file, read_credentials
+from bus.server.cluster import EmbeddedBus
+from bus.streams.connection import connect
+from bus.wire.messages import Done
+from tests.bench.failover import cluster_under_load, fail_over, report
 from tests.bus_kit import Proxy, make_sample, take
 
 RUN = "r"

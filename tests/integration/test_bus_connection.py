@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.discovery import SeveralRuns, find_run
 from bus.errors import BusError, BusUnavailable
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
 from tests.bus_fixtures import BusOpener
 
 

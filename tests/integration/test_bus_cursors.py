@@ -2,9 +2,9 @@
 
 import pytest
 
-from bus.connection import Bus
-from bus.cursors import LEAVE, WAIT, Cursors, CursorTaken, Reader
 from bus.errors import NotFound, StreamTrimmed
+from bus.streams.connection import Bus
+from bus.streams.cursors import LEAVE, WAIT, Cursors, CursorTaken, Reader
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
 

@@ -5,12 +5,12 @@ import random
 
 import pytest
 
-from bus.codec import encode_record
-from bus.connection import Bus, connect
-from bus.epoch import current_epoch, raise_epoch
 from bus.errors import Fenced, WireError
-from bus.messages import Done, Fence, PlanRecord
-from bus.server import EmbeddedServer
+from bus.liveness.epoch import current_epoch, raise_epoch
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
+from bus.wire.codec import encode_record
+from bus.wire.messages import Done, Fence, PlanRecord
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from bus import subjects
 from bus.errors import ConfigMismatch
+from bus.wire import subjects
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from bus import subjects
 from bus.errors import WireError
-from bus.messages import Span
+from bus.wire import subjects
+from bus.wire.messages import Span
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
 

@@ -5,13 +5,13 @@ import dataclasses
 
 import pytest
 
-from bus.connection import Bus, connect
-from bus.epoch import raise_epoch
+from bus.client.rows import Value
 from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
-from bus.live import Heartbeat, LiveView, processes
-from bus.messages import Capabilities, LiveRow
-from bus.rows import Value
-from bus.server import EmbeddedServer
+from bus.liveness.epoch import raise_epoch
+from bus.liveness.live import Heartbeat, LiveView, processes
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
+from bus.wire.messages import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until
 

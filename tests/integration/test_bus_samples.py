@@ -10,14 +10,14 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
-from bus import parts, subjects
-from bus.codec import encode_sample
 from bus.config import BusConfig
-from bus.connection import Bus, connect
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
-from bus.messages import Cursor, Kind, Sample
-from bus.samples import Received, headers_of, told_by
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
+from bus.streams.samples import Received, headers_of, told_by
+from bus.wire import parts, subjects
+from bus.wire.codec import encode_sample
+from bus.wire.messages import Cursor, Kind, Sample
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_sample, take, until
 

@@ -13,7 +13,7 @@ import pytest
 
 from bus.config import BusConfig
 from bus.errors import ServerFailed
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
 
 
 def test_it_is_up_soon_and_keeps_its_port_over_kills(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_it_is_up_soon_and_keeps_its_port_over_kills(tmp_path: Path) -> None:
 
 def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys; from bus.config import BusConfig; from bus.server import EmbeddedServer\n"
+        "import pathlib, sys; from bus.config import BusConfig; from bus.server.embedded import EmbeddedServer\n"
         f"server = EmbeddedServer(pathlib.Path({str(tmp_path)!r}), BusConfig()); server.start()\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from bus import tasks as bus_tasks
-from bus.codec import encode_dead, encode_task
-from bus.connection import Bus, connect
 from bus.errors import NotFound, WireError
-from bus.messages import Dead, Kind, Word
-from bus.server import EmbeddedServer
-from bus.tasks import Lease
+from bus.server.embedded import EmbeddedServer
+from bus.streams import tasks as bus_tasks
+from bus.streams.connection import Bus, connect
+from bus.streams.tasks import Lease
+from bus.wire.codec import encode_dead, encode_task
+from bus.wire.messages import Dead, Kind, Word
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 

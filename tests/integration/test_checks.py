@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
-from launch.roles import Own, config_on_bus
-from launch.settings import changes, load, to_map
+from launch.run.roles import Own, config_on_bus
+from launch.settings.loader import changes, load, to_map
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run
 

@@ -11,23 +11,23 @@ import aiohttp
 import pytest
 from safetensors.torch import load_file
 
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
-from actors.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from bus.connection import Bus
-from bus.keys import make_keys
-from bus.live import Heartbeat
-from bus.messages import Capabilities, LiveRow
-from bus.patience import cancellable
-from bus.server import EmbeddedServer
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
+from bus.client.patience import cancellable
+from bus.liveness.keys import make_keys
+from bus.liveness.live import Heartbeat
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
+from bus.wire.messages import Capabilities, LiveRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_engine_process import greedy
 from tests.tiny_models import write_tiny_model
 from weightstore.config import WeightsConfig
-from weightstore.manifest import Manifest
-from weightstore.publisher import Publisher
-from weightstore.registry import VersionRegistry
+from weightstore.format.manifest import Manifest
+from weightstore.push.publisher import Publisher
+from weightstore.store.registry import VersionRegistry
 
 LEARNER = LiveRow(role="learner", id="learner", host="here", pid=1, phase="working")
 DEADLINE_S = 10.0

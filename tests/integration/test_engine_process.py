@@ -10,19 +10,19 @@ import aiohttp
 import numpy as np
 import pytest
 
-from actors.builtin.engine import BuiltinEngine
 from actors.config import EngineConfig
-from actors.engine_client import HttpEngine
-from actors.engine_process import EngineLimits, EnginePlaces, run_engine
-from bus.connection import Bus
-from bus.keys import make_keys
-from bus.messages import Sampling
-from bus.patience import cancellable
-from bus.server import EmbeddedServer
+from actors.engines.engine_client import HttpEngine
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from bus.client.patience import cancellable
+from bus.liveness.keys import make_keys
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
+from bus.wire.messages import Sampling
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.tiny_models import write_tiny_model
-from weightstore.registry import VersionRegistry
+from weightstore.store.registry import VersionRegistry
 
 
 @pytest.fixture(scope="module")

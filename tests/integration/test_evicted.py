@@ -2,12 +2,12 @@
 
 import asyncio
 
-from bus.live import Heartbeat
-from bus.messages import LiveRow
-from launch.roles import tell_evicted
+from bus.liveness.live import Heartbeat
+from bus.wire.messages import LiveRow
+from launch.run.roles import tell_evicted
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
-from weightstore.registry import VersionRegistry
+from weightstore.store.registry import VersionRegistry
 
 
 async def test_the_learner_names_them(open_bus: BusOpener) -> None:

@@ -18,15 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 from actors.config import EngineConfig
-from actors.engine_client import HttpEngine
-from bus.messages import Sampling, Status
+from actors.engines.engine_client import HttpEngine
+from bus.wire.messages import Sampling, Status
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Objective
 from rewards.port import RewardRequest
 from rewards.registry import load
 from tests.contract import test_custom_algorithms as contract
-from weightstore import snapshot
-from weightstore.manifest import Manifest
+from weightstore.format.manifest import Manifest
+from weightstore.store import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples/extending"
@@ -44,12 +44,12 @@ CHECKED = """
 from pathlib import Path
 
 from actors.config import EngineConfig
-from actors.engine_process import Factory, ServedEngine
+from actors.serving.engine_process import Factory, ServedEngine
 from rewards.port import Reward
 from shared_directory import SharedDirectory
 from uniform_engine import UniformEngine
 from my_rewards import tagged
-from weightstore.port import WeightReceiver
+from weightstore.transport.port import WeightReceiver
 
 reward: Reward = tagged
 factory: Factory = UniformEngine

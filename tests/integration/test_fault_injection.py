@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.pinned import EngineFault, Named, PinnedLoop, Task
-from bus.messages import Sample, Span
+from bus.wire.messages import Sample, Span
 from learner.algorithms.alarms import Alarm, AlarmWatch, Context
 from learner.algorithms.config import AlarmConfig, AlgorithmConfig
 from learner.megatron.parallel import Parallel
+from tests.bench.pinned import EngineFault, Named, PinnedLoop, Task
 from tests.megatron_world import one_rank
 
 TASK = Task(num_digits=3, minibatches=1, lr=1.5e-3)

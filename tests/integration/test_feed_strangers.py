@@ -12,11 +12,11 @@ import pytest
 import zmq
 
 from learner.errors import FeederFailed, FeedError, RankFailed
-from learner.feed_client import FeedClient
-from learner.feed_gate import admit_by
-from learner.feed_keys import FeedKeys
-from learner.feed_messages import Start, pack
-from learner.feed_server import FeedServer
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_gate import admit_by
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_messages import Start, pack
+from learner.feed.feed_server import FeedServer
 from tests.feeder_kit import KEYS
 
 START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)

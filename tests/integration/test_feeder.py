@@ -14,29 +14,29 @@ import numpy as np
 import pytest
 
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.cursors import Cursors, Reader
-from bus.epoch import raise_epoch
 from bus.errors import Fenced, StreamReplaced
-from bus.messages import Dead, Done, Plan, Requeue, Sample, Settle, Task, Word
-from bus.server import EmbeddedServer
-from bus.subjects import BUCKETS, bucket_stream, stream
+from bus.liveness.epoch import raise_epoch
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.streams.cursors import Cursors, Reader
+from bus.wire.messages import Dead, Done, Plan, Requeue, Sample, Settle, Task, Word
+from bus.wire.subjects import BUCKETS, bucket_stream, stream
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
-from learner.datasource import DataSource, read_state
+from learner.data.datasource import DataSource, read_state
 from learner.errors import CheckpointCorrupt, ConfigRefused, FeederFailed, NoCheckpoint, NoProgress, RankFailed, ReplayMismatch, RunLost
-from learner.feed_client import FeedClient
-from learner.feed_messages import Start
-from learner.feed_server import FeedServer
-from learner.outcomes import Outcomes
-from learner.restart import CHECKPOINT_KEY, resume
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import Start
+from learner.feed.feed_server import FeedServer
+from learner.feed.outcomes import Outcomes
+from learner.feed.restart import CHECKPOINT_KEY, resume
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
-from weightstore.registry import HEAD, VersionRegistry
+from weightstore.store.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 
@@ -376,7 +376,7 @@ async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_wor
 async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_sends_others(
     open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.senders.INVALID_IN_A_ROW", 8)
+    monkeypatch.setattr("learner.data.senders.INVALID_IN_A_ROW", 8)
     async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from bus.connection import Bus
-from bus.live import LiveView
-from bus.messages import LiveRow
-from bus.server import EmbeddedServer
-from launch import wanted
+from bus.liveness.live import LiveView
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus
+from bus.wire.messages import LiveRow
+from launch.run import wanted
 from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]

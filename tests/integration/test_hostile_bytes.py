@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from actors.actor_process import run_actor
 from actors.config import ActorConfig
+from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.cursors import Cursors
-from bus.history import History
-from bus.live import Heartbeat, LiveView
-from bus.messages import LiveRow
-from bus.server import EmbeddedServer
-from launch import wanted
-from launch.audit import audit
-from launch.watch import Watch
+from bus.liveness.live import Heartbeat, LiveView
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.streams.cursors import Cursors
+from bus.streams.history import History
+from bus.wire.messages import LiveRow
+from launch.run import wanted
+from launch.run.audit import audit
+from launch.run.watch import Watch
 from learner.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, take_over
 from tests.bus_fixtures import BusOpener
@@ -41,7 +41,7 @@ LOOKING = (
 )
 READ_ALL = """
 import sys
-from launch.cli import main
+from launch.cli.main import main
 for line in sys.argv[2:]:
     code = main([*line.split(), *sys.argv[1].split()])
     assert code == 0 or (line.startswith("show") and code == 2), (line, code)  # 2 = it says why the sample cannot be shown

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bus.messages import Dead, Sampling
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.wire.messages import Dead, Sampling
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engine_client import HttpEngine
-from bus.codec import encode_task
+from actors.engines.engine_client import HttpEngine
 from bus.config import BusConfig
-from bus.connection import Bus, connect
-from bus.live import Heartbeat
-from bus.messages import Dead, Sample, Sampling, Status, Task
-from bus.server import EmbeddedServer
+from bus.liveness.live import Heartbeat
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
+from bus.wire.codec import encode_task
+from bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from rewards.exact import exact
 from rewards.port import RewardRequest
 from tests.actor_kit import (

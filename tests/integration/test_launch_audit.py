@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from nats.aio.msg import Msg
 
-from bus import parts
-from bus.connection import Bus
-from bus.messages import Plan, Sample, Settle, Status, Task
-from launch import audit_progress
-from launch.audit import Books, Claims, audit
-from launch.looking import read_status
+from bus.streams.connection import Bus
+from bus.wire import parts
+from bus.wire.messages import Plan, Sample, Settle, Status, Task
+from launch.cli.looking import read_status
+from launch.run import audit_progress
+from launch.run.audit import Books, Claims, audit
+from launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize
 from launch.samples.search import as_map
-from launch.summary import Observed, broken_promises, seconds_of_steps, summarize
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener

@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bus import readonly
-from bus.address import parse
-from bus.auth import ACCOUNT, credentials_file, read_credentials
-from bus.cluster import EmbeddedBus
+from bus.client.address import parse
 from bus.config import BusConfig
-from bus.connection import connect
 from bus.errors import BusError
-from bus.server import in_use
-from launch import ended
-from launch.access import AUTH_DIR
-from launch.config import RunConfig
-from launch.settings import to_map
-from launch.up import directory_of_one
+from bus.server import readonly
+from bus.server.auth import ACCOUNT, credentials_file, read_credentials
+from bus.server.cluster import EmbeddedBus
+from bus.server.embedded import in_use
+from bus.streams.connection import connect
+from launch.run import ended
+from launch.run.access import AUTH_DIR
+from launch.run.up import directory_of_one
+from launch.settings.config import RunConfig
+from launch.settings.loader import to_map
 from tests import data_kit
 from tests.integration.test_launch_looking import ROOT, make_run, tidemill
 

@@ -13,12 +13,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bus.connection import Bus
-from bus.live import Heartbeat
-from bus.messages import Done, LiveRow, Plan, Settle, Status
-from launch.looking import find_run, print_status, read_status
-from launch.roles import BUS_URL_FILE
-from launch.up import CONFIG_FILE
+from bus.liveness.live import Heartbeat
+from bus.streams.connection import Bus
+from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
+from launch.cli.looking import find_run, print_status, read_status
+from launch.run.roles import BUS_URL_FILE
+from launch.run.up import CONFIG_FILE
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 

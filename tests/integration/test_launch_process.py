@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from bus.processes import Child
-from bus.server import EmbeddedServer
-from launch.process import launched
-from launch.settings import load, to_map
-from launch.supervisor import GaveUp, Supervisor
+from bus.server.embedded import EmbeddedServer
+from bus.system.processes import Child
+from launch.run.process import launched
+from launch.run.supervisor import GaveUp, Supervisor
+from launch.settings.loader import load, to_map
 from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]
 
 BODY = """
 import asyncio, sys
-from launch import process
+from launch.run import process
 
 async def main(draining):
     print("ready", flush=True)
@@ -98,7 +98,7 @@ def test_a_second_signal_does_not_wait() -> None:
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """kill -9 of the parent leaves no orphan: the kernel ends the child."""
     code = (
-        "import asyncio, pathlib\nfrom launch.process import launched\n"
+        "import asyncio, pathlib\nfrom launch.run.process import launched\n"
         "async def main():\n"
         f"    child = launched('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', 'directory={tmp_path}/run'],"
         f" pathlib.Path('{tmp_path}/bus.log'))\n"

@@ -16,16 +16,17 @@ import msgpack
 import numpy as np
 import pytest
 
-from actors.builtin.text import Text
-from bus import discovery, subjects
-from bus.codec import encode_sample
+from actors.text.text import Text
+from bus.client import discovery
 from bus.config import BusConfig
-from bus.connection import Bus, connect
 from bus.errors import ConfigMismatch
-from bus.history import History
-from bus.messages import Done, Plan, Sample, Settle, Status, Task
-from bus.server import EmbeddedServer
-from launch import cli
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
+from bus.streams.history import History
+from bus.wire import subjects
+from bus.wire.codec import encode_sample
+from bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
+from launch.cli import main as cli
 from launch.samples.fate import DIFFERENCE, fate_of
 from launch.samples.filters import Filter
 from launch.samples.recording import Recording
@@ -40,7 +41,7 @@ from tests import data_kit
 from tests.actor_kit import model_dir
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
-from weightstore.registry import VersionRegistry
+from weightstore.store.registry import VersionRegistry
 
 
 def arguments(*words: str) -> argparse.Namespace:

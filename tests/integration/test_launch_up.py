@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.ports import KeptPort
-from bus.server import EmbeddedServer
-from launch.settings import load
-from launch.up import Up
+from bus.server.embedded import EmbeddedServer
+from bus.server.ports import KeptPort
+from bus.streams.connection import connect
+from launch.run.up import Up
+from launch.settings.loader import load
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
 from tests.whole.running import ROOT, SMOKE, live, until_step, up

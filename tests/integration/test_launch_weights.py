@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.live import Heartbeat
-from bus.messages import LiveRow
-from bus.server import EmbeddedServer
-from launch.weights import show_weights
+from bus.liveness.live import Heartbeat
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.wire.messages import LiveRow
+from launch.cli.weights import show_weights
 from tests.engine_serving import serving
 from tests.tiny_models import write_tiny_model
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.processes import Child
-from learner import process
-from learner.process import ChildFailed, run_learner
+from bus.system.processes import Child
+from learner.ranks import process
+from learner.ranks.process import ChildFailed, run_learner
 from tests.feeder_kit import KEYS
 
 LATE = """

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from bus.config import BusConfig
-from bus.server import EmbeddedServer
-from learner.feed_client import FeedClient
-from learner.feed_keys import FeedKeys
-from learner.feed_messages import Start
+from bus.server.embedded import EmbeddedServer
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_messages import Start
+from learner.feed.places import RankPlaces
 from learner.megatron.model import Policy
-from learner.places import RankPlaces
-from learner.pushes import Pushes
+from learner.ranks.pushes import Pushes
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.config import WeightsConfig

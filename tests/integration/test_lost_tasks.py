@@ -3,11 +3,11 @@
 import asyncio
 from dataclasses import replace
 
-from bus.connection import Bus
-from bus.messages import Dead, Settle, Task
-from bus.tasks import Lease
-from learner.datasource import DataSource
-from learner.lost import LostTasks
+from bus.streams.connection import Bus
+from bus.streams.tasks import Lease
+from bus.wire.messages import Dead, Settle, Task
+from learner.data.datasource import DataSource
+from learner.data.lost import LostTasks
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 

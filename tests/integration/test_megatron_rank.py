@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.messages import Done, Plan, Sample, Task
-from bus.ports import KeptPort
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.server.ports import KeptPort
+from bus.streams.connection import connect
+from bus.wire.messages import Done, Plan, Sample, Task
 from learner.checkpoints import listed
 from learner.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
@@ -28,7 +28,7 @@ from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
-from weightstore.registry import HEAD, VersionRegistry
+from weightstore.store.registry import HEAD, VersionRegistry
 
 SETTINGS: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2, "max_tokens_per_micro_batch": 16}
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from learner.algorithms.config import PRESETS, AlgorithmConfig
-from learner.batch import MicroBatch
 from learner.config import OptimizerConfig
+from learner.data.batch import MicroBatch
 from learner.errors import ConfigRefused
 from learner.megatron import parallel, state
 from learner.megatron.attention import packed_row

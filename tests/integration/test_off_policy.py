@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.pinned import Named, PinnedLoop, Task
-from bus.messages import Sample
+from bus.wire.messages import Sample
 from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
+from tests.bench.pinned import Named, PinnedLoop, Task
 from tests.megatron_world import one_rank
 
 SMALL = Task(num_digits=3, groups=8, group_size=4, minibatches=1, held_out=8)
@@ -129,7 +129,7 @@ def test_rejecting_changes_the_update_and_not_what_is_measured(make: Make) -> No
 
 
 def test_the_loop_is_the_same_every_time(make: Make) -> None:
-    """Everything that follows in this file and in bench/staleness compares runs: a run must depend on its seed alone."""
+    """Everything that follows in this file and in tests/bench/staleness compares runs: a run must depend on its seed alone."""
     runs = []
     for _ in range(2):
         loop = make(lag=2, task=replace(SMALL, minibatches=2))

@@ -15,20 +15,20 @@ import pytest
 from safetensors.torch import load_file
 
 from actors.config import EngineConfig
-from actors.engine_client import HttpEngine
+from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineUnavailable
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.keys import api_keys
-from bus.messages import Sampling
-from bus.server import EmbeddedServer
-from launch.config import ModelConfig, RunConfig
-from launch.settings import to_map
+from bus.liveness.keys import api_keys
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.wire.messages import Sampling
+from launch.settings.config import ModelConfig, RunConfig
+from launch.settings.loader import to_map
 from tests.actor_kit import row_until
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import ROOT
 from weightstore.config import WeightsConfig
-from weightstore.publisher import Publisher
+from weightstore.push.publisher import Publisher
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The closed loop of bench/pinned: the lag is the one asked for, and looking at a run changes nothing. And the sweep's verdicts."""
+"""The closed loop of tests/bench/pinned: the lag is the one asked for, and looking at a run changes nothing. And the sweep's verdicts."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bench.pinned import Named, PinnedLoop, Task
-from bench.staleness import VERSIONS, Run, claims, read, sweep
 from learner.algorithms.config import AlgorithmConfig
 from learner.megatron.parallel import Parallel
+from tests.bench.pinned import Named, PinnedLoop, Task
+from tests.bench.staleness import VERSIONS, Run, claims, read, sweep
 from tests.megatron_world import one_rank
 
 EASY = Task(num_digits=1, groups=16, group_size=8, minibatches=2, held_out=64, lr=3e-3, eps=1e-5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.processes import Child
+from bus.system.processes import Child
 
 PARENT = """
 import signal, subprocess, sys, time
@@ -46,7 +46,7 @@ async def test_the_end_of_a_group_is_the_end_of_all_in_it(tmp_path: Path) -> Non
 
 async def test_a_keeper_is_not_killed_with_its_parent_but_sees_its_input_end(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from bus.processes import Child\n"
+        "import asyncio, sys; from pathlib import Path; from bus.system.processes import Child\n"
         "async def main():\n"
         f"    child = Child('keeper', [sys.executable, '-c', {_KEEPER!r}], Path({str(tmp_path / 'log')!r}), keeper=True)\n"
         "    await child.start(); print(child.pid, flush=True); await child.wait()\n"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import aiohttp
 
-from bus.live import Heartbeat
-from bus.server import EmbeddedServer
-from launch.process import launched
+from bus.liveness.live import Heartbeat
+from bus.server.embedded import EmbeddedServer
+from launch.run.process import launched
 from tests.actor_kit import engine_row, row_until
 from tests.bus_fixtures import BusOpener
 from tests.engine_serving import serving

@@ -19,9 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weightstore.broadcast import BroadcastGroup
 from weightstore.errors import PeerLost
-from weightstore.member import GroupChannel
+from weightstore.push.member import GroupChannel
+from weightstore.transport.broadcast import BroadcastGroup
 
 SMALL, LARGE = 1000, 16_000_000
 """Bytes: what fits into socket buffers, and what does not."""
@@ -204,7 +204,7 @@ def test_who_waits_for_the_others_of_a_group_that_is_closed_is_told_at_once() ->
 
 LEFT_BEHIND = """
 import threading, time
-from weightstore.broadcast import within
+from weightstore.transport.broadcast import within
 asked = []
 def abort():
     asked.append("abort")

@@ -10,8 +10,8 @@ import pytest
 from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, bus_url, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
 from weightstore.config import WeightsConfig
-from weightstore.publisher import Publisher
-from weightstore.pusher import PushReport
+from weightstore.push.publisher import Publisher
+from weightstore.push.pusher import PushReport
 
 __all__ = ["bus_url"]
 

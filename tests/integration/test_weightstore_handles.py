@@ -28,10 +28,10 @@ from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishi
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.errors import BadManifest, ReceiverFailed
-from weightstore.handle_receiver import HandleReceiver
-from weightstore.handles import HostMemory, Mapped
-from weightstore.manifest import TensorSpec
-from weightstore.staging import Staging
+from weightstore.format.manifest import TensorSpec
+from weightstore.push.handle_receiver import HandleReceiver
+from weightstore.transport.handles import HostMemory, Mapped
+from weightstore.transport.staging import Staging
 
 __all__ = ["bus_url"]
 
@@ -60,7 +60,7 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
 ) -> None:
     old = Behaviour(handles="", fails="refuse", at="bucket", only_once=True)  # evicted once, and taken in again
     behaviours = {"here": GOOD, "elsewhere": Behaviour(handles="elsewhere"), "old": old}
-    with receivers(bus_url, run_id, behaviours) as engines, caplog.at_level(logging.WARNING, logger="weightstore.handle_receiver"):
+    with receivers(bus_url, run_id, behaviours) as engines, caplog.at_level(logging.WARNING, logger="weightstore.push.handle_receiver"):
         with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
             assert [report.engines for report in reports] == [("elsewhere", "here"), *[("elsewhere", "here", "old")] * 2]
@@ -113,7 +113,7 @@ import sys
 from pathlib import Path
 from tests.receiver_app import tiny_tensors
 from weightstore.config import WeightsConfig
-from weightstore.publisher import Publisher
+from weightstore.push.publisher import Publisher
 url, run, directory = sys.argv[1:]
 publisher = Publisher(WeightsConfig(transport="handles", bucket_bytes=16_000), bus_url=url, run=run, epoch=1, directory=Path(directory))
 publisher.start()

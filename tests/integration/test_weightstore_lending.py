@@ -11,26 +11,26 @@ import pytest
 import torch
 from yarl import URL
 
-from actors.builtin.engine import BuiltinEngine
-from actors.builtin.lending import Lending
-from actors.builtin.updates import WeightUpdates
 from actors.config import EngineConfig
-from actors.engine_process import EngineLimits, EnginePlaces, run_engine
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.builtin.lending import Lending
+from actors.serving.builtin.updates import WeightUpdates
+from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.live import Heartbeat, LiveView
-from bus.messages import Capabilities, LiveRow
-from bus.server import EmbeddedServer
+from bus.liveness.live import Heartbeat, LiveView
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.wire.messages import Capabilities, LiveRow
 from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore import snapshot
-from weightstore.checksums import ChecksumReport, differences, sum_of
-from weightstore.download import fetch
+from weightstore.catchup.download import fetch
 from weightstore.errors import SnapshotUnavailable
-from weightstore.manifest import Manifest
-from weightstore.registry import VersionRegistry
+from weightstore.format.checksums import ChecksumReport, differences, sum_of
+from weightstore.format.manifest import Manifest
+from weightstore.store import snapshot
+from weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 60.0
 

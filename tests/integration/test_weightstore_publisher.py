@@ -14,23 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from bus.client.reach import HERE
 from bus.config import BusConfig
-from bus.connection import connect
 from bus.errors import Fenced
-from bus.messages import LiveRow
-from bus.reach import HERE
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.wire.messages import LiveRow
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
-from weightstore import joining
+from weightstore.catchup import joining
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
-from weightstore.groups import GroupRules, PushGroup
-from weightstore.manifest import Manifest
-from weightstore.member import Member
-from weightstore.port import Rendezvous, WeightReceiver
-from weightstore.publisher import Publisher
-from weightstore.registry import VersionRegistry
-from weightstore.snapshot import ASIDE
+from weightstore.format.manifest import Manifest
+from weightstore.push.groups import GroupRules, PushGroup
+from weightstore.push.member import Member
+from weightstore.push.publisher import Publisher
+from weightstore.store.registry import VersionRegistry
+from weightstore.store.snapshot import ASIDE
+from weightstore.transport.port import Rendezvous, WeightReceiver
 
 DEADLINE_S = 2.0
 BUCKET_BYTES = 16_000

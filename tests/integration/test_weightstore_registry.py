@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from bus.errors import Fenced, NotFound
-from bus.subjects import bucket_stream
+from bus.wire.subjects import bucket_stream
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
-from weightstore.registry import VersionRegistry
+from weightstore.store.registry import VersionRegistry
 
 
 async def test_the_head_moves_only_by_publishing(open_bus: BusOpener) -> None:

@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.bus_fixtures import BusOpener
-from weightstore import snapshot
-from weightstore.manifest import Manifest
-from weightstore.registry import VersionRegistry
-from weightstore.snapshot_store import SnapshotStore
-from weightstore.staging import Staging, StagingPool
+from weightstore.format.manifest import Manifest
+from weightstore.store import snapshot
+from weightstore.store.registry import VersionRegistry
+from weightstore.store.snapshot_store import SnapshotStore
+from weightstore.transport.staging import Staging, StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
 

@@ -12,15 +12,15 @@ import pytest
 from aiohttp import web
 
 from bus.config import BusConfig
-from bus.connection import connect
 from bus.errors import Fenced
-from bus.messages import Capabilities, LiveRow
+from bus.streams.connection import connect
+from bus.wire.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from weightstore.errors import ReceiverFailed
-from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member, Updated
-from weightstore.port import WeightReceiver
+from weightstore.push.member import Member, Updated
+from weightstore.transport.http_receiver import HttpReceiver
+from weightstore.transport.port import WeightReceiver
 
 __all__ = ["bus_url"]
 LATIN = {"status": 200, "body": b"Passerelle d\xe9faillante", "headers": {"Content-Type": "text/html; charset=none-such"}}

@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any, cast
 
-from bus.connection import Bus
-from bus.rows import Rows
+from bus.client.rows import Rows
+from bus.streams.connection import Bus
 from tests.bus_fixtures import BusOpener
-from weightstore.turns import AcceleratorLease
+from weightstore.push.turns import AcceleratorLease
 
 
 class HeldRows(Rows):

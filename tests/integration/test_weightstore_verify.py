@@ -10,21 +10,21 @@ import aiohttp
 import pytest
 import torch
 
+from bus.client.reach import HERE
 from bus.config import BusConfig
-from bus.connection import connect
-from bus.messages import LiveRow
-from bus.reach import HERE
-from bus.server import EmbeddedServer
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.wire.messages import LiveRow
 from tests.engine_serving import Served, serving
 from tests.integration import test_weightstore_publisher
 from tests.integration.test_weightstore_publisher import GOOD, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
-from weightstore.groups import GroupRules, PushGroup
-from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member, Updated
+from weightstore.format.checksums import ChecksumReport
+from weightstore.push.groups import GroupRules, PushGroup
+from weightstore.push.member import Member, Updated
+from weightstore.transport.http_receiver import HttpReceiver
 
 publishing = functools.partial(test_weightstore_publisher.publishing, phase_deadline_s=20.0)
 """Nobody is late here."""
@@ -76,7 +76,7 @@ def test_an_engine_that_cannot_tell_serves_and_is_not_called_verified(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with receivers(bus_url, run_id, {"mute": Behaviour(mute=True)}), publishing(bus_url, run_id, tmp_path) as publisher:
-        with caplog.at_level(logging.WARNING, logger="weightstore.member"):
+        with caplog.at_level(logging.WARNING, logger="weightstore.push.member"):
             report = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
     assert (report.engines, report.verified) == (("mute",), ())
     assert "weights not verified" in caplog.text and "mute" in caplog.text

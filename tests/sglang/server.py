@@ -10,10 +10,10 @@ import aiohttp
 import yaml
 
 from actors.config import EngineConfig, SglangConfig
-from actors.engine_client import HttpEngine
-from actors.sglang.api import Api
-from actors.sglang.engine import SglangEngine
-from actors.sglang.releases import Release, release_of
+from actors.engines.engine_client import HttpEngine
+from actors.serving.sglang.api import Api
+from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.releases import Release, release_of
 from tests.engine_serving import LIMIT_S, Served
 from tests.whole.running import ROOT
 

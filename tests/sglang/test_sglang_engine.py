@@ -22,20 +22,20 @@ import torch
 
 from actors.config import EngineConfig
 from actors.errors import EngineFailed, UpdateRefused
-from actors.sglang.engine import SglangEngine
-from bus.messages import LiveRow, Sampling
-from bus.reach import HERE
+from actors.serving.sglang.engine import SglangEngine
+from bus.client.reach import HERE
+from bus.wire.messages import LiveRow, Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
 from tests.whole.running import ROOT
-from weightstore.checksums import ChecksumReport
 from weightstore.errors import ReceiverFailed
-from weightstore.groups import GroupRules, PushGroup
-from weightstore.http_receiver import HttpReceiver
-from weightstore.member import Member, Updated
+from weightstore.format.checksums import ChecksumReport
+from weightstore.push.groups import GroupRules, PushGroup
+from weightstore.push.member import Member, Updated
+from weightstore.transport.http_receiver import HttpReceiver
 
 TOLERANCE = 1e-3
 """fp32 on both sides."""
@@ -241,7 +241,7 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
             await asyncio.wait_for(begun.wait(), 60)
             await asyncio.sleep(1)  # the keeper has seen them all
-            (victim,) = [one for one in whole if part in " ".join(one.cmdline()) and "actors.sglang.keeper" not in one.cmdline()]
+            (victim,) = [one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.keeper" not in one.cmdline()]
             victim.kill()
             with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* is gone" if "::" in part else "")):
                 await asyncio.wait_for(engine.failed(), 30)
@@ -325,7 +325,9 @@ async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterat
     others = {one.pid for one in psutil.Process().children()}
     await engine.start()
     try:
-        (keeper,) = [one for one in psutil.Process().children() if one.pid not in others and "actors.sglang.keeper" in one.cmdline()]
+        (keeper,) = [
+            one for one in psutil.Process().children() if one.pid not in others and "actors.serving.sglang.keeper" in one.cmdline()
+        ]
         whole = [keeper, *keeper.children(recursive=True)]
         assert len(whole) >= 4
         yield engine, whole
@@ -337,7 +339,7 @@ def test_a_server_ends_with_the_process_that_started_it(python: str, directories
     """Which is killed, and can say nothing to anybody."""
     program = (
         "import asyncio; from pathlib import Path\n"
-        "from actors.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
+        "from actors.serving.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
         "async def run():\n"
         f"    engine = SglangEngine(Path({str(directories[0])!r}), config({python!r}, log={str(tmp_path / 'sglang.log')!r}))\n"
         "    engine.load(); await engine.start(); print('up', flush=True); await asyncio.Event().wait()\n"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.sglang.engine import LOOK_S, SglangEngine
-from bus.messages import Sampling
+from actors.serving.sglang.engine import LOOK_S, SglangEngine
+from bus.wire.messages import Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_of, scores, told_log_probs
 from tests.router_kit import routing

@@ -13,8 +13,8 @@ from tests.receiver_app import staged
 from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
 from weightstore.errors import ReceiverFailed
-from weightstore.handle_receiver import HandleReceiver
-from weightstore.handles import HostMemory
+from weightstore.push.handle_receiver import HandleReceiver
+from weightstore.transport.handles import HostMemory
 
 
 def _shared_files() -> set[str]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.port import Generation
-from bus.messages import Sampling
+from actors.engines.port import Generation
+from bus.wire.messages import Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.sglang.server import serving

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from actors.activity import Activity
 from actors.config import ActorConfig
-from actors.membership import default_id, first_row, section
+from actors.engines.membership import default_id, first_row, section
+from actors.rollout.activity import Activity
 from bus.config import BusConfig
-from bus.subjects import token
+from bus.wire.subjects import token
 
 
 def test_the_waiting_share_is_one_before_anything_happens_and_falls_with_work() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engines import Engines, NoEngine
+from actors.engines.pool import Engines, NoEngine
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
 from bus.errors import BusUnavailable
 from tests.engine_scene import Scene, looking

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.activity import Activity
-from actors.engines import Engines
+from actors.engines.pool import Engines
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from actors.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
-from bus.codec import check_sample, decode_sample, encode_sample
-from bus.invariants import MIN_LOG_PROB, check_partial
-from bus.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
+from actors.rollout.activity import Activity
+from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
+from bus.wire.codec import check_sample, decode_sample, encode_sample
+from bus.wire.invariants import MIN_LOG_PROB, check_partial
+from bus.wire.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
 from tests.engine_scene import Answer, Scene, generation, looking
 
 TASK = Task(

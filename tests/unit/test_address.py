@@ -2,10 +2,10 @@
 
 import pytest
 
-from bus.address import Address, parse
+from bus.client.address import Address, parse
 from bus.config import BusConfig
-from launch.access import address_line
-from launch.settings import load
+from launch.run.access import address_line
+from launch.settings.loader import load
 
 
 @pytest.mark.parametrize(

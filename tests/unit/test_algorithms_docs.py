@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import learner.algorithms
-from launch.config import RunConfig
-from launch.settings import load
+from launch.settings.config import RunConfig
+from launch.settings.loader import load
 from learner.algorithms.config import (
     ADVANTAGES,
     AGGREGATIONS,

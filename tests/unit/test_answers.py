@@ -6,8 +6,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from bus.client.outbox import STREAM_FULL, Stored, _read
 from bus.errors import BusUnavailable, Refused
-from bus.outbox import STREAM_FULL, Stored, _read
 
 
 def answer(**fields: object) -> Msg:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.messages import Plan, Sample, Status
-from learner.batch import MicroBatch, StepBatch, build_batches, decode, encode
+from bus.wire.messages import Plan, Sample, Status
+from learner.data.batch import MicroBatch, StepBatch, build_batches, decode, encode
+from learner.data.packing import assign
 from learner.errors import FeedError
-from learner.feed_messages import unpack
-from learner.outcomes import lags_of
-from learner.packing import assign
+from learner.feed.feed_messages import unpack
+from learner.feed.outcomes import lags_of
 from tests.data_kit import sample, task
 
 

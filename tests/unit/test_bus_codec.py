@@ -15,9 +15,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bus import codec
 from bus.errors import UnknownSchema, WireError
-from bus.messages import Dead, Done, Fence, Kind, Partial, Plan, PlanRecord, Requeue, Sample, Sampling, Settle, Span, Status, Task, Timings
+from bus.wire import codec
+from bus.wire.messages import (
+    Dead,
+    Done,
+    Fence,
+    Kind,
+    Partial,
+    Plan,
+    PlanRecord,
+    Requeue,
+    Sample,
+    Sampling,
+    Settle,
+    Span,
+    Status,
+    Task,
+    Timings,
+)
 from tests.bus_kit import make_sample, make_task
 
 INTS = st.integers(-(2**63), 2**63 - 1)

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from bus.errors import WireError
-from bus.invariants import MAX_REWARD, MAX_SECONDS, MIN_LOG_PROB, check_partial, check_sample
-from bus.messages import Span, Timings
+from bus.wire.invariants import MAX_REWARD, MAX_SECONDS, MIN_LOG_PROB, check_partial, check_sample
+from bus.wire.messages import Span, Timings
 from tests.bus_kit import make_partial, make_sample
 
 

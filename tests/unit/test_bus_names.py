@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import parts, subjects
+from bus.client.jetstream import parse_headers, unix_time
+from bus.client.outbox import answered
 from bus.errors import BusUnavailable, WireError
-from bus.jetstream import parse_headers, unix_time
-from bus.messages import Span
-from bus.outbox import answered
-from bus.samples import headers_of, told_by
+from bus.streams.samples import headers_of, told_by
+from bus.wire import parts, subjects
+from bus.wire.messages import Span
 from tests.bus_kit import join, make_sample
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def test_a_bad_run_id_is_refused(run: str) -> None:
 
 
 def test_no_subject_and_no_client_of_the_bus_is_spelled_elsewhere() -> None:
-    own = ROOT / "bus/subjects.py"
+    own = ROOT / "bus/wire/subjects.py"
     texts = {path: path.read_text() for room in (*ROOMS, "bus") for path in (ROOT / room).rglob("*.py") if path != own}
     assert len(texts) > 100
     assert [str(path) for path, text in texts.items() if re.search(r"""["']tm\.""", text)] == []
@@ -164,12 +164,12 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("module", "banned"),
     [
-        ("bus.messages", ("nats", "torch")),
+        ("bus.wire.messages", ("nats", "torch")),
         ("bus.config", ("nats", "torch", "numpy", "msgpack")),
         ("bus.errors", ("nats", "torch", "numpy", "msgpack")),
-        ("bus.codec", ("nats", "torch")),
-        ("bus.connection", ("torch",)),
-        ("bus.live", ("torch",)),
+        ("bus.wire.codec", ("nats", "torch")),
+        ("bus.streams.connection", ("torch",)),
+        ("bus.liveness.live", ("torch",)),
         ("bus.server", ("nats", "torch")),
     ],
 )

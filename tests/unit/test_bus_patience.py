@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from bus.client.link import Link
+from bus.client.patience import before_retry, retry
 from bus.errors import BusUnavailable, NotFound
-from bus.link import Link
-from bus.patience import before_retry, retry
 
 
 class FakeLink(Link):

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch import cli
 from launch.checks.findings import CheckFailed, Finding, Report
 from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
-from launch.settings import load
+from launch.cli import main as cli
+from launch.settings.loader import load
 from learner import checkpoints
-from learner.datasource import DataSource
-from learner.rules import DataRules
+from learner.data.datasource import DataSource
+from learner.data.rules import DataRules
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -231,7 +231,7 @@ def test_seven_thousand_prompts_are_checked_at_once_and_without_torch(tmp_path: 
     file = write_run(tmp_path)
     write_prompts(tmp_path / "prompts.jsonl", *[{"prompt": f"what is one plus {'two ' * 40}", "label": "3"}] * 7000)
     code = (
-        "import sys\nfrom launch.cli import main\n"
+        "import sys\nfrom launch.cli.main import main\n"
         f"assert main(['check', {str(file)!r}]) == 0\n"
         "heavy = {'torch', 'transformers', 'megatron', 'nats', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"

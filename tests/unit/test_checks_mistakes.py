@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli
+from launch.cli import main as cli
 from tests.check_kit import processes_started, write_model, write_prompts, write_run
 
 ANSWER_S = 2.0

@@ -13,18 +13,18 @@ WALL = {
 }
 """Functions by the module or class they are called on."""
 READ_FOR = {
-    "actors/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
+    "actors/rollout/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
-    "actors/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
-    "actors/chat_template.py": "strftime_now of chat templates, as transformers has it",
+    "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "actors/text/chat_template.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/exact.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
-    "actors/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
+    "actors/serving/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
-ONLOOKERS = ("bus/history.py", "launch/samples/")
+ONLOOKERS = ("bus/streams/history.py", "launch/samples/")
 """They show, search and count what the server has stamped (its clock alone), for a person; the run does not know of them."""
 STAMPS = {
-    "created_s": {"actors/actor.py", "launch/looking.py", "bus/invariants.py"},
-    "stored_s": {"bus/jetstream.py", "bus/pull.py", "bus/rows.py", "bus/samples.py"},
+    "created_s": {"actors/rollout/actor.py", "launch/cli/looking.py", "bus/wire/invariants.py"},
+    "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound, carry or show them."""
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from bus.coroutines import first_error, first_of
+from bus.system.coroutines import first_error, first_of
 
 
 async def test_the_first_end_cancels_the_others_and_tells_which() -> None:

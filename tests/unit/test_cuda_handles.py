@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from actors.sglang.tensors import SharedBucket
-from weightstore.cuda_handles import arguments
+from actors.serving.sglang.tensors import SharedBucket
 from weightstore.errors import BadManifest
-from weightstore.handles import Mapped, Offered
-from weightstore.manifest import TensorSpec
+from weightstore.format.manifest import TensorSpec
+from weightstore.transport.cuda_handles import arguments
+from weightstore.transport.handles import Mapped, Offered
 
 SPECS = [TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(4,), dtype="bfloat16")]
 HANDLE = {

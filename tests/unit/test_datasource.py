@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from bus.errors import WireError
-from bus.messages import Dead, Plan, Requeue, Settle, Status, Task
+from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.config import StalenessConfig
-from learner.datasource import EARLY_SAMPLES, Arrival, DataSource, Disposition, Waits
+from learner.data.datasource import EARLY_SAMPLES, Arrival, DataSource, Disposition, Waits
+from learner.data.rules import DataRules
 from learner.errors import ConfigRefused, ReplayMismatch
-from learner.rules import DataRules
 from tests.data_kit import RUN, eval_task, rules, sample, task
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bus.errors import WireError
-from bus.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
-from learner.batch import trainable_lags
-from learner.datasource import DataSource, Disposition, Waits
-from learner.rules import DataRules
+from bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
+from learner.data.batch import trainable_lags
+from learner.data.datasource import DataSource, Disposition, Waits
+from learner.data.rules import DataRules
 from tests.data_kit import rules, sample, task
 
 NUM_PROMPTS = 5

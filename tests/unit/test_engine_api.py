@@ -6,13 +6,13 @@ from typing import Any, cast
 import aiohttp
 import pytest
 
-from actors import engine_client
+from actors.engines import engine_client
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
-from actors.sglang import api
+from actors.serving.sglang import api
 from bus.errors import Fenced
-from weightstore.engine_api import CallFailed, Failure, refusal
 from weightstore.errors import ReceiverFailed
-from weightstore.http_receiver import HttpReceiver, _CannotTell
+from weightstore.transport.engine_api import CallFailed, Failure, refusal
+from weightstore.transport.http_receiver import HttpReceiver, _CannotTell
 
 WHY = {"error": {"message": "why", "code": 400}}
 URL, PATH = "http://x", "/begin_weight_update"

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from actors import openai_api
-from actors.engine_client import _whole
-from actors.joined import Joined
-from actors.port import Generation
-from bus.messages import Sampling, Span
+from actors.engines.engine_client import _whole
+from actors.engines.joined import Joined
+from actors.engines.port import Generation
+from actors.openai import openai_api
+from bus.wire.messages import Sampling, Span
 
 NOT_BEGUN = {
     "text": "",

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.builtin.answer import answer
-from actors.builtin.progress import Progress
-from actors.builtin.request import SamplingParams
-from actors.builtin.sequence import Model, Sequence
-from actors.builtin.shape import ModelShape
-from actors.builtin.text import StopStrings, Text
-from actors.engine_client import _generation
+from actors.engines.engine_client import _generation
 from actors.errors import EngineFailed
-from bus.messages import Span
+from actors.request import SamplingParams
+from actors.serving.builtin.answer import answer
+from actors.serving.builtin.progress import Progress
+from actors.serving.builtin.sequence import Model, Sequence
+from actors.serving.builtin.shape import ModelShape
+from actors.text.text import StopStrings, Text
+from bus.wire.messages import Span
 from tests.tiny_models import FAMILIES, tiny_config, tiny_model, write_tiny_tokenizer
 
 

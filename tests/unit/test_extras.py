@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from bus import exit_codes
-from launch import cli, extras
+from launch.cli import main as cli
+from launch.settings import extras
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -18,7 +19,7 @@ IMPORT_NAMES = {"pyzmq": "zmq", "megatron-core": "megatron"}
 NOT_IN_BASE = sorted({package for packages in extras.EXTRAS.values() for package in packages})
 
 BASE_PACKAGES = ("bus", "rewards", "launch", "actors.router")
-ENGINE_ONLY = {"actors.engine_process", "actors.handles"}
+ENGINE_ONLY = {"actors.serving.engine_process", "actors.serving.handles"}
 """Modules beside the actor's that only an engine's process imports."""
 
 
@@ -40,7 +41,7 @@ def test_all_names_every_role_and_the_tests_install_all() -> None:
 def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
     """A fresh interpreter in which every package of every extra is blocked."""
     modules = _base_modules()
-    assert {"actors.actor_process", "bus.connection", "launch.samples.tail", "rewards.registry"} <= set(modules)
+    assert {"actors.rollout.actor_process", "bus.streams.connection", "launch.samples.tail", "rewards.registry"} <= set(modules)
     code = (
         f"import importlib, sys\nsys.modules.update(dict.fromkeys({NOT_IN_BASE!r}))\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

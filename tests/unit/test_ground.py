@@ -32,7 +32,7 @@ def test_all_packages_come_from_one_root() -> None:
 def test_light_modules_load_nothing_heavy() -> None:
     """Importing a config, a port, bus or launch loads neither torch, Megatron, SGLang nor a NATS client."""
     light = [f"{package}.config" for package in ("bus", "weightstore", "actors", "learner", "launch")]
-    light += ["bus", "bus.messages", "launch", "launch.cli", "actors.port", "weightstore.port", "rewards.port"]
+    light += ["bus", "bus.wire.messages", "launch", "launch.cli.main", "actors.engines.port", "weightstore.transport.port", "rewards.port"]
     code = (
         f"import importlib, sys\nfor n in {light!r}: importlib.import_module(n)\n"
         "heavy = {'torch', 'megatron', 'sglang', 'nats', 'transformers', 'aiohttp'} & set(sys.modules)\n"
@@ -44,10 +44,10 @@ def test_light_modules_load_nothing_heavy() -> None:
 
 def test_index_names_every_module_on_disk() -> None:
     index = (ROOT / "docs/index.md").read_text()
-    listed = set(re.findall(rf"`((?:{'|'.join((*PACKAGES, 'bench'))})/[\w/]+\.py)`", index))
+    listed = set(re.findall(rf"`((?:{'|'.join((*PACKAGES, 'tests/bench'))})/[\w/]+\.py)`", index))
     on_disk = {
         str(path.relative_to(ROOT))
-        for package in (*PACKAGES, "bench")
+        for package in (*PACKAGES, "tests/bench")
         for path in (ROOT / package).rglob("*.py")
         if path.name not in ("__init__.py", "__main__.py")
     }

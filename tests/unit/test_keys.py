@@ -3,7 +3,7 @@
 import pytest
 
 from bus.errors import BusUnavailable
-from bus.keys import Keys, RunKeys
+from bus.liveness.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 

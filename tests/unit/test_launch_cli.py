@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import _parser
-from launch.commands import reached_at
+from launch.cli.commands import reached_at
+from launch.cli.main import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST_S = 0.7
@@ -55,7 +55,7 @@ def test_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int
 )
 def test_loads_nothing_heavy(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom launch.cli import main\n"
+        "import sys\nfrom launch.cli.main import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'nats', 'numpy.linalg', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -94,7 +94,7 @@ def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Pa
     """The installed command's own directory is that of the environment."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tidemill").write_text(
-        "import sys\nfrom launch.cli import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
+        "import sys\nfrom launch.cli.main import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
     )
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "own_module_here.py").write_text("")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.config import RunConfig
-from launch.settings import SettingsError, from_map, load, render, to_map
+from launch.settings.config import RunConfig
+from launch.settings.loader import SettingsError, from_map, load, render, to_map
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch/configs").glob("*.yaml"))
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bus.messages import Done, LiveRow
-from launch.curves import draw, reward_limits, smooth
-from launch.view import picture, plot, waiting_words
-from launch.watch import Watch
+from bus.wire.messages import Done, LiveRow
+from launch.run.curves import draw, reward_limits, smooth
+from launch.run.view import picture, plot, waiting_words
+from launch.run.watch import Watch
 from tests import data_kit
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.wanted import ALL, Place, Wanted, parse
+from launch.run.wanted import ALL, Place, Wanted, parse
 
 A, B, C, UP = Place("a"), Place("b", "gpu"), Place("c", "gpu"), Place("up")
 

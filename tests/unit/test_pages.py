@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import reference
-from launch.cli import _parser
-from launch.settings import SettingsError, from_map
+from launch.cli.main import _parser
+from launch.settings import reference
+from launch.settings.loader import SettingsError, from_map
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md"] + [

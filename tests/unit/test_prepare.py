@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.datasets import gsm8k_prompts, prompts, solve
-from launch.prepare import Prepared, PreparedOtherwise, prepare
-from launch.prepare_config import TASKS, PrepareConfig
-from launch.tiny_model import CHARACTERS, bpe_tokenizer, character_tokenizer
+from launch.settings.datasets import gsm8k_prompts, prompts, solve
+from launch.settings.prepare import Prepared, PreparedOtherwise, prepare
+from launch.settings.prepare_config import TASKS, PrepareConfig
+from launch.settings.tiny_model import CHARACTERS, bpe_tokenizer, character_tokenizer
 
 SMALL = PrepareConfig(count=20, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16)
 

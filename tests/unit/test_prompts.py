@@ -11,9 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.messages import Prompt
+from bus.wire.messages import Prompt
+from learner.data.prompts import PromptFile, sampler_seed, value_at
 from learner.errors import PromptError
-from learner.prompts import PromptFile, sampler_seed, value_at
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

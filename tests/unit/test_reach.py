@@ -2,7 +2,7 @@
 
 import pytest
 
-from bus.reach import Reach, Route, bare, reach
+from bus.client.reach import Reach, Route, bare, reach
 
 HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route("10.0.0.7", False)
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from launch import cli, reference
-from launch.config import RunConfig
-from launch.settings import SettingsError, from_map, to_map
+from launch.cli import main as cli
+from launch.settings import reference
+from launch.settings.config import RunConfig
+from launch.settings.loader import SettingsError, from_map, to_map
 from tests.schema_kit import errors
 
 ROOT = Path(__file__).parents[2]

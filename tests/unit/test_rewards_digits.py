@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.messages import Status
+from bus.wire.messages import Status
 from rewards.digits import digits
 from rewards.exact import exact
 from rewards.port import RewardRequest

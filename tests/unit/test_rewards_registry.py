@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from bus.invariants import MAX_REWARD
-from bus.messages import Status
+from bus.wire.invariants import MAX_REWARD
+from bus.wire.messages import Status
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from rewards.port import RewardRequest
 from rewards.registry import load

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from actors.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, Watch
-from actors.sglang.names import Names
+from actors.serving.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, Watch
+from actors.serving.sglang.names import Names
 
 NEVER = float("inf")
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from actors.builtin.request import Limits
 from actors.errors import BadRequest
-from actors.sglang.checks import responses_in
-from actors.sglang.child import command_line
+from actors.request import Limits
+from actors.serving.sglang.checks import responses_in
+from actors.serving.sglang.child import command_line
 
 LIMITS = Limits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
 IDS = {"input_ids": [5, 6, 7]}

@@ -3,7 +3,7 @@
 import pytest
 
 from actors.errors import EngineFailed
-from actors.sglang.releases import release_of
+from actors.serving.sglang.releases import release_of
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.receiver_app import staged, tiny_tensors
-from weightstore import checksums
-from weightstore.checksums import LANES, ChecksumReport, Part, differences, report_checksums, sha256, sum64, sum_of
+from weightstore.format import checksums
+from weightstore.format.checksums import LANES, ChecksumReport, Part, differences, report_checksums, sha256, sum64, sum_of
 
 
 def slow(data: bytes) -> str:

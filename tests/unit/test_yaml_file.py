@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch import yaml_file
-from launch.config import RunConfig
-from launch.settings import SettingsError, load
+from launch.settings import yaml_file
+from launch.settings.config import RunConfig
+from launch.settings.loader import SettingsError, load
 
 GOOD = (Path(__file__).resolve().parents[2] / "launch/configs/digits.yaml").read_bytes()
 PIECES = (

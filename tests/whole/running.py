@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus.connection import Bus, connect
-from bus.live import LiveView
-from bus.messages import Done, LiveRow, Plan
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus, connect
+from bus.wire.messages import Done, LiveRow, Plan
 from tests.whole.prepared import put_prepared
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bus.messages import Status
-from launch.config import RunConfig
+from bus.wire.messages import Status
+from launch.settings.config import RunConfig
 from rewards.port import RewardRequest
 from rewards.registry import load
 from tests.tiny_models import write_tiny_model

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from bus.connection import Bus
-from bus.messages import Sample, Task
-from bus.samples import headers_of
-from bus.subjects import MESSAGE_ID
-from bus.tasks import Lease
+from bus.streams.connection import Bus
+from bus.streams.samples import headers_of
+from bus.streams.tasks import Lease
+from bus.wire.messages import Sample, Task
+from bus.wire.subjects import MESSAGE_ID
 from tests import data_kit
 from tests.whole.running import Up, assert_books_balance, up
 

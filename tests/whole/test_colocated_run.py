@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.connection import Bus
-from bus.live import LiveView
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
 
 COLOCATED = ("learner.colocated=true", "bus.lease_s=3")
@@ -50,9 +50,9 @@ def turns_of_the_learner(run: Up) -> list[tuple[float, float]]:
     """When it worked on steps: (from, until)."""
     found, began = [], None
     for at, line in events(run.directory / "logs" / "learner.log"):
-        if "learner.turns: turn of the learner" in line:
+        if "learner.ranks.turns: turn of the learner" in line:
             began = at
-        elif "learner.rank: step=" in line:
+        elif "learner.ranks.rank: step=" in line:
             assert began is not None, f"a step outside of the learner's turn: {line}"
             found.append((began, at))
             began = None

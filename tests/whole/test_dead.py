@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bus.connection import Bus
-from bus.messages import Dead, Plan, Requeue
+from bus.streams.connection import Bus
+from bus.wire.messages import Dead, Plan, Requeue
 from tests.chaos.storm import drained_and_judged
 from tests.whole.running import ROOT, up
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from bus.auth import credentials_file, read_credentials
-from launch.access import viewer_line
-from launch.looking import find_run
+from bus.server.auth import credentials_file, read_credentials
+from launch.cli.looking import find_run
+from launch.run.access import viewer_line
 from tests.whole.running import assert_books_balance, up
 
 

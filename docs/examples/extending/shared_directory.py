@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from weightstore import snapshot
-from weightstore.manifest import Bucket, TensorSpec, unflatten
-from weightstore.port import Rendezvous, WeightReceiver
+from weightstore.format.manifest import Bucket, TensorSpec, unflatten
+from weightstore.store import snapshot
+from weightstore.transport.port import Rendezvous, WeightReceiver
 
 
 class SharedDirectory:

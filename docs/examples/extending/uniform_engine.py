@@ -11,11 +11,11 @@ import numpy as np
 from aiohttp import web
 
 from actors.config import EngineConfig
-from bus.messages import Capabilities
+from bus.wire.messages import Capabilities
 
 
 class UniformEngine:
-    """Implements ``ServedEngine`` (``actors/engine_process.py``) and answers ``POST /generate`` as ``docs/wire.md`` describes."""
+    """Implements ``ServedEngine`` (``actors/serving/engine_process.py``) and answers ``POST /generate`` as ``docs/wire.md`` describes."""
 
     handles = ""
     capabilities = Capabilities()

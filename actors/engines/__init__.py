@@ -1,0 +1,1 @@
+"""Clients of engines: discovery, choice, requests."""

@@ -1,0 +1,235 @@
+"""The Engine port over SGLang's HTTP API: for the built-in engine and for SGLang itself. Knows no bus.
+
+What only the built-in engine understands (``min_version``, ``continued_tokens``) is sent only when asked for.
+"""
+
+import json
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.engines.joined import Joined
+from actors.engines.port import EngineInfo, Generation
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from actors.events import END, data_in
+from bus.liveness.keys import RunKeys
+from bus.wire.messages import Sampling, Span
+from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
+
+COMMAND_S = 30.0
+"""Bound on everything but generating."""
+
+
+class HttpEngine:
+    """A client of one engine; connections are opened on first use, as many as there are requests.
+
+    ``join``: requests for one prompt that start together are sent as one (``joined.py``).
+    ``keys``: of the run, for engines that ask for one.
+    """
+
+    def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
+        self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
+        self._joined = Joined() if join else None
+        self._api = EngineApi(url, _error, headers=no_headers if keys is None else keys.headers)
+
+    async def generate(
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
+    ) -> Generation:
+        rid = id or secrets.token_hex(16)
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun)
+        joined = None if begun is not None else self._joined
+
+        async def send(wanted: dict[str, Any]) -> Any:
+            return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
+
+        return _whole(self.url, await (send(body) if joined is None else joined.ask(body, send)), sampling, begun)
+
+    async def stream(
+        self,
+        prompt: Sequence[int] | NDArray[np.int32],
+        sampling: Sampling,
+        *,
+        id: str = "",
+        min_version: int = 0,
+        timeout_s: float = 300.0,
+        begun: Generation | None = None,
+    ) -> AsyncIterator[Generation]:
+        rid = id or secrets.token_hex(16)
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
+        async with self._api.open("POST", "/generate", body, timeout_s=timeout_s) as response:
+            async for data in data_in(response.content.iter_any()):
+                if data == END:
+                    return
+                yield _whole(self.url, json.loads(data), sampling, begun)
+        raise EngineFailed(self.url, "the stream ended without [DONE]")
+
+    async def abort(self, id: str | None = None) -> None:
+        await self._call("POST", "/abort_request", {"abort_all": True} if id is None else {"rid": id})
+
+    async def pause(self, mode: str = "in_place") -> None:
+        await self._call("POST", "/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._call("POST", "/continue_generation", {})
+
+    async def healthy(self) -> bool:
+        try:
+            await self._call("GET", "/health")
+        except (EngineUnavailable, EngineFailed, BadRequest):
+            return False
+        return True
+
+    async def info(self) -> EngineInfo:
+        model = await self._call("GET", "/model_info")
+        server = await self._call("GET", "/server_info")
+        return EngineInfo(
+            engine=self.url,
+            version=_version(self.url, model.get("weight_version")),
+            model_path=str(model.get("model_path", "")),
+            model_type=str(model.get("model_type", "")),
+            max_context=int(server.get("context_length") or server.get("max_total_tokens") or 0),
+            vocab_size=int(model.get("vocab_size") or 0),
+            details={**server, **model},
+        )
+
+    async def close(self) -> None:
+        if self._joined is not None:
+            await self._joined.close()
+        await self._api.close()
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+        return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
+
+
+def _error(failed: CallFailed) -> EngineError:
+    url, reason = failed.url, failed.reason
+    match failed.failure:
+        case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: it wants another key; the request may be right
+            return EngineUnavailable(url, reason)
+        case Failure.UNAVAILABLE:
+            wanted = failed.answer.get("unavailable") == VersionUnavailable.__name__
+            return (VersionUnavailable if wanted else EngineUnavailable)(url, reason)
+        case Failure.BROKEN:
+            return EngineGone(url, reason)
+        case Failure.STALE:
+            epoch = failed.answer.get("epoch")
+            return StaleEpoch(f"{url}: {reason}", -1, epoch if isinstance(epoch, int) else -1)
+        case Failure.REFUSED | Failure.ABORTED:
+            return BadRequest(f"{url}: {reason}")
+        case Failure.UNREADABLE:
+            return EngineFailed(url, f"{failed.path}: {reason}")
+        case Failure.FAILED:
+            return EngineFailed(url, f"HTTP {failed.status}: {reason}")
+
+
+def _request(
+    prompt: Sequence[int] | NDArray[np.int32],
+    sampling: Sampling,
+    *,
+    rid: str,
+    min_version: int,
+    timeout_s: float,
+    begun: Generation | None,
+) -> dict[str, Any]:
+    params: dict[str, Any] = {
+        "max_new_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+    if sampling.seed is not None:
+        params["sampling_seed"] = sampling.seed
+    body: dict[str, Any] = {"rid": rid, "input_ids": np.asarray(prompt).tolist(), "sampling_params": params, "return_logprob": True}
+    if begun is not None and len(begun.tokens):
+        body["input_ids"] += begun.tokens.tolist()
+        body["continued_tokens"] = len(begun.tokens)
+        params["max_new_tokens"] -= len(begun.tokens)
+    if min_version > 0:
+        # A little earlier than our own bound, so that the engine's reason arrives.
+        body |= {"min_version": min_version, "min_version_timeout_s": 0.9 * timeout_s}
+    return body
+
+
+def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) -> Generation:
+    """What the engine answered, put behind what it was to continue. Raises EngineFailed when that cannot be understood."""
+    generation = _generation(url, answer)
+    if begun is None or not len(begun.tokens):
+        return generation
+    text = generation.text
+    if not answer["meta_info"].get("continued_tokens"):  # it took all for the prompt: SGLang
+        text = begun.text + text
+        if (crossing := next((stop for stop in sampling.stop if stop in text), None)) is not None:
+            raise EngineFailed(url, f"it went past the stop string {crossing!r}, which began in what was to be continued")
+    return replace(
+        generation,
+        tokens=np.concatenate([begun.tokens, generation.tokens]),
+        log_probs=np.concatenate([begun.log_probs, generation.log_probs]),
+        spans=_merged(begun.spans + generation.spans),
+        text=text,
+        prompt_tokens=max(0, generation.prompt_tokens - len(begun.tokens)),
+        duration_s=begun.duration_s + generation.duration_s,
+    )
+
+
+def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Neighbours of one version as one."""
+    merged: list[Span] = []
+    for span in spans:
+        if merged and merged[-1].version == span.version:
+            span = Span(version=span.version, num_tokens=merged.pop().num_tokens + span.num_tokens)
+        merged.append(span)
+    return tuple(merged)
+
+
+def _generation(url: str, answer: Any) -> Generation:
+    try:
+        if "error" in answer:
+            raise EngineFailed(url, str(answer["error"].get("message")))
+        meta = answer["meta_info"]
+        tokens = np.array(answer["output_ids"], np.int32)
+        log_probs = np.array([entry[0] for entry in meta["output_token_logprobs"]], np.float32)
+        finish = meta["finish_reason"] or {}
+        spans = tuple(
+            Span(version=_version(url, span["version"]), num_tokens=span["end"] - span["start"])
+            for span in meta.get("weight_versions") or ()
+        )
+        generation = Generation(
+            id=meta["id"],
+            tokens=tokens,
+            log_probs=log_probs,
+            spans=spans,
+            finish=finish.get("type"),
+            matched=finish.get("matched"),
+            text=answer.get("text") or "",
+            prompt_tokens=meta.get("prompt_tokens") or 0,  # SGLang does not say it of one that was aborted before it was begun
+            cached_tokens=meta.get("cached_tokens") or 0,
+            retractions=meta.get("num_retractions") or 0,
+            duration_s=meta.get("e2e_latency") or 0.0,
+        )
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise EngineFailed(url, f"its answer cannot be understood: {error!r}") from error
+    if len(tokens) != len(log_probs):
+        raise EngineFailed(url, f"{len(tokens)} tokens have {len(log_probs)} log-probs")
+    if finish and sum(span.num_tokens for span in spans) != len(tokens):
+        raise EngineFailed(url, f"{len(tokens)} tokens have spans {spans}")
+    return generation
+
+
+def _version(url: str, given: object) -> int:
+    try:
+        return int(str(given))
+    except ValueError:
+        raise EngineFailed(url, f"weight_version: want a number, got {given!r} (start it with --weight-version 0)") from None

@@ -1,0 +1,100 @@
+"""How an actor or engine process belongs to a run: its name, its connection, what the run's config says.
+
+Knows the bus; not what the process does.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+from actors.allowed import refuse_foreign
+from actors.errors import BadRow
+from bus.config import BusConfig
+from bus.errors import BusError, BusUnavailable, NotFound
+from bus.streams.connection import Bus, connect
+from bus.wire.messages import LiveRow
+
+logger = logging.getLogger(__name__)
+
+BUS_WAIT_S = 300.0
+"""Longest wait for the bus, and for the config of the run, at the start."""
+STEP_S = 1.0
+"""How often such a wait looks whether it is to end."""
+CONFIG_KEY = "config"
+"""Row of the bucket ``run`` with the config of the run: ``{"actor": {...}, "bus": {...}, ...}``."""
+
+Config = TypeVar("Config")
+
+
+def default_id() -> str:
+    """Give a name that no other process alive has: host and process id."""
+    return f"{host_name()}-{os.getpid()}"
+
+
+def host_name() -> str:
+    """Give this machine's name, fit for the bus."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
+
+
+def first_row(role: str, id: str) -> LiveRow:
+    """Give the live row of a process that starts."""
+    return LiveRow(role=role, id=id, host=socket.gethostname(), pid=os.getpid(), phase="starting")
+
+
+async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event) -> Bus | None:
+    """Give a connection, closed with ``stack``; None when ``draining`` is set before there is one.
+
+    Raises BusUnavailable after ``BUS_WAIT_S``.
+    """
+    deadline = time.monotonic() + BUS_WAIT_S
+    while not draining.is_set():
+        try:
+            return await stack.enter_async_context(connect(url, run, config, name=name, wait_s=STEP_S))
+        except BusUnavailable as error:
+            if time.monotonic() > deadline:
+                raise
+            logger.info("waiting for the bus error=%s", error)
+    return None
+
+
+async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> dict[str, Any] | None:
+    """Read the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
+
+    ``allowed``: settings that name code, programs, environment or files, as ``actors/allowed.py`` wants them. Raises NotAllowed for one
+    that is not in it, NotFound after ``BUS_WAIT_S``.
+    """
+    deadline = time.monotonic() + BUS_WAIT_S
+    while not draining.is_set():
+        try:
+            row = await bus.rows("run").get(CONFIG_KEY)
+            if row is not None:
+                refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
+                return row[0]
+        except BusError as error:
+            logger.info("waiting for the config of the run error=%s", error)
+        if time.monotonic() > deadline:
+            raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY})")
+        await asyncio.sleep(STEP_S / 4)
+    return None
+
+
+def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
+    """Make the dataclass ``kind`` from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
+    values = dict(config.get(name, {}))
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            raise BadRow(f"{name}.{key}: unknown; there are {sorted(known)}")
+        if isinstance(values[key], list):
+            values[key] = tuple(values[key])
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise BadRow(f"{name}.{error}") from error

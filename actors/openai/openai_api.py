@@ -1,0 +1,403 @@
+"""OpenAI's requests as bodies of /generate, and the answers to those as OpenAI's. Pure: knows no HTTP and no engine.
+
+    {"messages": [...], "max_tokens": 9}  ->  Asked  ->  {"input_ids": [...], "sampling_params": {...}}
+    {"choices": [...], "usage": {...}}    <-  Told   <-  {"output_ids": [...], "meta_info": {...}}
+
+Besides OpenAI's own there are fields that engines' servers have in common: top_k, min_tokens, stop_token_ids, ignore_eos, rid, min_version,
+chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and versions with each choice).
+"""
+
+import difflib
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from actors.errors import BadRequest
+from actors.text import tool_calls
+from actors.text.chat_template import ChatTemplate
+from actors.text.text import Text
+from actors.text.tool_calls import Call, Said
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default ``max_tokens`` of a completion."""
+SAMPLING = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "stop": "stop",
+    "seed": "sampling_seed",
+    "n": "n",
+    "max_tokens": "max_new_tokens",
+    "max_completion_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    **{same: same for same in ("top_k", "stop_token_ids", "ignore_eos", "skip_special_tokens", "frequency_penalty", "presence_penalty")},
+    **{same: same for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex")},
+}
+"""OpenAI's name, or the common one -> SGLang's."""
+OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in reversed(SAMPLING.items())}
+PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
+COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"}
+OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
+OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}
+WITHOUT_EFFECT = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("parallel_tool_calls", "reasoning_effort", "verbosity"),
+}
+"""Taken and passed over: they change nothing here, and clients send them."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_logprobs": (None, 0),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+}
+"""What cannot be done here, with the values at which it does nothing."""
+OF_TEMPLATE = {"self", "messages", "tools", "documents", "add_generation_prompt"}
+"""What a template is given besides ``chat_template_kwargs``, by the request's own fields."""
+INCOMPLETE = "\ufffd"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked request."""
+
+    chat: bool
+    model: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template."""
+    prompts: tuple[str | list[int], ...] = ()
+    """Of a completion."""
+    sampling: Mapping[str, Any]
+    passed_on: Mapping[str, Any]
+    stream: bool
+    usage: bool
+    """A streamed answer ends with the counts."""
+    logprobs: bool
+    token_ids: bool
+    """Token ids, log-probs and versions with each choice."""
+
+    @property
+    def n(self) -> int:
+        return int(self.sampling.get("n", 1))
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> dict[str, Any]:
+        """The body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
+        params = dict(self.sampling)
+        if params.get("max_new_tokens") is None:
+            longest = max(map(len, prompts))
+            params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
+        ids, each = [list(prompt) for prompt in prompts], None
+        if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # or a server might give one response n times
+            each = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
+            ids = [prompt for prompt in ids for _ in range(self.n)]
+        return {
+            "input_ids": ids if len(ids) > 1 else ids[0],
+            "sampling_params": each or params,
+            "return_logprob": True,
+            "stream": self.stream,
+            **self.passed_on,
+        }
+
+
+def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
+    """Check what is OpenAI's; what becomes SGLang's is checked by the engine. Raises BadRequest."""
+    known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
+    for name, value in body.items():
+        if name not in known | WITHOUT_EFFECT:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
+        if name in NEUTRAL and value not in NEUTRAL[name]:
+            raise BadRequest(f"{name}: cannot be done here; want {NEUTRAL[name][-1]!r}, got {value!r}")
+    sampling = {theirs: body[name] for name, theirs in SAMPLING.items() if body.get(name) is not None}
+    for theirs in ("n", "max_new_tokens"):
+        count = sampling.get(theirs, 1)
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise BadRequest(f"{OPENAIS[theirs]}: want an integer >= 1, got {count!r}")
+    stop = sampling.get("stop")
+    if "" in (stop if isinstance(stop, list) else [stop]):
+        raise BadRequest(f"stop: want text that is not empty, got {stop!r}")
+    sampling |= _grammar(body.get("response_format"))
+    n = sampling.get("n", 1)
+    if body.get("best_of") not in (None, n):
+        raise BadRequest(f"best_of: cannot be done here; want n ({n}), got {body['best_of']!r}")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, Mapping):
+        raise BadRequest(f"stream_options: want a map, got {options!r}")
+    asked: dict[str, Any] = {
+        "chat": chat,
+        "model": _of(body, "model", str, ""),
+        "sampling": sampling,
+        "passed_on": {name: body[name] for name in PASSED_ON if body.get(name) is not None},
+        "stream": _of(body, "stream", bool, False),
+        "usage": bool(options.get("include_usage")),
+        "token_ids": _of(body, "return_token_ids", bool, False),
+    }
+    if chat:
+        asked |= {"messages": _messages(body.get("messages")), "logprobs": _of(body, "logprobs", bool, False), "template": _template(body)}
+    else:
+        asked |= {"prompts": _prompts(body.get("prompt")), "logprobs": _count(body.get("logprobs"))}
+    return Asked(**asked)
+
+
+def chat_text(asked: Asked, template: ChatTemplate | None) -> str:
+    """The prompt of a chat. Raises BadRequest."""
+    if template is None:
+        raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
+    return template.render(asked.messages, **asked.template)
+
+
+def form_of_calls(asked: Asked, template: ChatTemplate | None) -> str | None:
+    """Format of tool calls in the answer (``actors.text.tool_calls``); None = the request names none, or the model's format is unknown."""
+    return template.form_of_calls if template is not None and asked.template.get("tools") else None
+
+
+def prompt_ids(asked: Asked, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
+    """The prompts as token ids. Raises BadRequest."""
+    if asked.chat:
+        if text is None:
+            raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
+        return [text.encode(chat_text(asked, template), add_special=False)]
+    if text is None and any(isinstance(prompt, str) for prompt in asked.prompts):
+        raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
+    return [text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt) for prompt in asked.prompts]  # type: ignore[arg-type]
+
+
+def error(message: str, status: int) -> dict[str, Any]:
+    """In OpenAI's shape."""
+    kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
+    where, found, what = message.partition(":")
+    if where.startswith("sampling_params."):
+        where = OPENAIS.get(where.removeprefix("sampling_params."), where)
+    where = re.sub(r"^input_ids\b", "prompt", where)
+    named = found and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
+    return {"error": {"message": where + found + what, "type": kind, "param": where if named else None, "code": status}}
+
+
+class Told:
+    """One answer in the making. Places of responses: those of the first prompt, then those of the second, ..."""
+
+    def __init__(
+        self, asked: Asked, *, id: str, model: str, created: int, piece: Callable[[int], str] | None, form_of_calls: str | None = None
+    ) -> None:
+        """``created``: Unix time, s. ``piece``: the text of one token; None = there is no tokenizer. ``form_of_calls``: see there."""
+        self._asked, self._id, self._piece, self._form = asked, id, piece, form_of_calls
+        kind = "chat.completion" if asked.chat else "text_completion"
+        self._head = {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{id}", "created": created, "model": asked.model or model}
+        self._whole, self._part = kind, f"{kind}.chunk" if asked.chat else kind
+        self._shown: dict[int, int] = {}
+        """Place -> characters that were streamed."""
+        self._called: dict[int, int] = {}
+        """Place -> calls that were streamed."""
+        self._counted: dict[int, int] = {}
+        """Place -> tokens that were streamed."""
+        self._offsets: dict[int, int] = {}
+        """Place -> characters of the tokens whose log-probs were told."""
+        self._metas: dict[int, Mapping[str, Any]] = {}
+
+    def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All responses at once."""
+        choices = []
+        for place, answer in enumerate(answers):
+            self._metas[place] = answer["meta_info"]
+            answer = {**answer, "index": place}
+            choice: dict[str, Any] = {"index": place}
+            choice |= {"message": self.message(answer)} if self._asked.chat else {"text": _text(answer)}
+            finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
+            choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **self._extras(answer, 0)}
+            choices.append(choice)
+        return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
+
+    def message(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+        """What an assistant has said and called in a finished chat."""
+        said = self._said(_text(answer), finished=True)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content}
+        if said.calls:
+            message["content"] = said.content or None
+            message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(said.calls)]
+        return message
+
+    def parts(self, answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """What is new in a streamed state, which has everything so far."""
+        place = answer.get("index", 0)
+        first = place not in self._shown
+        self._metas[place] = answer["meta_info"]
+        if first and self._asked.chat:
+            yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
+        text, ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
+        said = self._said(text if ended else text[: _settled(text, self._stops())], finished=ended)
+        shown, called = self._shown.get(place, 0), self._called.get(place, 0)
+        new, calls = said.content[shown:], said.calls[called:]
+        self._shown[place], self._called[place] = max(shown, len(said.content)), len(said.calls)
+        if not new and not calls and not ended:
+            return
+        self._counted[place] = len(answer["output_ids"])
+        delta: dict[str, Any] = {"content": new} if new else {}
+        if calls:
+            delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
+        content = {"delta": delta} if self._asked.chat else {"text": new}
+        finish = self._finish(answer, bool(said.calls))
+        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """What comes when all have ended."""
+        if self._asked.usage:
+            yield {**self._head, "object": self._part, "choices": [], "usage": self._usage()}
+
+    def _chunk(self, place: int, what: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        choice = {"index": place, "logprobs": None, **what, "finish_reason": finish}
+        return {**self._head, "object": self._part, "choices": [choice]}
+
+    def _said(self, text: str, *, finished: bool) -> Said:
+        return Said(text, ()) if self._form is None else tool_calls.read(text, self._form, finished=finished)
+
+    def _call(self, call: Call, place: int, number: int) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
+
+    def _finish(self, answer: Mapping[str, Any], called: bool) -> str | None:
+        finish = _finish(answer)
+        return "tool_calls" if called and finish == "stop" else finish
+
+    def _stops(self) -> Sequence[str]:
+        stop = self._asked.sampling.get("stop") or ()
+        return (stop,) if isinstance(stop, str) else stop
+
+    def _usage(self) -> dict[str, Any]:
+        """Prompts count once, however many responses they have."""
+        metas = list(self._metas.values())
+        prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._asked.n == 0]
+        completion, cached = sum(meta["completion_tokens"] for meta in metas), sum(meta.get("cached_tokens") or 0 for meta in metas)
+        return {
+            "prompt_tokens": sum(prompts),
+            "completion_tokens": completion,
+            "total_tokens": sum(prompts) + completion,
+            "prompt_tokens_details": {"cached_tokens": min(cached, sum(prompts))},
+        }
+
+    def _logprobs(self, answer: Mapping[str, Any], since: int) -> dict[str, Any] | None:
+        if not self._asked.logprobs:
+            return None
+        place, entries = answer.get("index", 0), answer["meta_info"]["output_token_logprobs"][since:]
+        pieces = [self._piece(entry[1]) if self._piece is not None else f"token_id:{entry[1]}" for entry in entries]
+        values = [entry[0] for entry in entries]
+        if self._asked.chat:
+            told = zip(pieces, values, strict=True)
+            return {"content": [{"token": piece, "logprob": value, "bytes": _bytes(piece), "top_logprobs": []} for piece, value in told]}
+        ends = list(itertools.accumulate(map(len, pieces), initial=self._offsets.get(place, 0)))
+        self._offsets[place] = ends[-1]
+        return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": ends[:-1]}
+
+    def _extras(self, answer: Mapping[str, Any], since: int) -> dict[str, Any]:
+        if not self._asked.token_ids:
+            return {}
+        meta = answer["meta_info"]
+        return {
+            "token_ids": answer["output_ids"][since:],
+            "token_logprobs": [entry[0] for entry in meta["output_token_logprobs"]][since:],
+            "weight_versions": meta.get("weight_versions") or [],
+        }
+
+
+def _text(answer: Mapping[str, Any]) -> str:
+    return str(answer.get("text") or "")
+
+
+def _finish(answer: Mapping[str, Any]) -> str | None:
+    finish = answer["meta_info"].get("finish_reason")
+    return None if finish is None else str(finish["type"])
+
+
+def _bytes(piece: str) -> list[int] | None:
+    """None for a token that is a part of a character."""
+    return None if INCOMPLETE in piece else list(piece.encode())
+
+
+def _settled(text: str, stops: Sequence[str]) -> int:
+    """Characters of an unfinished text that will not be taken back: neither a part of a character nor of a stop string."""
+    text = text.rstrip(INCOMPLETE)
+    held = 0
+    for stop in stops:
+        if (found := text.find(stop)) >= 0:
+            return found
+        held = max(held, next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0))
+    return len(text) - held
+
+
+def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+    value = body.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind):
+        raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
+    return value
+
+
+def _count(logprobs: object) -> bool:
+    """A completion's ``logprobs``: how many others are told besides the sampled one's."""
+    if logprobs is None or logprobs is False:
+        return False
+    if logprobs is True or logprobs == 0:
+        return True
+    raise BadRequest(f"logprobs: only those of the sampled tokens are known; want 0, got {logprobs!r}")
+
+
+def _messages(given: object) -> tuple[Mapping[str, Any], ...]:
+    if not isinstance(given, list) or not given:
+        raise BadRequest(f"messages: want a list of at least one message, got {given!r}")
+    return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(given))
+
+
+def _message(given: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
+        raise BadRequest(f'{where}: want {{"role": ..., "content": ...}}, got {given!r}')
+    content = given.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+            raise BadRequest(f"{where}.content: want text alone, got {content!r}")
+        content = "".join(part["text"] for part in content)
+    if content is not None and not isinstance(content, str):
+        raise BadRequest(f"{where}.content: want text, got {content!r}")
+    message = {**given, "content": content or ""}
+    if given.get("tool_calls"):
+        try:
+            message["tool_calls"] = tool_calls.with_maps(given["tool_calls"], f"{where}.tool_calls")
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
+    return message
+
+
+def _template(body: Mapping[str, Any]) -> dict[str, Any]:
+    more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
+    if given := OF_TEMPLATE & more.keys():
+        raise BadRequest(f"chat_template_kwargs: want arguments of the template alone, got {', '.join(sorted(given))}")
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    return {**more, "tools": tools or None, "add_generation_prompt": _of(body, "add_generation_prompt", bool, True)}
+
+
+def _grammar(response_format: object) -> dict[str, str]:
+    """What holds a response to JSON, among sampling parameters."""
+    match response_format:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_object"}:
+            return {"json_schema": '{"type": "object"}'}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return {"json_schema": json.dumps(schema)}
+    wanted = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise BadRequest(f"response_format: want {wanted}, got {response_format!r}")
+
+
+def _prompts(given: object) -> tuple[str | list[int], ...]:
+    """A string, a list of strings, token ids, or lists of token ids."""
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, list) and given:
+        if all(isinstance(each, str) for each in given):
+            return tuple(given)
+        if all(isinstance(each, int) and not isinstance(each, bool) for each in given):
+            return (given,)
+        if all(isinstance(each, list) and each for each in given):
+            return tuple(given)
+    raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {given!r}")

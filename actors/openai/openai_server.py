@@ -1,0 +1,154 @@
+"""OpenAI's paths of an engine, whichever it is: /v1/models, /v1/completions, /v1/chat/completions, by what it answers to /generate."""
+
+import secrets
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from actors.events import DONE, event
+from actors.http_api import body_of
+from actors.openai import openai_api
+from actors.request import Limits
+from actors.text.chat_template import ChatTemplate
+from actors.text.text import Text
+from weightstore.listener import Handler
+
+State = Mapping[str, Any]
+
+
+class Engine(Protocol):
+    """What is to be known of an engine."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def model_dir(self) -> Path: ...
+    @property
+    def text(self) -> Text | None: ...
+    @property
+    def limits(self) -> Limits: ...
+
+
+class Generating(Protocol):
+    """An engine's own way to answer /generate."""
+
+    def states(self, body: Mapping[str, Any]) -> AsyncGenerator[State, None]:
+        """Of a body of /generate: SGLang's JSON of all responses in order; or, streamed, of each as it grows, with its ``index``.
+
+        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Whoever closes it early wants no more of it.
+        Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
+        """
+        ...
+
+
+class OpenAiRoutes:
+    """The paths of one engine."""
+
+    def __init__(self, engine: Engine, generating: Generating) -> None:
+        """Raises ValueError for a chat template that is none."""
+        self._engine, self._generating = engine, generating
+        self._model = engine.model_dir.resolve().name
+        self._template = ChatTemplate.read(engine.model_dir)
+
+    def routes(self) -> dict[str, Handler]:
+        return {
+            "GET /v1/models": self._models,
+            "POST /v1/completions": self._completions,
+            "POST /v1/chat/completions": self._chat,
+        }
+
+    async def _models(self, request: web.Request) -> web.Response:
+        known = {
+            "id": self._model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "tidemill",
+            "max_model_len": self._engine.limits.max_context,
+        }
+        return web.json_response({"object": "list", "data": [known]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answered(request, chat=True)
+
+    async def _answered(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+        try:
+            return await self._answer(request, chat)
+        except (BadRequest, EngineError) as error:
+            return _refused(error)
+
+    async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        engine = self._engine
+        asked = openai_api.parse(await body_of(request), chat=chat)
+        prompts = openai_api.prompt_ids(asked, engine.text, self._template)
+        text = engine.text
+        told = openai_api.Told(
+            asked,
+            id=secrets.token_hex(12),
+            model=self._model,
+            created=int(time.time()),
+            piece=None if text is None else lambda token: text.decode([token], skip_special=False),
+            form_of_calls=openai_api.form_of_calls(asked, self._template),
+        )
+        body = asked.generate(prompts, max_context=engine.limits.max_context)
+        body["return_logprob"] = asked.logprobs or asked.token_ids
+        async with aclosing(self._generating.states(body)) as states:
+            if asked.stream:
+                return await self._stream(request, states, told)
+            answers = [self._good(state) async for state in states]
+        return web.json_response(told.whole(answers))
+
+    async def _stream(self, request: web.Request, states: AsyncGenerator[State, None], told: openai_api.Told) -> web.StreamResponse:
+        """Begun with the first state: until then a refusal has a status."""
+        first = await anext(states, None)
+        if first is None:
+            raise EngineFailed(self._engine.url, "the stream ended before it began")
+        self._good(first)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        try:
+            await _tell(response, first, told)
+            async for state in states:
+                await _tell(response, state, told)
+        except (BadRequest, EngineError) as error:
+            await response.write(event(_error_of(error)))
+            return response
+        for part in told.last():
+            await response.write(event(part))
+        await response.write(DONE)
+        return response
+
+    def _good(self, state: State) -> State:
+        """Raises BadRequest, EngineFailed for an error."""
+        if (error := state.get("error")) is None:
+            return state
+        message, code = str(error.get("message")), int(error.get("code") or 500)
+        if 400 <= code < 500:
+            raise BadRequest(message)
+        raise (EngineUnavailable if code == 503 else EngineFailed)(self._engine.url, message)
+
+
+async def _tell(response: web.StreamResponse, state: State, told: openai_api.Told) -> None:
+    if (error := state.get("error")) is not None:
+        await response.write(event(openai_api.error(str(error.get("message")), int(error.get("code") or 500))))
+        return
+    for part in told.parts(state):
+        await response.write(event(part))
+
+
+def _error_of(error: Exception) -> dict[str, Any]:
+    if isinstance(error, EngineUnavailable):
+        return {**openai_api.error(error.reason, 503), "unavailable": type(error).__name__}
+    return openai_api.error(str(error), 400 if isinstance(error, BadRequest) else 500)
+
+
+def _refused(error: Exception) -> web.Response:
+    told = _error_of(error)
+    return web.json_response(told, status=told["error"]["code"])

@@ -1,0 +1,1 @@
+"""The actor: leases tasks, generates, scores and publishes samples."""

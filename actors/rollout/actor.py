@@ -1,0 +1,293 @@
+"""The rollout loop.
+
+::
+
+    TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (settled when all n are stored)
+                       |                          |
+                       |                          +-- fails or hangs: a FAILED sample, and the task is reported
+                       +-- no engine, or told to leave: what there is goes into PARTIALS, then the task is handed back
+
+Consumes tasks of every kind, as many as keep ``max_samples_in_flight`` responses going.
+Produces samples, each as soon as it is scored, in no order.
+Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
+answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (for ever).
+Keeps nothing: whatever it holds when it dies is leased again by another actor, and samples made twice count once. What it leaves when it
+drains is not made twice: the next actor finds finished samples and unfinished responses in PARTIALS, and does what is missing.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from actors.config import ActorConfig
+from actors.rollout.activity import Activity
+from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample, fits
+from bus.client.repeated import Repeated
+from bus.client.waiter import Waiter
+from bus.errors import BusError, WireError
+from bus.streams.connection import Bus
+from bus.streams.tasks import Lease
+from bus.system.coroutines import first_error
+from bus.wire.codec import check_sample
+from bus.wire.messages import Kind, Partial, Sample, Status, Task
+from rewards.errors import RewardFailed
+from rewards.port import RewardRequest, Scorer
+
+logger = logging.getLogger(__name__)
+
+LEASE_WAIT_S = 1.0
+"""Longest wait of one request for a task; also how late a drain may be noticed."""
+HAND_BACK_DELAY_S = 1.0
+"""Pause before a task that found no engine is given out again."""
+GOODBYE_DELAY_S = 0.5
+"""The same when this actor is told to stop at once: until then its own last request for a task may still be waiting at the bus, and a
+task given to that would be held by nobody until its lease ends."""
+GOODBYE_S = 2.0
+"""Time to hand a task back when this process is told to stop at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fate:
+    """What became of one sample of a leased task."""
+
+    failed: str = ""
+    """Why it is a FAILED one."""
+    unfinished: str = ""
+    """Why it was not made."""
+    left: Partial | None = None
+    """What the next one to lease the task should know of it."""
+
+
+class Actor:
+    """Works on tasks until it is drained. ``run`` once."""
+
+    def __init__(self, bus: Bus, *, id: str, config: ActorConfig, generation: SingleTurn, score: Scorer, activity: Activity) -> None:
+        self.id = id
+        self._bus, self._config, self._generation, self._score, self._activity = bus, config, generation, score, activity
+        self._repeated = Repeated(logger)
+        self._held = 0
+        self._changed = Waiter()
+        self._draining = False
+        self._idle_since_s = time.monotonic()
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """Lease and work; returns when ``draining`` is set and all that was held is stored or handed back."""
+        async with asyncio.TaskGroup() as work:
+            work.create_task(self._note_drain(draining))
+            for kind in Kind:
+                work.create_task(self._lease(kind, work), name=f"lease {kind}")
+
+    @property
+    def held(self) -> int:
+        """Samples of leased tasks that are not done."""
+        return self._held
+
+    def phase(self) -> tuple[str, str]:
+        """Give the phase for the live row, and what is waited for."""
+        waits_for = self._generation.waits_for() if self._held else ""
+        if self._held and not waits_for and self._bus.samples.stats.waiting_full:
+            waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
+        if not self._held and not self._draining:
+            waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
+        if self._draining:
+            return "draining", waits_for or f"{self._held} samples"
+        return ("working" if self._activity.busy else "waiting"), waits_for
+
+    async def _note_drain(self, draining: asyncio.Event) -> None:
+        await draining.wait()
+        logger.info("draining held=%d", self._held)
+        self._draining = True
+        self._generation.give_up_waiting()
+        self._changed.wake()
+        if self._config.partials:
+            await self._finish_or_leave()
+
+    async def _finish_or_leave(self) -> None:
+        """Go on for a while; cut short what is still under way then."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._config.drain_finish_s):
+                while self._held:
+                    await self._changed.wait()
+                return
+        logger.info("leaving unfinished held=%d", self._held)
+        await self._generation.leave()
+
+    async def _lease(self, kind: Kind, work: asyncio.TaskGroup) -> None:
+        while not self._draining:
+            if self._held >= self._config.max_samples_in_flight:
+                await self._changed.wait()
+                continue
+            lease = await self._next_lease(kind)
+            if lease is None:
+                continue
+            if self._draining:
+                await self._hand_back(lease, 0.0)
+            else:
+                self._hold(lease.task.group_size)
+                work.create_task(self._work(lease), name=f"task {lease.task.id}")
+
+    async def _next_lease(self, kind: Kind) -> Lease | None:
+        """Wait for a task for a second or so; None when there is none, or no bus."""
+        begin = time.monotonic()
+        try:
+            lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=kind)
+        except BusError as error:
+            logger.warning("no lease kind=%s error=%s", kind, error)
+            lease = None
+        if lease is None and time.monotonic() - begin < LEASE_WAIT_S / 2:  # no bus, or no queue yet: do not spin
+            await asyncio.sleep(LEASE_WAIT_S / 2)
+        return lease
+
+    async def _work(self, lease: Lease) -> None:
+        """Make and store what is missing of a task, and say to the queue how it ended."""
+        task = lease.task
+        try:
+            async with lease.kept():
+                fates = await self._group(lease, await self._left_by_others(lease))
+                failures = [fate.failed for fate in fates if fate.failed]
+                unfinished = [fate.unfinished for fate in fates if fate.unfinished]
+                if failures or unfinished:
+                    await self._leave(fates)
+            if failures:
+                await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
+            elif unfinished:
+                logger.info("task handed back task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0])
+                await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
+            else:
+                await lease.settle()
+                self._activity.counters.tasks_done += 1
+        except asyncio.CancelledError:
+            await self._hand_back(lease, GOODBYE_DELAY_S)
+            raise
+        except BusError as error:  # the lease runs out, and another actor takes it
+            logger.warning("task left to others task=%d error=%s", task.id, error)
+        except Exception as error:
+            logger.exception("task failed task=%d", task.id)
+            await self._fail(lease, repr(error))
+
+    async def _left_by_others(self, lease: Lease) -> dict[int, Partial]:
+        """What those who had the task before have left of it, by index."""
+        if lease.deliveries == 1 or not self._config.partials:
+            return {}
+        try:
+            return await self._bus.partials.of(lease.task.id)
+        except BusError as error:  # then all of it is made again
+            logger.warning("partials unknown task=%d error=%s", lease.task.id, error)
+            return {}
+
+    async def _leave(self, fates: Sequence[_Fate]) -> None:
+        """Store what the next one should know, while the task is still held."""
+        left = [replace(fate.left, actor=self.id) for fate in fates if fate.left is not None] if self._config.partials else []
+        for partial, stored in zip(left, await asyncio.gather(*map(self._store, left)), strict=True):
+            self._activity.counters.partials_stored += stored and not partial.sample_seq
+
+    async def _store(self, partial: Partial) -> bool:
+        try:
+            return await self._bus.partials.store(partial)
+        except WireError:
+            logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
+            return False
+
+    async def _group(self, lease: Lease, left: dict[int, Partial]) -> list[_Fate]:
+        """Make and store the samples of a task side by side."""
+        making: list[asyncio.Task[_Fate]] = []
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index in range(lease.task.group_size):
+                    making.append(group.create_task(self._sample(lease, index, left.get(index)), name=f"sample {lease.task.id}.{index}"))
+                    making[-1].add_done_callback(lambda _: self._hold(-1))
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        return [done.result() for done in making]
+
+    async def _sample(self, lease: Lease, index: int, left: Partial | None) -> _Fate:
+        """Make, score and store one sample, if it is missing."""
+        task, counters = lease.task, self._activity.counters
+        if left is not None and left.sample_seq:
+            counters.samples_found += 1
+            return _Fate()
+        try:
+            sample = await self._generation.sample(task, index, lease.attempt, left)
+            counters.tokens_generated += sample.response_length
+            counters.partials_continued += left is not None and fits(left, task, index)
+            sample = await self._scored(task, sample)
+            check_sample(sample)
+        except Unfinished as error:
+            return _Fate(unfinished=error.reason, left=error.partial)
+        except GenerationFailed as error:
+            sample = failed_sample(task, index, lease.attempt, str(error))
+        except WireError as error:
+            self._repeated("sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error)
+            sample = failed_sample(task, index, lease.attempt, f"invalid sample: {error}")
+        sample = replace(sample, actor=self.id, created_s=time.time())
+        seq = await self._bus.samples.publish(sample)
+        counters.samples_published += 1
+        if sample.status is not Status.FAILED:
+            return _Fate(left=_stored(sample, seq))
+        reason = str(sample.metadata["error"])
+        self._activity.failed(reason)
+        return _Fate(failed=reason)
+
+    async def _scored(self, task: Task, sample: Sample) -> Sample:
+        """Give the sample with its reward, or FAILED with the reason; its tokens stay either way."""
+        request = RewardRequest(
+            prompt=task.prompt,
+            response=sample.response,
+            label=task.label,
+            status=sample.status,
+            tokens=sample.tokens,
+            metadata=task.metadata,
+        )
+        begin = time.monotonic()
+        try:
+            with self._activity:
+                async with asyncio.timeout(self._config.reward_timeout_s):
+                    reward = await self._score(request)
+        except TimeoutError:
+            return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
+        except Exception as error:
+            return self._unscored(sample, error.reason if isinstance(error, RewardFailed) else repr(error), error)
+        return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
+
+    def _unscored(self, sample: Sample, reason: str, error: Exception | None = None) -> Sample:
+        self._repeated("reward failed", f"task={sample.task} index={sample.index} error={reason}", error=error)
+        return failed(sample, f"reward {self._config.reward!r}: {reason}")
+
+    async def _fail(self, lease: Lease, reason: str) -> None:
+        self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")
+        try:
+            await lease.fail(reason, actor=self.id)
+        except BusError as error:
+            logger.warning("failure not reported task=%d error=%s", lease.task.id, error)
+
+    async def _hand_back(self, lease: Lease, delay_s: float) -> None:
+        """Let others have it; if the bus does not hear it, the lease runs out instead."""
+        self._activity.counters.tasks_handed_back += 1
+        with suppress(BusError, TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await lease.hand_back(delay_s)
+
+    def _hold(self, num_samples: int) -> None:
+        self._held += num_samples
+        if not self._held:
+            self._idle_since_s = time.monotonic()
+        self._changed.wake()
+
+
+def _stored(sample: Sample, seq: int) -> Partial:
+    """Note where a finished sample stands."""
+    return Partial(
+        run=sample.run,
+        task=sample.task,
+        index=sample.index,
+        attempt=sample.attempt,
+        tokens=np.zeros(0, np.int32),
+        rollout_log_probs=np.zeros(0, np.float32),
+        spans=(),
+        sample_seq=seq,
+    )

@@ -1,0 +1,94 @@
+"""The body of an actor process: connect, say that it lives, work until drained. Needs nothing but the URL of the bus."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+from actors.config import ActorConfig
+from actors.engines.engine_client import HttpEngine
+from actors.engines.membership import config_of_run, connected, default_id, first_row, section
+from actors.engines.pool import Engines, LiveLookout, UrlLookout
+from actors.engines.port import Engine
+from actors.errors import ActorRefused
+from actors.rollout.activity import Activity
+from actors.rollout.actor import Actor
+from actors.rollout.generation import SingleTurn
+from bus.config import BusConfig
+from bus.liveness.keys import api_keys
+from bus.liveness.live import Heartbeat, LiveView
+from bus.streams.connection import Bus
+from bus.wire.subjects import refused
+from rewards.registry import load
+
+TELL_EVERY_S = 1.0
+REFUSAL_EVERY_S = 5.0
+"""A refusal whose wake-up was missed is found so late at the latest."""
+
+
+async def run_actor(
+    bus_url: str,
+    run: str,
+    actor_config: ActorConfig | None,
+    bus_config: BusConfig | None,
+    draining: asyncio.Event,
+    actor_id: str | None = None,
+    *,
+    allowed: Sequence[str] = (),
+    engine: Callable[[str], Engine] | None = None,
+) -> None:
+    """Work on the tasks of ``run`` until ``draining`` is set and what was held is done.
+
+    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``), waited for if need be; ``allowed``: see
+    ``config_of_run``. Cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, BadRow,
+    NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
+    """
+    id = actor_id or default_id()
+    if actor_config is None or bus_config is None:
+        async with AsyncExitStack() as stack:
+            bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
+            told = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)
+        if told is None:
+            return
+        actor_config = actor_config or section(told, "actor", ActorConfig)
+        bus_config = bus_config or section(told, "bus", BusConfig)
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
+        if bus is not None:
+            await _work(bus, id, actor_config, draining, engine or partial(HttpEngine, join=actor_config.join_requests, keys=api_keys(bus)))
+
+
+async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:
+    activity = Activity()
+    engines = Engines(UrlLookout(config.engines, engine) if config.engines else LiveLookout(LiveView(bus)), engine)
+    generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
+    score = load(config.reward, config.reward_options)
+    actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
+    async with Heartbeat(bus, first_row("actor", id)) as heartbeat:
+        async with asyncio.TaskGroup() as beside:
+            looking = beside.create_task(engines.run(), name="engines")
+            telling = beside.create_task(_tell(heartbeat, actor, activity), name="live row")
+            heeding = beside.create_task(_heed_refusal(bus, id), name="refusal")
+            await actor.run(draining)
+            for task in (looking, telling, heeding):
+                task.cancel()
+
+
+async def _heed_refusal(bus: Bus, id: str) -> None:
+    """Raise ActorRefused when the learner refuses this actor; a row that was there before is about an earlier process of this name."""
+    before: int | None = None
+    async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
+        revision = 0 if row is None else row[1]
+        if before is None:
+            before = revision
+        elif row is not None and revision > before:
+            raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
+
+
+async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:
+    """Keep the live row true."""
+    while True:
+        phase, waits_for = actor.phase()
+        load = {**activity.load(), "in_flight": float(actor.held)}
+        heartbeat.update(phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load)
+        await asyncio.sleep(TELL_EVERY_S)

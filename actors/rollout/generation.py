@@ -1,0 +1,287 @@
+"""Single turn: one response of one engine to one prompt, as a sample that holds all promises but its reward.
+
+Knows the Engine port and the shape of a sample; not where tasks come from or where samples go.
+"""
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from actors.engines.pool import Engines, NoEngine
+from actors.engines.port import Engine, Generation
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
+from actors.rollout.activity import Activity
+from bus.errors import WireError
+from bus.wire.codec import check_sample
+from bus.wire.messages import Partial, Sample, Sampling, Status, Task, Timings
+
+logger = logging.getLogger(__name__)
+
+STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
+"""Of what an engine calls its finish; everything else is no finished response."""
+
+
+CUT_SHORT_S = 5.0
+ABORT_EVERY_S = 0.2
+"""An abort that comes before its request is heard by nobody: it is said again."""
+
+
+class GenerationFailed(Exception):
+    """A response could not be generated, and trying on is no use."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"generation: {self.reason}"
+
+
+class Unfinished(Exception):
+    """There is no whole response, and that is not the task's fault: no engine was found, or this process is leaving."""
+
+    def __init__(self, reason: str, partial: Partial | None) -> None:
+        super().__init__(reason, partial)
+        self.reason, self.partial = reason, partial
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tries:
+    """What has been tried for one response."""
+
+    began_s: float = field(default_factory=time.monotonic)
+    broken: int = 0
+    """Requests that an engine took and did not finish."""
+    begun: Generation | None = None
+    """What there is of it already."""
+    queued_s: float = 0.0
+    generating_s: float = 0.0
+    """Spent on what is begun."""
+    avoid: str = ""
+    """Engine that broke the last one."""
+    last: str = ""
+
+    def begin_again(self) -> None:
+        """Forget what is begun."""
+        self.begun, self.generating_s = None, 0.0
+
+
+class SingleTurn:
+    """Generates samples on whatever engine there is."""
+
+    def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S) -> None:
+        """``timeout_s`` bounds one response with all its tries and waits; ``retries`` the requests broken by engines; ``cut_short_s`` what
+        an engine may take to say what it has of the responses that are cut short."""
+        self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
+        self._asking: dict[str, tuple[Engine, asyncio.Timeout]] = {}
+        """Requests under way, by id."""
+        self._leaving, self._cut_short_s = False, cut_short_s
+
+    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
+        """Generate sample ``index`` of a task, going on from ``partial`` if that fits; checked, its reward 0.
+
+        A request that its engine broke off is made again, elsewhere if there is an elsewhere, from what the engine gave of it on; engines
+        that are away, full or not serving are waited for. Raises GenerationFailed, Unfinished.
+        """
+        tries = _Tries()
+        if partial is not None and fits(partial, task, index):
+            tries.begun = _begun(partial)
+            tries.queued_s, tries.generating_s = partial.timings.queued_s, partial.timings.generating_s
+        while not self._leaving:
+            try:
+                if (sample := await self._try(task, index, attempt, tries)) is not None:
+                    return sample
+                continue
+            except NoEngine as error:
+                raise Unfinished(str(error), _partial(task, index, attempt, tries)) from error
+            except BadRequest as error:
+                raise GenerationFailed(str(error)) from error
+            except (EngineFailed, EngineGone) as error:
+                tries.broken += 1
+                tries.last = str(error)
+                self._activity.counters.requests_aborted += 1
+            except EngineUnavailable as error:
+                tries.last = str(error)
+            logger.info("request broken task=%d index=%d broken=%d error=%s", task.id, index, tries.broken, tries.last)
+            if tries.broken >= self._retries:
+                raise GenerationFailed(f"{tries.broken} requests broken off, the last one: {tries.last}")
+        raise Unfinished("this actor leaves", _partial(task, index, attempt, tries))
+
+    def waits_for(self) -> str:
+        """Say what is waited for; empty when nothing is."""
+        return self._engines.waits_for()
+
+    def give_up_waiting(self) -> None:
+        """Who finds no engine at once gets NoEngine, from now on."""
+        self._engines.give_up()
+
+    async def leave(self) -> None:
+        """Cut short what is under way: from now on every ``sample`` ends with a whole response or in Unfinished, within ``cut_short_s``."""
+        self._leaving = True
+        end = asyncio.get_running_loop().time() + self._cut_short_s
+        for _, limit in self._asking.values():
+            limit.reschedule(end)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(end):
+                while self._asking:
+                    await asyncio.gather(*(_abort(engine, id) for id, (engine, _) in self._asking.items()))
+                    await asyncio.sleep(ABORT_EVERY_S)
+
+    async def _try(self, task: Task, index: int, attempt: str, tries: _Tries) -> Sample | None:
+        """Make one request; None when it was cut short. Raises EngineFailed too when the engine broke it off."""
+        begin = time.monotonic()
+        left_s = tries.began_s + self._timeout_s - begin
+        if tries.last and left_s <= 0:
+            raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last try: {tries.last}")
+        async with self._engines.one(min_version=task.min_version, timeout_s=left_s, avoid=tries.avoid) as (name, engine):
+            tries.avoid = name
+            asked = time.monotonic()
+            tries.queued_s += asked - begin
+            answer = await self._ask(name, engine, task, index, attempt, tries)
+            if answer is None:
+                return None
+            generating_s = tries.generating_s + time.monotonic() - asked
+            if answer.finish not in STATUS:
+                tries.begun, tries.generating_s = answer, generating_s
+                if self._leaving:
+                    return None
+                raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
+            timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
+            sample = _sample(task, index, attempt, answer, engine=name, timings=timings)
+            try:
+                check_sample(sample)
+            except WireError as error:
+                tries.begin_again()
+                raise EngineFailed(name, f"its answer makes no valid sample: {error}") from error
+            return sample
+
+    async def _ask(self, name: str, engine: Engine, task: Task, index: int, attempt: str, tries: _Tries) -> Generation | None:
+        """Give the engine's answer, whole or broken off; None when this process leaves and has none."""
+        if self._leaving:
+            return None
+        now = time.monotonic()
+        id = f"{task.id}.{index}.{attempt}.{tries.broken}-{now:.6f}"
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._asking[id] = (engine, limit)
+                with self._activity:
+                    return await engine.generate(
+                        task.prompt_tokens,
+                        _sampling(task.sampling, index),
+                        id=id,
+                        min_version=task.min_version,
+                        timeout_s=max(tries.began_s + self._timeout_s - now, 0.001),
+                        begun=tries.begun,
+                    )
+        except TimeoutError:
+            return None
+        except (BadRequest, EngineFailed) as error:
+            if tries.begun is None:
+                raise
+            tries.begin_again()  # what was to be continued may be the reason
+            raise EngineFailed(name, f"did not continue a response: {error}") from error
+        finally:
+            del self._asking[id]
+
+
+def fits(partial: Partial, task: Task, index: int) -> bool:
+    """Whether this response can be continued as if it had never been interrupted."""
+    num_tokens, sampling = len(partial.tokens), _sampling(task.sampling, index)
+    return (
+        (partial.run, partial.task, partial.index, partial.seed) == (task.run, task.id, index, sampling.seed)
+        and partial.position == len(task.prompt_tokens) + num_tokens
+        and 0 < num_tokens < sampling.max_new_tokens
+    )
+
+
+def _begun(partial: Partial) -> Generation:
+    return Generation(
+        id="",
+        tokens=partial.tokens,
+        log_probs=partial.rollout_log_probs,
+        spans=partial.spans,
+        finish=None,
+        text=partial.response,
+        duration_s=partial.timings.generating_s,
+    )
+
+
+def _partial(task: Task, index: int, attempt: str, tries: _Tries) -> Partial | None:
+    """What there is of a response; None when that is nothing."""
+    begun = tries.begun
+    if begun is None or not len(begun.tokens):
+        return None
+    return Partial(
+        run=task.run,
+        task=task.id,
+        index=index,
+        attempt=attempt,
+        tokens=begun.tokens,
+        rollout_log_probs=begun.log_probs,
+        spans=begun.spans,
+        response=begun.text,
+        seed=_sampling(task.sampling, index).seed,
+        position=len(task.prompt_tokens) + len(begun.tokens),
+        timings=Timings(queued_s=tries.queued_s, generating_s=tries.generating_s),
+    )
+
+
+async def _abort(engine: Engine, id: str) -> None:
+    with suppress(EngineError):
+        await engine.abort(id)
+
+
+def failed(sample: Sample, reason: str) -> Sample:
+    """Give the sample as FAILED, with the reason; what it has stays."""
+    return replace(sample, status=Status.FAILED, reward=0.0, metadata={**sample.metadata, "error": reason})
+
+
+def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
+    """Give the FAILED sample of a response that does not exist."""
+    nothing = Generation(
+        id="",
+        tokens=np.zeros(0, np.int32),
+        log_probs=np.zeros(0, np.float32),
+        spans=(),
+        finish="abort",
+        prompt_tokens=len(task.prompt_tokens),
+    )
+    return failed(_sample(task, index, attempt, nothing, engine="", timings=Timings()), reason)
+
+
+def _sample(task: Task, index: int, attempt: str, answer: Generation, *, engine: str, timings: Timings) -> Sample:
+    return Sample(
+        run=task.run,
+        task=task.id,
+        index=index,
+        group_size=task.group_size,
+        attempt=attempt,
+        prompt=task.prompt,
+        tokens=np.concatenate([task.prompt_tokens, answer.tokens]).astype(np.int32, copy=False),
+        response_length=len(answer.tokens),
+        response=answer.text,
+        rollout_log_probs=answer.log_probs,
+        loss_mask=np.ones(len(answer.tokens), np.uint8),
+        spans=answer.spans,
+        reward=0.0,
+        status=STATUS.get(answer.finish or "", Status.ABORTED),
+        sampling=task.sampling,
+        kind=task.kind,
+        label=task.label,
+        metadata=dict(task.metadata),
+        engine=engine,
+        timings=timings,
+        finish_reason=answer.finish or "",
+    )
+
+
+def _sampling(sampling: Sampling, index: int) -> Sampling:
+    """Give each sample of a group a seed of its own; the same one every time."""
+    return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)

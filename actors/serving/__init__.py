@@ -1,0 +1,1 @@
+"""Engine processes: the built-in engine and SGLang."""

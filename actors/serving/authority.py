@@ -1,0 +1,65 @@
+"""What an engine knows of the run's learner: the key of its commands, and the newest epoch there is. Knows no HTTP and no updates."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from actors.errors import BadRequest, EngineError, EngineUnavailable
+from bus.errors import BusError
+from bus.liveness.keys import RunKeys
+
+log = logging.getLogger(__name__)
+
+NewestEpoch = Callable[[], Awaitable[int]]
+"""The newest learner's epoch, as the bus says now. Raises BusError."""
+
+
+class Fenced(Protocol):
+    """What keeps the highest epoch that was seen."""
+
+    def admit(self, epoch: int | None, what: str) -> None:
+        """Raises StaleEpoch for a lower one."""
+
+
+class Authority:
+    """Of an engine that belongs to a run. Without arguments, as in tests of an engine alone, nothing is checked."""
+
+    def __init__(self, keys: RunKeys | None = None, newest_epoch: NewestEpoch | None = None) -> None:
+        self.keys = keys
+        self._read, self._newest = newest_epoch, 0
+        self.refused = ""
+        """Why the newest command was refused; until one is obeyed."""
+
+    async def admit(self, updates: Fenced, body: Mapping[str, Any], engine: str, what: str) -> None:
+        """Have ``updates`` remember the epoch of a command, which may name none.
+
+        Raises StaleEpoch for an older learner's, BadRequest for an epoch that no learner of the run has (it would shut out those that it
+        has), EngineUnavailable when it is newer than was known and the bus is away.
+        """
+        try:
+            updates.admit(await self._epoch_in(body, engine), what)
+        except EngineError as error:
+            self.note(str(error))
+            raise
+        self.refused = ""
+
+    def note(self, refused: str) -> None:
+        """For the log and the engine's live row: the newest command that was refused, and why."""
+        if refused != self.refused:
+            log.warning("command refused: %s", refused)
+        self.refused = refused
+
+    async def _epoch_in(self, body: Mapping[str, Any], engine: str) -> int | None:
+        epoch = body.get("epoch")
+        if epoch is None:
+            return None
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise BadRequest(f"epoch: want an integer >= 0, got {epoch!r:.40}")
+        if self._read is not None and epoch > self._newest:
+            try:
+                self._newest = await self._read()
+            except BusError as error:
+                raise EngineUnavailable(engine, f"epoch {epoch!r:.40} cannot be confirmed: {error}") from error
+            if epoch > self._newest:
+                raise BadRequest(f"epoch: want at most {self._newest}, the newest of this run, got {epoch!r:.40}")
+        return epoch

@@ -1,0 +1,54 @@
+"""What is told of a response: SGLang's JSON for one sequence, whole or as far as it is."""
+
+import time
+from typing import Any, Protocol
+
+from actors.serving.builtin.sequence import Sequence
+from actors.text.text import Text
+
+
+class Teller(Protocol):
+    """What an answer needs to know of its engine."""
+
+    @property
+    def text(self) -> Text | None: ...
+    @property
+    def version(self) -> int: ...
+
+
+def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int | None = None) -> dict[str, Any]:
+    """``partial`` = only its first so many tokens, unfinished."""
+    num_tokens = len(sequence.tokens) if partial is None else partial
+    finish = sequence.finish if partial is None else None
+    spans = sequence.weight_versions(num_tokens)
+    meta: dict[str, Any] = {
+        "id": sequence.rid,
+        "finish_reason": finish,
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": num_tokens,
+        "cached_tokens": sequence.cached_tokens,
+        "num_retractions": sequence.retractions,
+        "weight_version": spans[-1]["version"] if spans else str(engine.version),
+        "weight_versions": spans,
+        "e2e_latency": time.perf_counter() - sequence.arrived_s,
+    }
+    if sequence.begun:
+        meta["continued_tokens"] = len(sequence.begun)
+    if logprobs:
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
+        meta["output_token_logprobs_length"] = num_tokens
+    told: dict[str, Any] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
+    if engine.text is not None:
+        told["text"] = response_text(sequence, engine.text, num_tokens, trim=finish is not None)
+    return told
+
+
+def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool) -> str:
+    """All of the response as text, without what ended it (a stop string, or a stop id that is no special token)."""
+    params, ids = sequence.params, sequence.begun + sequence.tokens[:num_tokens]
+    matched = (sequence.finish or {}).get("matched") if trim and not params.no_stop_trim else None
+    if isinstance(matched, int):
+        ids = ids[:-1]
+    found = text.decode(ids, skip_special=params.skip_special_tokens)
+    return found[: found.find(matched)] if isinstance(matched, str) and matched in found else found

@@ -1,0 +1,93 @@
+"""The forward pass of the Qwen3 / Qwen2 / Llama family over one set of weights; pure, without cache, sampling or versions.
+
+An own decoder and not transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
+0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights as plain fused tensors
+make a version flip one assignment. ``tests/contract/test_engine_decoder.py`` holds it to transformers within 1e-5.
+
+Shape letters: B = rows, T = tokens per row, E = hidden size, A = heads of query, key and value, H = query heads, K = key/value heads,
+D = head size, P = positions, V = vocabulary.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from actors.serving.builtin.shape import Rope
+from actors.serving.builtin.weights import LayerWeights, Weights
+
+
+class Attention(Protocol):
+    """Where keys and values live, and what a token may look at."""
+
+    def __call__(self, layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
+        """Store key and value, attend with query; returns [B, T, H * D]."""
+        ...
+
+
+class RopeTable:
+    """Cosines and signed sines for positions below ``length``."""
+
+    def __init__(self, rope: Rope, length: int, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, head_dim)
+        sines = angles.sin()
+        self.length = length
+        self._cos_P1D = torch.cat((angles.cos(), angles.cos()), -1)[:, None].to(dtype).to(device)
+        # Half a rotation is a swap of the halves with the first negated: the sign is put into the table.
+        self._sin_P1D = torch.cat((-sines, sines), -1)[:, None].to(dtype).to(device)
+
+    def at(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, [B, T, 1, D]."""
+        return self._cos_P1D[positions_BT], self._sin_P1D[positions_BT]
+
+
+def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position, fp32 as trainers compute them, [D / 2].
+
+    llama3: wavelengths beyond the original context are slowed down by ``factor``, short ones kept, those between interpolated.
+    Source: Llama 3.1 release, `apply_scaling`.
+    """
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_context * frequencies / (2 * math.pi)
+        kept = ((turns - rope.low_turns) / (rope.high_turns - rope.low_turns)).clamp(0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / rope.factor)
+    return frequencies
+
+
+def forward(weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    """The hidden state before the last norm, [B, T, E]."""
+    x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
+    for index, layer in enumerate(weights.layers):
+        x_BTE = x_BTE + _attend(weights, layer, index, x_BTE, rope, attention)
+        x_BTE = x_BTE + _mlp(weights, layer, x_BTE)
+    return x_BTE
+
+
+def logits(weights: Weights, x_BE: Tensor) -> Tensor:
+    """Scores of the next token, fp32, [B, V]."""
+    normed_BE = functional.rms_norm(x_BE, (weights.shape.hidden,), weights.norm, weights.shape.norm_eps)
+    return functional.linear(normed_BE, weights.head_VE).float()
+
+
+def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    shape = weights.shape
+    normed_BTE = functional.rms_norm(x_BTE, (shape.hidden,), layer.input_norm, shape.norm_eps)
+    heads_BTAD = functional.linear(normed_BTE, layer.qkv_QE, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
+    rotated, value_BTKD = heads_BTAD.split((shape.num_heads + shape.num_kv_heads, shape.num_kv_heads), dim=2)
+    if layer.head_norm_HD is not None:
+        rotated = functional.rms_norm(rotated, (shape.head_dim,), None, shape.norm_eps) * layer.head_norm_HD
+    cos, sin = rope
+    rotated = torch.addcmul(rotated * cos, rotated.roll(shape.head_dim // 2, -1), sin)
+    query_BTHD, key_BTKD = rotated.split((shape.num_heads, shape.num_kv_heads), dim=2)
+    return functional.linear(attention(index, query_BTHD, key_BTKD, value_BTKD), layer.output, layer.output_bias)
+
+
+def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor) -> Tensor:
+    normed_BTE = functional.rms_norm(x_BTE, (weights.shape.hidden,), layer.mlp_norm, weights.shape.norm_eps)
+    gate, up = functional.linear(normed_BTE, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+    return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)

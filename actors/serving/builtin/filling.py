@@ -1,0 +1,70 @@
+"""Fill a set of weights from a directory or from a bucket of a push. Blocking."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.errors import UpdateRefused
+from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
+from weightstore.format.checksums import ChecksumReport, report_checksums
+from weightstore.format.manifest import Bucket
+from weightstore.store import snapshot
+
+
+def fill_from_directory(weights: Weights, directory: Path) -> None:
+    """Fill and seal a set of weights; raises UpdateRefused unless every tensor is there once, with its shape.
+
+    A snapshot is verified first, byte by byte (SnapshotBroken); a plain model directory has no checksums.
+    """
+    if (directory / snapshot.MANIFEST).exists():
+        snapshot.verify(directory)
+    filled: set[str] = set()
+    weights.writes += 1
+    for name, tensor in read_safetensors(directory):
+        target = weights.named.get(name)
+        if target is None and name == HEAD and weights.shape.tied:
+            continue
+        if target is None or name in filled:
+            raise UpdateRefused(
+                f"{directory}: {name}: " + ("there twice" if target is not None else "the model has no tensor of this name")
+            )
+        if target.shape != tensor.shape:
+            raise UpdateRefused(f"{directory}: {name}: want shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
+        target.copy_(tensor)
+        filled.add(name)
+    missing = weights.named.keys() - filled
+    if missing:
+        raise UpdateRefused(f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
+    seal(weights)
+
+
+def fill_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tensor | None:
+    """Copy the tensors of a flat bucket to where they belong, unsealed. Gives an output projection that is tied to the embedding: it has
+    no place of its own."""
+    alias = None
+    weights.writes += 1
+    for spec, place in bucket.places():
+        part, dtype = message[place], getattr(torch, spec.dtype)
+        if part.storage_offset() % dtype.itemsize:
+            part = part.clone()  # a sender that mixes types need not align them
+        tensor = part.view(dtype).view(spec.shape)
+        if spec.name in weights.named:
+            weights.named[spec.name].copy_(tensor)
+        else:
+            alias = tensor.to(weights.dtype, copy=True)
+    if message.is_cuda and weights.device.type == "cuda":
+        torch.cuda.synchronize(weights.device)  # whoever sent it may write there again
+    return alias
+
+
+def seal(weights: Weights) -> None:
+    """They are complete: compute what is derived, and have it all there."""
+    weights.seal()
+    if weights.device.type == "cuda":
+        torch.cuda.synchronize(weights.device)  # the decoding thread must not overtake the copies
+
+
+def report_of_weights(weights: Weights) -> ChecksumReport:
+    """Their checksums, with those of a tied output projection."""
+    return report_checksums(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))

@@ -1,0 +1,130 @@
+"""What an engine serves, lent to engines that come late: written as a snapshot when it is asked for, kept while it is read.
+
+Pushes go on meanwhile, and are not delayed: they fill the standby copy, and only a second one would write into weights that are being read.
+That is noticed, and what was written is thrown away. Knows no HTTP and no bus.
+"""
+
+import asyncio
+import logging
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from actors.errors import NotLent
+from actors.scratch import Scratch
+from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from weightstore.format.manifest import Manifest
+from weightstore.store import snapshot
+
+log = logging.getLogger(__name__)
+
+KEEP_S = 60.0
+"""A snapshot that nobody has read from for so long is removed."""
+AT_ONCE = 2
+"""Snapshots on the disk."""
+_NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
+
+
+class Lending:
+    """Snapshots by name: ``v<version>-<digest of the manifest>``. ``close`` removes them all. Used in the loop's thread."""
+
+    def __init__(
+        self, served: Callable[[], Awaitable[tuple[int, Weights]]], model_dir: Path, *, write: Callable[..., Any] = snapshot.write
+    ) -> None:
+        """``served`` gives version and weights that belong together."""
+        self._served, self._model_dir, self._write_snapshot = served, model_dir, write
+        self._scratch: Scratch | None = None
+        self._making = asyncio.Lock()
+        self._used_s: dict[str, float] = {}
+        self._readers: Counter[str] = Counter()
+        """Files that are being sent."""
+        self._writing: dict[str, asyncio.Task[Path]] = {}
+
+    async def file(self, name: str, file: str) -> Path:
+        """A file of a snapshot. Raises NotLent when that version or kind of weights is not served, or no such file is part of it."""
+        directory = await self._at(name)
+        self._use(name)
+        if "/" in file or not (directory / file).is_file():
+            raise NotLent(f"{name}: there is no {file!r}")
+        return directory / file
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """While entered the snapshot is kept, whatever comes."""
+        self._readers[name] += 1
+        try:
+            yield
+        finally:
+            self._readers[name] -= 1
+            self._use(name)
+
+    def _use(self, name: str) -> None:
+        self._used_s[name] = time.monotonic()
+        asyncio.get_running_loop().call_later(KEEP_S + 1, self._prune)
+
+    async def close(self) -> None:
+        for task in self._writing.values():
+            task.cancel()
+        await asyncio.gather(*self._writing.values(), return_exceptions=True)
+        if self._scratch is not None:
+            await asyncio.to_thread(self._scratch.close)
+
+    async def _at(self, name: str) -> Path:
+        if name in self._used_s:
+            assert self._scratch is not None
+            return self._scratch.path / name
+        if name not in self._writing:
+            task = asyncio.create_task(self._write(name), name=f"snapshot {name[:20]}")
+            self._writing[name] = task
+            task.add_done_callback(lambda done: self._written(name, done))
+        return await asyncio.shield(self._writing[name])  # whoever hangs up lets it be written for whoever asks again
+
+    def _written(self, name: str, task: "asyncio.Task[Path]") -> None:
+        del self._writing[name]
+        if not task.cancelled():
+            task.exception()  # whoever asked has it, or has gone
+
+    async def _write(self, name: str) -> Path:
+        match = _NAME.fullmatch(name)
+        version, weights = await self._served()
+        if match is None or int(match[1]) != version:
+            raise NotLent(f"{name}: version {version} is served")
+        tensors = next((tensors for tensors in _kinds(weights) if Manifest.of(tensors.items()).digest == match[2]), None)
+        if tensors is None:
+            raise NotLent(f"{name}: it is not kept in these types")
+        self._prune()
+        if len(self._used_s.keys() | self._writing.keys()) > AT_ONCE:
+            raise NotLent(f"{name}: {AT_ONCE} others are being read")
+        async with self._making:
+            if self._scratch is None:
+                self._scratch = await asyncio.to_thread(Scratch, "lent")
+        path, writes = self._scratch.path / name, weights.writes
+        await asyncio.to_thread(self._write_snapshot, path, tensors, version=version, step=-1, model_dir=self._model_dir, durable=False)
+        if weights.writes != writes:
+            await asyncio.to_thread(shutil.rmtree, path)
+            raise NotLent(f"{name}: two pushes came meanwhile")
+        self._used_s[name] = time.monotonic()
+        log.info("snapshot lent version=%d path=%s", version, path)
+        return path
+
+    def _prune(self) -> None:
+        """Remove what is not read any more; a file that is open stays readable for whoever has it."""
+        now = time.monotonic()
+        for name in [name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]]:
+            del self._used_s[name], self._readers[name]
+            assert self._scratch is not None
+            with suppress(OSError):
+                shutil.rmtree(self._scratch.path / name)
+
+
+def _kinds(weights: Weights) -> list[dict[str, Tensor]]:
+    """The tensors, and where the output projection is tied to the embedding, also with it under its own name."""
+    alias = {HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}
+    return [dict(weights.named), weights.named | alias]

@@ -1,0 +1,51 @@
+"""The loop's side of one /generate: which of its responses have moved, and which have ended. Used in the loop's thread only."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from actors.serving.builtin.sequence import Sequence
+
+
+class Progress:
+    """Responses of one request, in order; ``tell`` is the sink of its sequences."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}
+        self._moved: dict[int, tuple[int, bool]] = {}
+        """Place -> (tokens that may be read, ended), since it was last looked at."""
+        self._left = 0
+        self._wake = asyncio.Event()
+
+    def add(self, sequence: Sequence) -> None:
+        self._places[sequence] = len(self.sequences)
+        self.sequences.append(sequence)
+        self._left += 1
+
+    @property
+    def done(self) -> bool:
+        return self._left == 0
+
+    def tell(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+        if ended:
+            self._left -= 1
+        if ended or sequence.stream:
+            self._moved[self._places[sequence]] = (num_tokens, ended)
+        if self.done or sequence.stream:
+            self._wake.set()
+
+    async def finished(self) -> list[Sequence]:
+        """Wait for all; the scheduler ends every sequence it was given, so the bound is the request's own."""
+        await self._wake.wait()
+        return self.sequences
+
+    async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
+        """(place, tokens that may be read, ended), the newest state only, until all have ended."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            moved, self._moved = self._moved, {}
+            for place, (num_tokens, ended) in moved.items():
+                yield place, num_tokens, ended
+            if self.done and not self._moved:
+                return

@@ -1,0 +1,133 @@
+"""One response in the making: what the scheduler appends to, and what the server tells of it. Knows no tensor.
+
+The decoding thread writes; the loop's thread reads only prefixes that it was told are there.
+"""
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actors.request import SamplingParams
+from actors.text.text import StopStrings, Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The facts of a model on which the end of a response depends."""
+
+    eos_ids: frozenset[int]
+    max_context: int
+    text: Text | None
+    """Its tokenizer; None = it has none, and stop strings are not looked for."""
+
+
+class Sequence:
+    """A prompt and the tokens that follow it, with log-probs and the versions that made them."""
+
+    __slots__ = (
+        "arrived_s",
+        "begun",
+        "cached_tokens",
+        "error",
+        "finish",
+        "key",
+        "log_probs",
+        "max_new_tokens",
+        "params",
+        "prompt",
+        "retractions",
+        "rid",
+        "seed",
+        "sink",
+        "spans",
+        "stop_ids",
+        "stop_strings",
+        "stream",
+        "suppressed",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        rid: str,
+        prompt: NDArray[np.int32],
+        params: SamplingParams,
+        *,
+        seed: int,
+        model: Model,
+        sink: Callable[["Sequence", int, bool], None],
+        stream: bool = False,
+        continued_tokens: int = 0,
+    ) -> None:
+        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = rid, prompt, params, seed, sink, stream
+        self.key = prompt.tobytes()
+        """Equal keys = equal contexts to prefill."""
+        self.begun: list[int] = prompt[len(prompt) - continued_tokens :].tolist()
+        """Tokens of the response that came with the prompt; only its text and its stop strings need them."""
+        self.tokens: list[int] = []
+        self.log_probs: list[float] = []
+        self.spans: list[tuple[int, int]] = []
+        """(version, index of its first token)."""
+        self.max_new_tokens = min(params.max_new_tokens, model.max_context - len(prompt))
+        enders = model.eos_ids | params.stop_token_ids
+        self.stop_ids = frozenset() if params.ignore_eos else enders
+        self.suppressed = sorted(enders) if params.min_new_tokens else []
+        """Ids with probability 0 for the first ``min_new_tokens``."""
+        self.stop_strings = StopStrings(model.text, params.stop) if params.stop and model.text else None
+        self.finish: dict[str, Any] | None = None
+        self.error: str | None = None
+        """Why the engine could not complete it, by its own fault."""
+        self.cached_tokens = 0
+        self.retractions = 0
+        self.arrived_s = time.perf_counter()
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def context(self) -> NDArray[np.int32]:
+        """All tokens so far."""
+        return np.concatenate((self.prompt, np.asarray(self.tokens, np.int32))) if self.tokens else self.prompt
+
+    def enter(self, version: int) -> None:
+        """Tokens appended from now on are of this version."""
+        if not self.spans or self.spans[-1][0] != version:
+            self.spans.append((version, len(self.tokens)))
+
+    def append(self, token: int, log_prob: float) -> bool:
+        """Add a token; True when the response ends with it."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if token in self.stop_ids:
+            self.finish = {"type": "stop", "matched": token}
+        elif self.stop_strings is not None and (found := self.stop_strings.find(self.tokens, self.begun)) is not None:
+            self.finish = {"type": "stop", "matched": found}
+        elif len(self.tokens) >= self.max_new_tokens:
+            self.finish = {"type": "length", "length": len(self.tokens)}
+        return self.finish is not None
+
+    def abort(self, message: str) -> None:
+        self.finish = {"type": "abort", "message": message, "status_code": None, "err_type": None}
+
+    def fail(self, error: str) -> None:
+        self.error = error
+        self.abort(error)
+
+    def retract(self) -> None:
+        """Back to the queue: its keys and values are gone."""
+        self.retractions += 1
+        self.key = self.context().tobytes()
+
+    def weight_versions(self, num_tokens: int) -> list[dict[str, Any]]:
+        """Spans of the first ``num_tokens`` tokens, empty ones left out."""
+        edges = [*(start for _, start in self.spans[1:]), num_tokens]
+        spans = ((version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False))
+        return [{"version": str(version), "start": start, "end": end} for version, start, end in spans if end > start]
+
+    def token_logprobs(self, num_tokens: int) -> list[tuple[float, int, None]]:
+        return list(zip(self.log_probs[:num_tokens], self.tokens[:num_tokens], itertools.repeat(None)))

@@ -1,0 +1,188 @@
+"""One complete set of weights: storage as the decoder wants it, views under Hugging Face names as the wire wants them.
+
+Projections that read the same input lie side by side in one tensor (query, key, value; gate, up), so a step needs fewer
+and larger products; the named tensors are slices of them, so filling those fills the set. Knows no version and no file
+format but safetensors.
+
+Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key together,
+D = head size.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.errors import UnsupportedModel
+from actors.serving.builtin.shape import ModelShape
+from weightstore.format.manifest import Bucket
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ALIGNED_BYTES = 64
+"""As torch aligns a tensor on the CPU: products of a tensor that lies otherwise may differ in their last bits."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerWeights:
+    """Tensors of one layer, fused."""
+
+    input_norm: Tensor
+    qkv_QE: Tensor
+    qkv_bias: Tensor | None
+    head_norm_HD: Tensor | None
+    """Derived by ``Weights.seal``: the query's norm once per query head, then the key's."""
+    output: Tensor
+    output_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+
+
+class Weights:
+    """A set of tensors for one model; undefined until every name in ``named`` is filled and ``seal`` was called."""
+
+    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()) -> None:
+        """``order``: names in the order in which they lie in memory, as far as fused tensors allow; what a push brings can then be
+        received where it belongs (``place``)."""
+        self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
+        self.named: dict[str, Tensor] = {}
+        """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
+        self.writes = 0
+        """Goes up whenever some of the tensors are about to be written."""
+        self._sizes = shape.tensors()
+        self._starts, num_bytes = self._layout()
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self.embedding_VE = self._one(EMBEDDING)
+        self.layers = [self._layer(layer) for layer in range(shape.num_layers)]
+        self.norm = self._one("model.norm.weight")
+        self.head_VE = self.embedding_VE if shape.tied else self._one(HEAD)
+        assert self.named.keys() == self._sizes.keys()
+
+    @property
+    def derives(self) -> bool:
+        """There is something for ``seal`` to compute."""
+        return self.shape.head_norm
+
+    def seal(self) -> None:
+        """Compute what is derived from the named tensors; call it when they are complete, before decoding with them."""
+        queries, keys = self.shape.num_heads, self.shape.num_kv_heads
+        for index, layer in enumerate(self.layers):
+            if layer.head_norm_HD is not None:
+                at = f"model.layers.{index}.self_attn."
+                layer.head_norm_HD[:queries] = self.named[at + "q_norm.weight"]
+                layer.head_norm_HD[queries : queries + keys] = self.named[at + "k_norm.weight"]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
+
+    def _empty(self, *sizes: int) -> Tensor:
+        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+
+    def place(self, bucket: Bucket) -> Tensor | None:
+        """Memory of a bucket's tensors, flat uint8, if they lie there one after the other as they travel; else None."""
+        starts = []
+        for spec, part in bucket.places():
+            if spec.name not in self.named or getattr(torch, spec.dtype) != self.dtype:
+                return None
+            starts.append(self.named[spec.name].data_ptr() - self._memory.data_ptr() - part.start)
+        if not starts or starts.count(starts[0]) != len(starts):
+            return None
+        return self._memory[starts[0] : starts[0] + bucket.num_bytes]
+
+    def _layout(self) -> tuple[dict[str, int], int]:
+        """First byte of every piece of memory, by its first name, and the sum: each piece starts where a tensor of its own would."""
+        fused = {name: names for names in self._fused() for name in names}
+        starts: dict[str, int] = {}
+        end = 0
+        for name in [*self.order, *self._sizes]:
+            names = fused.get(name, [name])
+            if name in self._sizes and names[0] not in starts:
+                starts[names[0]] = end
+                num_bytes = sum(math.prod(self._sizes[each]) for each in names) * self.dtype.itemsize
+                end += -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
+        return starts, end
+
+    def _fused(self) -> Iterator[list[str]]:
+        for layer in range(self.shape.num_layers):
+            for kind in ("weight", "bias"):
+                for names in (_projections(layer, "self_attn", "qkv"), _projections(layer, "mlp", ("gate", "up"))):
+                    if f"{names[0]}{kind}" in self._sizes:
+                        yield [f"{name}{kind}" for name in names]
+
+    def _piece(self, first: str, *sizes: int) -> Tensor:
+        start = self._starts[first]
+        return self._memory[start : start + math.prod(sizes) * self.dtype.itemsize].view(self.dtype).view(sizes)
+
+    def _one(self, name: str) -> Tensor:
+        self.named[name] = self._piece(name, *self._sizes[name])
+        return self.named[name]
+
+    def _optional(self, name: str) -> Tensor | None:
+        return self._one(name) if name in self._sizes else None
+
+    def _side_by_side(self, names: list[str]) -> Tensor | None:
+        if names[0] not in self._sizes:
+            return None
+        sizes = [self._sizes[name] for name in names]
+        whole = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
+        self.named.update(zip(names, whole.split([size[0] for size in sizes]), strict=True))
+        return whole
+
+    def _layer(self, layer: int) -> LayerWeights:
+        at = f"model.layers.{layer}."
+        qkv, gate_up = _projections(layer, "self_attn", "qkv"), _projections(layer, "mlp", ("gate", "up"))
+        qkv_weight = self._side_by_side([name + "weight" for name in qkv])
+        gate_up_weight = self._side_by_side([name + "weight" for name in gate_up])
+        assert qkv_weight is not None and gate_up_weight is not None
+        head_norm = None
+        if self.shape.head_norm:
+            self._one(at + "self_attn.q_norm.weight")
+            self._one(at + "self_attn.k_norm.weight")
+            head_norm = self._empty(self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim)
+        return LayerWeights(
+            input_norm=self._one(at + "input_layernorm.weight"),
+            qkv_QE=qkv_weight,
+            qkv_bias=self._side_by_side([name + "bias" for name in qkv]),
+            head_norm_HD=head_norm,
+            output=self._one(at + "self_attn.o_proj.weight"),
+            output_bias=self._optional(at + "self_attn.o_proj.bias"),
+            mlp_norm=self._one(at + "post_attention_layernorm.weight"),
+            gate_up=gate_up_weight,
+            gate_up_bias=self._side_by_side([name + "bias" for name in gate_up]),
+            down=self._one(at + "mlp.down_proj.weight"),
+            down_bias=self._optional(at + "mlp.down_proj.bias"),
+        )
+
+
+def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
+    """Names of projections that lie side by side, without their kind."""
+    return [f"model.layers.{layer}.{block}.{part}_proj." for part in parts]
+
+
+def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a model directory (one file, or several with an index), read lazily on the CPU.
+
+    Raises UnsupportedModel when the directory holds no safetensors or the index names a file that is not there.
+    """
+    from safetensors import safe_open
+
+    index = model_dir / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = sorted(path.name for path in model_dir.glob("*.safetensors"))
+    if not files:
+        raise UnsupportedModel(str(model_dir), "want a directory with *.safetensors")
+    for file in files:
+        if not (model_dir / file).exists():
+            raise UnsupportedModel(str(model_dir / file), "named by the index, but not there")
+        with safe_open(model_dir / file, framework="pt", device="cpu") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                yield name, tensors.get_tensor(name)

@@ -1,0 +1,252 @@
+"""The engine's end of pushes by handles: a ZMQ socket where a learner of the same host says where the weights lie.
+
+    learner --join, begin, bucket, checksums, end, leave--> HandleListener --the verbs of HTTP--> WeightUpdates
+
+Requests and answers are msgpack maps (``docs/wire.md``); statuses and refusals are those of HTTP. The socket lies in a directory that
+only this user can enter.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgpack
+import zmq
+import zmq.asyncio
+
+from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
+from actors.http_api import need
+from actors.serving.authority import Authority
+from weightstore.errors import WeightstoreError
+from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import TensorSpec
+from weightstore.transport.handles import Mapped, Offered
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+PREFIX = "tidemill-handles-"
+SOCKET = "push"
+
+
+class Updates(Protocol):
+    """An engine's ``WeightUpdates``, as far as pushes by handles need it."""
+
+    def admit(self, epoch: int | None, what: str) -> None: ...
+    async def carry_out(self, verb: Coroutine[Any, Any, Result]) -> Result:
+        raise NotImplementedError
+
+    async def begin(self, version: int | None) -> None: ...
+    async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None: ...
+    async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
+        raise NotImplementedError
+
+    async def end(self, version: int | None) -> float:
+        raise NotImplementedError
+
+    async def load_directory(self, directory: Path, version: int | None) -> float:
+        raise NotImplementedError
+
+    async def sender_left(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Learner:
+    """Who has joined, and what of its memory is mapped here."""
+
+    sender: bytes
+    mapped: Mapped
+    pidfd: int
+
+
+class HandleListener:
+    """One socket for one engine. ``start`` gives its URL."""
+
+    def __init__(self, updates: Updates, authority: Authority | None = None) -> None:
+        self._updates, self._authority = updates, authority or Authority()
+        self._learner: _Learner | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: asyncio.Task[None] | None = None
+        self._directory = ""
+        self._verbs: dict[str, Callable[[bytes, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
+            "join": self._join,
+            "begin": self._begin,
+            "bucket": self._bucket,
+            "checksums": self._checksums,
+            "end": self._end,
+            "leave": self._leave,
+            "load": self._load,
+        }
+
+    async def start(self) -> str:
+        """Listen; the socket's URL, or "" where there can be no socket: then pushes come by broadcast."""
+        await asyncio.to_thread(_sweep)
+        self._directory = tempfile.mkdtemp(prefix=PREFIX)  # mode 0700
+        url = f"ipc://{self._directory}/{SOCKET}"
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.ROUTER)
+        try:
+            self._socket.bind(url)
+        except zmq.ZMQError as error:  # the path is too long, or the directory takes no sockets
+            log.warning("no handles are taken: %s: %s; cure: a shorter TMPDIR", url, error)
+            await self.close()
+            return ""
+        self._serving = asyncio.create_task(self._serve(), name="handles")
+        return url
+
+    async def close(self) -> None:
+        """Safe to call without ``start``."""
+        if not self._directory:
+            return
+        tasks = [task for task in (self._serving, *self._tasks) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._forget()
+        self._context.destroy(linger=0)
+        await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
+        self._directory = ""
+
+    async def _serve(self) -> None:
+        while True:
+            *envelope, request = await self._socket.recv_multipart()  # of some sockets (REQ) there is more in it than the sender
+            task = asyncio.create_task(self._answer(envelope, request), name="handles: verb")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
+        """Our errors as statuses, as ``http_api.translate`` has them; the epoch is checked first."""
+        body: Mapping[str, Any] = {}
+        sender = envelope[0]
+        try:
+            body = _map_of(request)
+            need(body, "epoch", int)
+            verb = need(body, "verb", str)
+            if verb not in self._verbs:
+                raise BadRequest(f"verb: want one of {', '.join(self._verbs)}, got {verb!r}")
+            await self._authority.admit(self._updates, body, self._directory, verb)
+            if verb != "join":
+                self._joined(sender)
+            answer = {"status": 200, **await self._verbs[verb](sender, body)}
+        except StaleEpoch as error:
+            answer = {"status": 409, "message": str(error), "epoch": error.seen}
+        except (BadRequest, UpdateRefused, WeightstoreError) as error:
+            answer = {"status": 400, "message": str(error)}
+        except CannotTell as error:
+            answer = {"status": 501, "message": str(error)}
+        except EngineError as error:
+            answer = {"status": 500, "message": str(error)}
+        except Exception as error:
+            log.exception("push by handles failed")
+            answer = {"status": 500, "message": repr(error)}
+        with contextlib.suppress(zmq.ZMQError):  # it has gone
+            await self._socket.send_multipart([*envelope, msgpack.packb({"id": body.get("id"), **answer})])
+
+    # -- verbs ----------------------------------------------------------------------------------------------------------
+
+    async def _join(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What is mapped of the learner is let go when it ends, however it does."""
+        pid = need(body, "pid", int)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None
+        self._forget()
+        self._learner = _Learner(sender, Mapped(), pidfd)
+        asyncio.get_running_loop().add_reader(pidfd, self._ended)
+        log.info("the learner joined, by handles pid=%d", pid)
+        return {}
+
+    async def _begin(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        await self._updates.carry_out(self._updates.begin(need(body, "version", int)))
+        return {}
+
+    async def _bucket(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        learner = self._joined(sender)
+        specs = [_spec(told) for told in need(body, "specs", list)]
+        offered = Offered(learner.mapped, need(body, "handle", dict))
+        taking = self._updates.take(specs, offered, version=need(body, "version", int), timeout_s=float(body["timeout_s"]))
+        await self._updates.carry_out(taking)
+        return {}
+
+    async def _checksums(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        _, told = await self._updates.carry_out(self._updates.told(of_update=True))
+        return told.to_json()
+
+    async def _end(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        return {"stall_s": await self._updates.carry_out(self._updates.end(need(body, "version", int)))}
+
+    async def _load(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        directory, version = Path(need(body, "directory", str)), need(body, "version", int)
+        return {"stall_s": await self._updates.carry_out(self._updates.load_directory(directory, version))}
+
+    async def _leave(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._forget()
+        await self._sender_left()
+        return {}
+
+    # -- inside -----------------------------------------------------------------------------------------------------------
+
+    def _joined(self, sender: bytes) -> _Learner:
+        """Or what an evicted one had still asked for would be mixed with the push of the one that came after it."""
+        if self._learner is None or self._learner.sender != sender:
+            raise BadRequest("want join first" + ("" if self._learner is None else ": another one has joined since"))
+        return self._learner
+
+    def _ended(self) -> None:
+        """The learner's process."""
+        self._forget()
+        task = asyncio.create_task(self._sender_left(), name="handles: sender left")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sender_left(self) -> None:
+        with contextlib.suppress(EngineError):  # nobody is there to be told
+            await self._updates.carry_out(self._updates.sender_left())
+
+    def _forget(self) -> None:
+        """Let go of the learner's memory; a copy that is under way keeps its part until it is done."""
+        learner, self._learner = self._learner, None
+        if learner is not None:
+            asyncio.get_running_loop().remove_reader(learner.pidfd)
+            os.close(learner.pidfd)
+            learner.mapped.close()
+
+
+def _sweep() -> None:
+    """Remove the directories of engines that were killed: nobody listens at their sockets."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(directory / SOCKET))
+            except ConnectionRefusedError:
+                shutil.rmtree(directory, ignore_errors=True)
+            except OSError:
+                pass  # busy, about to listen, or another user's
+
+
+def _map_of(request: bytes) -> Mapping[str, Any]:
+    try:
+        body = msgpack.unpackb(request)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BadRequest(f"request: want msgpack: {error!r}") from None
+    if not isinstance(body, Mapping):
+        raise BadRequest(f"request: want a map, got {type(body).__name__}")
+    return body
+
+
+def _spec(told: Any) -> TensorSpec:
+    try:
+        name, dtype, shape = told
+        return TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
+    except (TypeError, ValueError) as error:
+        raise BadRequest(f"specs: want [name, dtype, shape] for each, got {told!r}: {error}") from None

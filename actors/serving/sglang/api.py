@@ -1,0 +1,43 @@
+"""Calls to an SGLang server, its failures as errors of actors."""
+
+from collections.abc import Mapping
+
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from weightstore.transport.engine_api import CONNECT_S, CallFailed, EngineApi, Failure
+
+
+class Aborted(BadRequest):
+    """A client aborted the request before it began (HTTP 499)."""
+
+
+class Api(EngineApi):
+    """One server at ``url``, which asks for ``key``, if that is not empty.
+
+    Calls raise BadRequest (HTTP 4xx), EngineFailed (5xx), EngineUnavailable (not now, or no answer).
+    """
+
+    def __init__(self, url: str, key: str = "") -> None:
+        async def headers() -> Mapping[str, str]:
+            return {"Authorization": f"Bearer {key}"} if key else {}
+
+        super().__init__(url, _error, headers=headers)
+
+    async def healthy(self) -> bool:
+        try:
+            await self.call("GET", "/health", timeout_s=CONNECT_S)
+        except EngineError:
+            return False
+        return True
+
+
+def _error(failed: CallFailed) -> EngineError:
+    reason = f"{failed.path}: {failed.reason}"
+    match failed.failure:
+        case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.BROKEN | Failure.UNAVAILABLE:
+            return EngineUnavailable(failed.url, reason)
+        case Failure.UNREADABLE | Failure.FAILED:
+            return EngineFailed(failed.url, reason)
+        case Failure.ABORTED:
+            return Aborted(reason)
+        case Failure.UNAUTHORIZED | Failure.STALE | Failure.REFUSED:
+            return BadRequest(reason)

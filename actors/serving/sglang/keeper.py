@@ -1,0 +1,94 @@
+"""Runs a command in a session of its own and kills the whole session when the starter has ended, in whatever way.
+
+``python -m actors.serving.sglang.keeper COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's scheduler and
+detokenizer outlive a killed server and would keep the GPU's memory, because no signal at the starter's death reaches them. The server in turn
+outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library only.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+PART = b"sglang::"
+"""How SGLang calls the processes it cannot do without; others come and go."""
+SCAN_MS = 500
+HEARD_S = 1.0
+"""A part that was asked to end, like all of them, may be gone before this process has heard that it was."""
+
+
+def main(command: list[str]) -> int:
+    """Run the command; its exit code (128 + signal, as a shell says it)."""
+    ending = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())  # ours to outlive: the server is asked to end, this one follows
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    threading.Thread(target=_kill_at_eof, daemon=True).start()
+    threading.Thread(target=_kill_without_part, args=(server, ending), daemon=True).start()
+    code = server.wait()
+    print(f"the server ended with code {code}", file=sys.stderr, flush=True)
+    _kill_others()
+    return 128 - code if code < 0 else code
+
+
+def _kill_at_eof() -> None:
+    while os.read(0, 4096):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Event) -> None:
+    """Wait until a part of the server is gone, and end the server unless it is ending anyway.
+
+    Whoever is called as its parent is none: a command that a part runs, before it has a name of its own (the scheduler asks lscpu).
+    """
+    parts: dict[int, str] = {}
+    ends = select.poll()
+    known: set[int] = set()
+    while True:
+        for pid in _session():
+            with contextlib.suppress(OSError):
+                if pid not in known and (name := _name(pid)).startswith(PART) and name != _name(_parent(pid)):
+                    known.add(pid)
+                    end = os.pidfd_open(pid)
+                    parts[end] = f"{name.decode(errors='replace')} ({pid})"
+                    ends.register(end, select.POLLIN)
+        gone = ends.poll(SCAN_MS)
+        if ending.is_set() or (gone and ending.wait(HEARD_S)):
+            return
+        if gone:
+            print(f"{parts[gone[0][0]]} is gone, so the server is ended", file=sys.stderr, flush=True)
+            server.kill()
+            return
+
+
+def _kill_others() -> None:
+    """All of this session but the keeper, which has an exit code to pass on."""
+    for pid in _session():
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _session() -> list[int]:
+    """Everybody of this session but the keeper."""
+    found = []
+    for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
+        with contextlib.suppress(OSError):
+            if os.getpgid(pid) == os.getpgrp():
+                found.append(pid)
+    return found
+
+
+def _name(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

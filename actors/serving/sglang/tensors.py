@@ -1,0 +1,82 @@
+"""A bucket of weights in the form in which SGLang's /update_weights_from_tensor reads it: pickled, without the bytes.
+
+On CPU it is named by a file of torch's in /dev/shm, which torch's own manager removes whatever is killed: SGLang opens no other memory,
+so the bucket is copied there first. Memory of a GPU is passed on as the learner has shared it. Not tried on a GPU.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from weightstore.format.manifest import Bucket, TensorSpec
+from weightstore.transport.handles import Offered
+
+STRATEGY = "file_system"
+"""With torch's other one, descriptors, the server would want a secret of this process, and end when it is not given one."""
+
+
+class SharedBucket:
+    """The memory that SGLang reads; used again with every bucket, once the server has answered."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def payloads(self, specs: Sequence[TensorSpec], offered: Offered, ranks: int) -> list[str]:
+        """One for each process of the server. Raises BadManifest. Blocking."""
+        metadata = _metadata(specs)
+        if offered.shares is not None:
+            return [_pickled({"flattened_tensor": _Share(offered, rank), "metadata": metadata}) for rank in range(ranks)]
+        message = offered.tensor()
+        if self._flat.numel() < message.numel():
+            self._flat = torch.empty(message.numel(), dtype=torch.uint8)
+        flat = self._flat[: message.numel()]
+        flat.copy_(message)
+        return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
+
+    def close(self) -> None:
+        self._flat = self._flat.new_empty(0)
+
+
+class _Share:
+    """Pickled as the tensor on a GPU that one process of the server is to open."""
+
+    def __init__(self, offered: Offered, rank: int) -> None:
+        self._offered, self._rank = offered, rank
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+        from weightstore.transport.cuda_handles import arguments
+
+        return rebuild_cuda_tensor, arguments(self._offered.handle, self._rank, str(self._offered.handle["device"]))
+
+
+def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
+    """What SGLang's FlattenedTensorMetadata has; it reads it by attribute."""
+    whole = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
+    return [
+        SimpleNamespace(
+            name=spec.name,
+            shape=torch.Size(spec.shape),
+            dtype=getattr(torch, spec.dtype),
+            start_idx=place.start,
+            end_idx=place.stop,
+            numel=spec.num_bytes,
+        )
+        for spec, place in whole.places()
+    ]
+
+
+def _pickled(value: dict[str, Any]) -> str:
+    out, before = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(STRATEGY)
+    try:
+        ForkingPickler(out).dump(value)
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+    return base64.b64encode(out.getvalue()).decode()

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates and tool calls."""

@@ -1,0 +1,86 @@
+"""Chat messages -> text: the chat template of a model directory, rendered as transformers does, without loading it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from actors.errors import BadRequest
+from actors.text.tool_calls import form_of
+
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what assistants said; here it is rendered like anything else."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """Thread-safe."""
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        """``special``: names to tokens (``eos_token``, ...), as the template knows them."""
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+        self._template, self._special = environment.from_string(source), dict(special)
+        self.form_of_calls = form_of(source)
+        """How the model writes calls of tools (``actors.text.tool_calls``); None = not known."""
+
+    @classmethod
+    def read(cls, model_dir: Path) -> "ChatTemplate | None":
+        """None when the directory has none. Raises ValueError naming a template that is none."""
+        file = model_dir / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+        alone = model_dir / "chat_template.jinja"
+        source = alone.read_text(encoding="utf-8") if alone.exists() else config.get("chat_template")
+        if isinstance(source, list):  # several by name
+            source = next((each["template"] for each in source if each["name"] == "default"), None)
+        if not source:
+            return None
+        special = {name: token["content"] if isinstance(token, dict) else token for name in SPECIAL if (token := config.get(name))}
+        try:
+            return cls(source, special)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **more: Any) -> str:
+        """The prompt as text. Raises BadRequest when the template refuses the messages."""
+        given = {**self._special, **more}
+        try:
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **given
+            )
+        except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,58 @@
+"""Which runs a bus carries: for a process that was told nothing but its URL."""
+
+import asyncio
+import json
+import re
+import time
+
+from bus import exit_codes
+from bus.client.address import parse
+from bus.client.link import Link, linked
+from bus.client.outbox import answered
+from bus.config import RUN_NAME
+from bus.errors import BusError, BusUnavailable
+from bus.wire import subjects
+
+LOOK_EVERY_S = 1.0
+_ANSWER_S = 5.0
+_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
+
+
+class SeveralRuns(ValueError):
+    """A bus carries more than one run, and none was named."""
+
+    exit_code = exit_codes.CONFIG
+
+
+async def runs_on(link: Link) -> list[str]:
+    """Names of the runs, sorted. Raises BusUnavailable, BusError when the server refuses to list its streams."""
+    found: list[str] = []
+    offset = 0
+    while True:
+        request = json.dumps({"offset": offset}).encode()
+        answer = answered("$JS.API.STREAM.NAMES", (await link.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
+        if "error" in answer:
+            raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
+        names = answer.get("streams") or []
+        found += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
+        offset += len(names)
+        if not names or offset >= int(answer.get("total", 0)):
+            return sorted(found)
+
+
+async def find_run(url: str, *, name: str, wait_s: float) -> str:
+    """The name of the one run on the bus at ``url``, waited for up to ``wait_s``: the bus, or the run, may come later.
+
+    Raises SeveralRuns naming them, BusUnavailable.
+    """
+    deadline = time.monotonic() + wait_s
+    async with linked(url, name, wait_s) as link:
+        while True:
+            found = await runs_on(link)
+            if len(found) == 1:
+                return found[0]
+            if found:
+                raise SeveralRuns(f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one")
+            if time.monotonic() > deadline:
+                raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -1,0 +1,244 @@
+"""A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
+
+Every message carries the epoch of its writer and the sequence it expects to stand behind. A fence is the first message of an
+epoch; later messages of an older epoch are void. So are messages of no learner: those that cannot be decoded, and those whose header
+has another epoch than the message. Writer and readers pass over both.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from bus.client.jetstream import JetStream, Message
+from bus.client.nonce import nonce
+from bus.client.outbox import WRONG_LAST_SEQUENCE
+from bus.client.patience import before_retry, retry
+from bus.client.pull import Delivered, OrderedPull, present
+from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
+from bus.wire import subjects
+from bus.wire.codec import encode_record
+from bus.wire.messages import Fence
+from bus.wire.subjects import natural
+
+_log = logging.getLogger(__name__)
+
+_SAY_EVERY_S = 5.0
+_NO_EPOCH = -1
+"""Epoch of a message that names none: older than all."""
+
+
+class Written(Protocol):
+    """A record of one learner."""
+
+    @property
+    def epoch(self) -> int: ...
+
+
+R = TypeVar("R", bound=Written)
+
+
+@dataclass(frozen=True, slots=True)
+class FencedStream(Generic[R]):
+    """A stream that one learner at a time writes, and how its messages are decoded."""
+
+    jet: JetStream
+    short: str
+    """PLAN or TASKS."""
+    fence_subject: str
+    decode: Callable[[Message | Delivered], R]
+    """Raises WireError."""
+
+    @property
+    def name(self) -> str:
+        return subjects.stream(self.jet.run, self.short)
+
+    def read(self, message: Message | Delivered) -> R | None:
+        """Return the record in a message; None, counted as a refusal, for a message of no learner."""
+        return self.jet.refusals.read(self.short, message.seq, partial(self.checked, message))
+
+    def checked(self, message: Message | Delivered) -> R:
+        """Return the record in a message. Raises WireError for a message of no learner."""
+        found, named = self.decode(message), message.headers.get(subjects.EPOCH_HEADER, "")
+        if natural(named) != found.epoch:
+            raise WireError(subjects.EPOCH_HEADER, f"{found.epoch}, the epoch in the message", named[:40])
+        return found
+
+    def epoch(self, message: Message | Delivered) -> int:
+        """Return the epoch of the learner that wrote the message; -1 for a message of no learner."""
+        found = self.read(message)
+        return _NO_EPOCH if found is None else found.epoch
+
+
+class FencedWriter(Generic[R]):
+    """Appends to ``stream`` as one epoch. ``fence`` comes first."""
+
+    def __init__(self, stream: FencedStream[R]) -> None:
+        self._log, self._jet, self._stream, self._fence_subject = stream, stream.jet, stream.name, stream.fence_subject
+        self._nonce, self._count = nonce(), 0
+        self._lock = asyncio.Lock()
+        self.epoch = 0
+        self._last = 0
+
+    async def fence(self, epoch: int) -> None:
+        """Take over, if that is not done already. Raises Fenced when the stream has a newer epoch."""
+        if epoch < 1:
+            raise ValueError(f"epoch: want >= 1, got {epoch}")
+        async with self._lock:
+            if self.epoch == epoch or await self._stands(epoch):
+                return
+            self._last = (await self._jet.state(self._stream)).last_seq
+            previous, self.epoch = self.epoch, epoch
+            try:
+                await self._append(self._fence_subject, encode_record(Fence(epoch=epoch)))
+            except BaseException:
+                self.epoch = previous
+                raise
+
+    async def append(self, subject: str, payload: bytes) -> int:
+        """Store a message behind all others and return its sequence. Retries for ever. Raises Fenced; cancellable."""
+        assert self.epoch, f"{self._stream}: fence() comes before the first message"
+        async with self._lock:
+            return await self._append(subject, payload)
+
+    async def _append(self, subject: str, payload: bytes) -> int:
+        self._count += 1
+        message_id = f"{self.epoch}.{self._nonce}.{self._count}"
+        said_s = time.monotonic()
+        while True:
+            headers = {
+                subjects.MESSAGE_ID: message_id,
+                subjects.EPOCH_HEADER: str(self.epoch),
+                subjects.EXPECTED_LAST: str(self._last),
+            }
+            try:
+                stored = await self._jet.outbox.attempt(subject, payload, headers)
+                self._last = max(self._last, stored.seq)
+                return stored.seq
+            except Refused as error:
+                if error.code not in WRONG_LAST_SEQUENCE:
+                    raise
+            except BusUnavailable as error:
+                await before_retry(self._jet.link, error)
+                if time.monotonic() - said_s > _SAY_EVERY_S:
+                    said_s = time.monotonic()
+                    _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
+            mine = await self._look(message_id)
+            if mine is not None:
+                return mine
+
+    async def _look(self, message_id: str) -> int | None:
+        """Read on behind the last known message. Returns the sequence of our message if it is there. Raises Fenced at a newer learner's."""
+        while True:
+            try:
+                found = await retry(self._jet.link, partial(self._jet.next, self._stream, self._last + 1))
+            except NotFound as error:
+                if error.what == "stream":
+                    raise
+                return None
+            if found.headers.get(subjects.MESSAGE_ID) == message_id:
+                self._last = found.seq
+                return found.seq
+            seen = self._log.epoch(found)
+            if seen > self.epoch or (seen == self.epoch and not self._is_mine(found, seen)):
+                raise Fenced(self._stream, self.epoch, seen)
+            self._last = found.seq
+
+    def _is_mine(self, found: Message, epoch: int) -> bool:
+        """Return whether a message is ours, of a call that was cancelled before it was confirmed."""
+        return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
+
+    async def _stands(self, epoch: int) -> bool:
+        """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is as new or newer."""
+        fence = await self._newest_fence()
+        if fence is None:
+            return False
+        newest = self._log.epoch(fence)
+        if newest == epoch and self._is_mine(fence, epoch):
+            self.epoch, self._last = epoch, fence.seq
+            return True
+        if newest >= epoch:
+            raise Fenced(self._stream, epoch, newest)
+        return False
+
+    async def _newest_fence(self) -> Message | None:
+        """Return the last message on the fences' subject that a learner wrote."""
+        try:
+            newest = await self._jet.last(self._stream, self._fence_subject)
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+            return None
+        if self._log.epoch(newest) != _NO_EPOCH:
+            return newest
+        fences = Fences(self._log)
+        await fences.refresh()
+        return await self._jet.message(self._stream, fences.last) if fences.last else None
+
+
+class Fences(Generic[R]):
+    """The fences of a stream that have been read so far: (sequence, epoch) in order."""
+
+    def __init__(self, stream: FencedStream[R]) -> None:
+        self._log, self._jet, self._stream, self._subject = stream, stream.jet, stream.name, stream.fence_subject
+        self._known: list[tuple[int, int]] = []
+        self._read_to = 0
+
+    @property
+    def last(self) -> int:
+        """Sequence of the newest fence; 0 for none."""
+        return self._known[-1][0] if self._known else 0
+
+    async def refresh(self) -> None:
+        """Read the fences raised since the last call."""
+        while True:
+            try:
+                found = await self._jet.next(self._stream, self._read_to + 1, self._subject)
+            except NotFound as error:
+                if error.what == "stream":
+                    raise
+                return
+            self._read_to = found.seq
+            epoch = self._log.epoch(found)
+            if epoch != _NO_EPOCH:
+                self._known.append((found.seq, epoch))
+
+    def voids(self, seq: int, epoch: int) -> bool:
+        """Return whether a message stands behind a fence of a newer epoch."""
+        return any(fence < seq and newer > epoch for fence, newer in self._known)
+
+    def newest_below(self, seq: int) -> int:
+        """Return the highest epoch of the fences before a sequence."""
+        return max((epoch for fence, epoch in self._known if fence < seq), default=_NO_EPOCH)
+
+
+async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
+    """Yield the messages from ``start`` on that no fence voids, with their records, fences included; to the present end, or for ever."""
+    fences = Fences(stream)
+    await fences.refresh()
+    epoch = fences.newest_below(start)
+    async for delivered in _endless(stream, start) if follow else present(stream.jet, stream.name, start):
+        found = stream.read(delivered)
+        if found is None:
+            continue
+        if delivered.subject == stream.fence_subject:
+            epoch = max(epoch, found.epoch)
+        if found.epoch >= epoch:
+            yield delivered, found
+        else:
+            _log.warning("bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, found.epoch, epoch)
+
+
+async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Delivered]:
+    async with OrderedPull(stream.jet, stream.name, max(1, start)) as pull:
+        async for delivered in pull:
+            yield delivered
+
+
+def epoch_of(headers: dict[str, str]) -> int:
+    """Return the epoch in a message's header; -1 when it has none."""
+    named = natural(headers.get(subjects.EPOCH_HEADER, ""))
+    return _NO_EPOCH if named is None else named

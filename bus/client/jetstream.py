@@ -1,0 +1,174 @@
+"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server restart."""
+
+import base64
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, TypeVar
+
+from bus.client.link import Link
+from bus.client.outbox import Outbox, answered
+from bus.client.patience import RETRY_S, retry
+from bus.client.refusals import Refusals
+from bus.config import BusConfig
+from bus.errors import BusUnavailable, NotFound, Refused
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_ANSWER_S = 2.0
+PATIENCE_S = 15.0
+"""A server that was killed is back within a second or so; one that is away for longer is an error."""
+_NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
+_STARTING = (10008, 10074)
+"""Error codes of a server that is not ready yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """A stored message."""
+
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+    stored_s: float
+    """Unix time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamState:
+    """Identity and extent of a stream."""
+
+    created: str
+    """Creation time by the server: the identity of the stream."""
+    first_seq: int
+    last_seq: int
+    messages: int
+    bytes: int
+
+
+class JetStream:
+    """JetStream as one run sees it."""
+
+    def __init__(self, link: Link, run: str, config: BusConfig) -> None:
+        self.link, self.run, self.config = link, run, config
+        self.outbox = Outbox(link)
+        self.refusals = Refusals()
+
+    async def call(self, verb: str, request: dict[str, Any] | None = None, *, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+        """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may be repeated.
+
+        Raises NotFound, Refused, and BusUnavailable after ``patience_s``.
+        """
+        payload = json.dumps(request).encode() if request else b""
+        deadline = time.monotonic() + patience_s
+
+        async def ask() -> dict[str, Any]:
+            await self.link.wait_up(deadline - time.monotonic(), verb)
+            answer = await self.link.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
+            return _fields(verb, answer.data)
+
+        return await retry(self.link, ask, pause_s=RETRY_S, deadline=deadline)
+
+    async def retry_for_ever(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the connection was closed."""
+        return await retry(self.link, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
+
+    async def state(self, stream: str) -> StreamState:
+        """Raises NotFound."""
+        fields = await self.call(f"STREAM.INFO.{stream}")
+        state = fields["state"]
+        return StreamState(
+            created=fields["created"],
+            first_seq=state["first_seq"],
+            last_seq=state["last_seq"],
+            messages=state["messages"],
+            bytes=state["bytes"],
+        )
+
+    async def subjects(self, stream: str, filter: str) -> dict[str, int]:
+        """Return the number of messages of each subject that matches."""
+        found: dict[str, int] = {}
+        while True:
+            fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(found)})
+            page = fields["state"].get("subjects") or {}
+            found.update(page)
+            if not page or len(found) >= fields.get("total", 0):
+                return found
+
+    async def message(self, stream: str, seq: int) -> Message:
+        """Return a message by sequence, from the leader. Raises NotFound."""
+        return await self._get(stream, {"seq": seq})
+
+    async def last(self, stream: str, subject: str) -> Message:
+        """Return the newest message on a subject, from the leader. Raises NotFound."""
+        return await self._get(stream, {"last_by_subj": subject})
+
+    async def next(self, stream: str, seq: int, subject: str = ">") -> Message:
+        """Return the first message on a subject at ``seq`` or behind it, from the leader. Raises NotFound."""
+        return await self._get(stream, {"seq": seq, "next_by_subj": subject})
+
+    async def purge(self, stream: str, below: int, *, subject: str = "") -> None:
+        """Remove messages with sequences < ``below`` (and of this subject).
+
+        Nothing happens for ``below`` < 2: before 2.15, ``purge(seq=1)`` of a file stream wiped everything.
+        """
+        if below < 2:
+            return
+        await self.call(f"STREAM.PURGE.{stream}", {"seq": below, **({"filter": subject} if subject else {})})
+
+    async def purge_subject(self, stream: str, subject: str) -> None:
+        """Remove every message of a subject."""
+        await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
+
+    async def _get(self, stream: str, request: dict[str, Any]) -> Message:
+        fields = (await self.call(f"STREAM.MSG.GET.{stream}", request))["message"]
+        return Message(
+            seq=fields["seq"],
+            subject=fields["subject"],
+            headers=parse_headers(base64.b64decode(fields.get("hdrs", ""))),
+            data=base64.b64decode(fields.get("data", "")),
+            stored_s=unix_time(fields["time"]),
+        )
+
+
+def parse_headers(raw: bytes) -> dict[str, str]:
+    """Return the headers of a raw header block; its first line is ``NATS/1.0``."""
+    headers: dict[str, str] = {}
+    for line in raw.split(b"\r\n")[1:]:
+        name, colon, value = line.partition(b":")
+        if colon:
+            headers[name.decode(errors="replace")] = value.strip().decode(errors="replace")
+    return headers
+
+
+def unix_time(stamp: str) -> float:
+    """Return the Unix time of a time stamp of the server (RFC 3339 with up to nanoseconds)."""
+    head, _, fraction = stamp.removesuffix("Z").partition(".")
+    zone = "+00:00" if stamp.endswith("Z") else ""
+    if not zone and ("+" in fraction or "-" in fraction):
+        sign = "+" if "+" in fraction else "-"
+        fraction, _, offset = fraction.partition(sign)
+        zone = sign + offset
+    seconds = datetime.fromisoformat(head + zone).timestamp()
+    return seconds + float(f"0.{fraction}" if fraction else 0)
+
+
+def _fields(verb: str, data: bytes) -> dict[str, Any]:
+    if not data:
+        raise BusUnavailable(verb, "nobody answers: JetStream is not enabled, or the server is starting")
+    fields = answered(verb, data)
+    if "error" in fields:
+        error = fields["error"]
+        code, reason = int(error.get("err_code", 0)), str(error.get("description", ""))
+        if code in _NOT_FOUND:
+            raise NotFound(verb, _NOT_FOUND[code])
+        if error.get("code") == 503 or code in _STARTING:
+            raise BusUnavailable(verb, reason)
+        raise Refused(verb, code, reason)
+    return fields

@@ -1,0 +1,143 @@
+"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do not know."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from bus.client.jetstream import JetStream
+from bus.config import BusConfig
+from bus.errors import ConfigMismatch, NotFound, Refused
+from bus.wire import subjects
+
+_NS = 1_000_000_000
+_ALREADY_IN_USE = (10058, 10148, 10013, 10105)
+"""Stream or consumer exists with another configuration."""
+_ROW_DUPLICATE_WINDOW_S = 120
+_CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
+"""Settings that an older release made otherwise, and that take effect on stored messages."""
+_MAX_WAITING = 16_384
+"""Pull requests that may wait at one consumer: one for every free slot of every actor."""
+
+
+async def create_layout(jet: JetStream) -> None:
+    """Create missing streams and consumers; compare every setting with that of the server.
+
+    Raises ConfigMismatch naming stream and field, BusUnavailable.
+    """
+    for config in stream_configs(jet.run, jet.config):
+        await _ensure_stream(jet, config)
+    stream = subjects.stream(jet.run, subjects.TASKS)
+    for config in consumer_configs(jet.run, jet.config):
+        await _ensure_consumer(jet, stream, config)
+
+
+async def create_archive(jet: JetStream) -> None:
+    """The streams and buckets of a run that only keeps samples, for onlookers; without TASKS, by which runs are found.
+
+    Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and for the
+    same reason this raises ConfigMismatch for a run that trains.
+    """
+    for config in stream_configs(jet.run, jet.config):
+        if config["name"] == subjects.stream(jet.run, subjects.TASKS):
+            continue
+        if config["name"] == subjects.stream(jet.run, subjects.SAMPLES):
+            config = {**config, "max_bytes": -1}
+        await _ensure_stream(jet, config)
+
+
+def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
+    """Settings of every stream of a run, buckets included, as the server spells them."""
+    names = {
+        subjects.TASKS: [subjects.task(run, "*")],
+        subjects.SAMPLES: [subjects.samples(run), subjects.parts(run)],
+        subjects.PLAN: [subjects.plan(run, "*")],
+        subjects.PARTIALS: [subjects.partial(run)],
+        subjects.DEAD: [subjects.dead(run)],
+    }
+    for name, subject_list in names.items():
+        yield {
+            "name": subjects.stream(run, name),
+            "subjects": subject_list,
+            "retention": "limits",
+            "storage": "file",
+            "discard": "new",
+            "max_bytes": config.samples_max_bytes if name == subjects.SAMPLES else -1,
+            "max_age": 0,
+            "max_msgs": -1,
+            "num_replicas": config.copies,
+            "duplicate_window": int(config.duplicate_window_s * _NS),
+            "allow_direct": True,
+        }
+    for bucket in subjects.BUCKETS:
+        yield {
+            "name": subjects.bucket_stream(run, bucket),
+            "subjects": [subjects.row(run, bucket, ">")],
+            "retention": "limits",
+            "storage": "file",
+            "discard": "new",
+            "max_msgs_per_subject": 1,
+            "num_replicas": config.copies,
+            "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
+            "allow_direct": True,
+            "allow_rollup_hdrs": False,  # by its header, a user that may write one row could remove all others
+            "deny_delete": True,
+        }
+
+
+def consumer_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
+    """Settings of the durable consumers of TASKS."""
+    for kind, name in subjects.CONSUMERS.items():
+        yield {
+            "durable_name": name,
+            "name": name,
+            "ack_policy": "explicit",
+            "deliver_policy": "all",
+            "ack_wait": int(config.lease_s * _NS),
+            "max_deliver": -1,
+            "max_ack_pending": -1,
+            "max_waiting": _MAX_WAITING,
+            "filter_subject": subjects.task(run, kind),
+        }
+
+
+async def _ensure_stream(jet: JetStream, config: dict[str, Any]) -> None:
+    name = config["name"]
+    try:
+        info = await jet.call(f"STREAM.INFO.{name}")
+    except NotFound:
+        info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
+    there = info["config"]
+    changes = {field: config[field] for field in _CHANGED_IN_PLACE if field in config and there.get(field, False) != config[field]}
+    if changes:
+        info = await jet.call(f"STREAM.UPDATE.{name}", {**there, **changes})
+    _compare(name, config, info["config"])
+
+
+async def _ensure_consumer(jet: JetStream, stream: str, config: dict[str, Any]) -> None:
+    name = config["name"]
+    try:
+        info = await jet.call(f"CONSUMER.INFO.{stream}.{name}")
+    except NotFound:
+        verb = f"CONSUMER.CREATE.{stream}.{name}.{config['filter_subject']}"
+        info = await _created(jet, verb, {"stream_name": stream, "config": config}, f"CONSUMER.INFO.{stream}.{name}")
+    _compare(f"{stream}.{name}", config, info["config"])
+
+
+async def _created(jet: JetStream, verb: str, request: dict[str, Any], info: str) -> dict[str, Any]:
+    """Return the server's description of a stream or consumer that this, or another process a moment ago, has created."""
+    try:
+        return await jet.call(verb, request)
+    except Refused as error:
+        if error.code not in _ALREADY_IN_USE:
+            raise
+        return await jet.call(info)
+
+
+def _compare(name: str, want: dict[str, Any], got: dict[str, Any]) -> None:
+    for field, value in want.items():
+        found = got.get(field)
+        if found is None and value in (False, 0):  # the server leaves out settings that are off
+            continue
+        if field == "subjects":
+            value, found = sorted(value), sorted(found or [])
+        if found != value:
+            raise ConfigMismatch(name, field, value, found)

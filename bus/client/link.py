@@ -1,0 +1,340 @@
+"""The NATS connection. Tracks connected, disconnected, closed and forbidden, and calls listeners. Knows nothing of streams."""
+
+import asyncio
+import logging
+import re
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from bus.client.address import Address, parse
+from bus.client.repeated import Repeated
+from bus.config import OLDEST_SERVER
+from bus.errors import BusError, BusUnavailable, Denied, Forbidden
+from bus.wire.subjects import token
+
+_log = logging.getLogger(__name__)
+
+_RECONNECT_S = 0.2
+_PING_S = 5.0
+"""A silently cut network is noticed after three of these."""
+_SAY_EVERY_S = 5.0
+_CLOSE_S = 1.0
+_FORBIDDEN_S = 10.0
+"""A forbidden subject is not tried again for so long; permissions may have changed then."""
+_VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+_TIDYING = "$js.api.consumer.delete."
+"""Readers delete their consumers; the server also removes them by itself when they are idle."""
+_NO_ENTRY = ("authorization violation", "authentication", "user credentials")
+
+FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
+"""Errors that the client library raises for causes outside of this process."""
+
+
+class _Client(Client):
+    """The client library, which for ever stops reading from a connection on which headers came that it cannot parse.
+
+    There is no public hook for them: see ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unparsed = Repeated(_log)
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            return await super()._process_headers(headers)
+        except Exception as error:  # whatever the parser meets: the message is there, and has no headers
+            self._unparsed("bus: headers that cannot be parsed", f"{headers[:40]!r} ({error!r})")
+            return None
+
+
+class Link:
+    """One connection, which reconnects for ever."""
+
+    def __init__(self) -> None:
+        self.nc: Client = _Client()
+        self._up = asyncio.Event()
+        self._turn = asyncio.Event()
+        """Set when the connection is up, or closed: the two ends of waiting for it."""
+        self._listeners: set[Callable[[], None]] = set()
+        self._refusals: set[Callable[[Forbidden], bool]] = set()
+        self._forbidden: dict[str, tuple[Forbidden, float]] = {}
+        """Recent refusals with their time, by subject in lower case, which is how the client library reports it."""
+        self.user = ""
+        self._opening: Address | None = None
+        self.last_error = ""
+        self._said_s = 0.0
+        self._closing = False
+        self._what = "bus"
+
+    @property
+    def connected(self) -> bool:
+        return self._up.is_set()
+
+    @property
+    def closed(self) -> bool:
+        return self.nc.is_closed
+
+    @property
+    def connected_url(self) -> str:
+        url = self.nc.connected_url
+        return "" if url is None else url.geturl()
+
+    @property
+    def max_payload(self) -> int:
+        return self.nc.max_payload
+
+    async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
+        """Return when the connection is up. Raises BusUnavailable when it is not up in time, or closed."""
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                while not self._up.is_set():
+                    if self.closed:
+                        raise BusUnavailable(where, "the connection was closed")
+                    await self._turn.wait()
+        except TimeoutError:
+            raise BusUnavailable(where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})") from None
+
+    def on_lost(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` whenever the connection breaks. Returns a function that removes it."""
+        self._listeners.add(listener)
+        return lambda: self._listeners.discard(listener)
+
+    def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
+        """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
+
+        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; one of no listener is logged.
+        """
+        self._refusals.add(listener)
+        return lambda: self._refusals.discard(listener)
+
+    def check_allowed(self, subject: str) -> None:
+        """Raises Forbidden for a subject that the server refused a moment ago."""
+        if not self._forbidden:
+            return
+        error, since = self._forbidden.get(subject.lower(), (None, 0.0))
+        if error is None:
+            return
+        if time.monotonic() - since < _FORBIDDEN_S:
+            raise Forbidden(subject, error.verb, error.user)
+        del self._forbidden[subject.lower()]
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> Msg:
+        """Return the answer to a request. Raises Forbidden; BusUnavailable, at once when the connection breaks."""
+        loop = asyncio.get_running_loop()
+        self.check_allowed(subject)
+
+        def end() -> None:
+            if not scope.expired():
+                scope.reschedule(loop.time())
+
+        def refused(error: Forbidden) -> bool:
+            if error.subject == subject.lower():
+                end()
+            return error.subject == subject.lower()
+
+        try:
+            async with asyncio.timeout(timeout_s) as scope:
+                ends = [
+                    self.on_lost(end),
+                    self.on_forbidden(refused),
+                ]
+                try:
+                    answer = await self.nc.request(subject, payload, timeout=2 * timeout_s)
+                finally:
+                    for forget in ends:
+                        forget()
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():  # wait_for of Python 3.11 forgets one that comes together with the answer
+                    raise asyncio.CancelledError
+                return answer
+        except FOREIGN as error:
+            self.check_allowed(subject)
+            raise self.unavailable(subject, error) from None
+
+    async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
+        """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later, too late.
+
+        Raises Forbidden when the server refused this subject a moment ago.
+        """
+        self.check_allowed(subject)
+        if not self.connected:
+            raise BusUnavailable(subject, "not connected")
+        try:
+            await self.nc.publish(subject, payload, reply=reply)
+        except FOREIGN as error:
+            raise self.unavailable(subject, error) from None
+
+    async def tell(self, subject: str, payload: bytes) -> bool:
+        """Publish a message that may be lost. Returns False when the bus is away."""
+        try:
+            await self.send(subject, payload)
+        except BusUnavailable as error:
+            _log.info("bus: unsent subject=%s reason=%s", subject, error)
+            return False
+        return True
+
+    @asynccontextmanager
+    async def subscribed(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
+        """While entered, ``hear`` gets every message on a subject, except those that pass while the connection is broken."""
+        try:
+            sub = await self.nc.subscribe(subject, cb=hear)
+        except FOREIGN as error:
+            raise self.unavailable(subject, error) from None
+        try:
+            yield
+        finally:
+            if not self.closed:
+                await sub.unsubscribe()
+
+    def unavailable(self, where: str, error: BaseException) -> BusUnavailable:
+        return BusUnavailable(where, str(error) or type(error).__name__)
+
+    async def open(self, url: str, name: str, wait_s: float) -> None:
+        """Connect within ``wait_s``. ``url``: as ``bus.client.address`` reads it. Raises BusUnavailable, ValueError; Denied at once."""
+        since = time.monotonic()
+        address = parse(url)
+        self._what, self._opening, self.user = f"{name} at {address}", address, address.user
+        try:
+            async with asyncio.timeout(wait_s):
+                await self.nc.connect(
+                    list(address.servers),
+                    name=name,
+                    **_login(address),
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnected,
+                    reconnected_cb=self._on_reconnected,
+                    closed_cb=self._on_closed,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_S,  # type: ignore[arg-type]
+                    ping_interval=_PING_S,  # type: ignore[arg-type]
+                    max_outstanding_pings=2,
+                )
+        except FOREIGN as error:
+            reason = self.last_error or str(error) or type(error).__name__
+            raise BusUnavailable(f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}") from None
+        finally:
+            self._opening = None
+        version = self.nc.connected_server_version
+        if (version.major, version.minor) < OLDEST_SERVER:
+            want = ".".join(map(str, OLDEST_SERVER))
+            raise BusError(
+                f"connecting {name} to {address}: want nats-server >= {want}, got {version.major}.{version.minor}.{version.patch}"
+            )
+        self._rise()
+
+    async def close(self) -> None:
+        """Flush for at most a second and close within another: after a TLS handshake that failed the library would wait for ever."""
+        self._closing = True
+        if self.connected and not self.nc.is_closed:
+            try:
+                await self.nc.flush(timeout=1)
+            except FOREIGN as error:
+                _log.warning("bus: closing with messages unsent error=%r", error)
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.nc.close()
+        except FOREIGN as error:  # the library tries to send what is pending over a connection that is gone
+            _log.info("bus: closed while it was away error=%r", error)
+
+    async def _on_error(self, error: Exception) -> None:
+        """The client library reports a refused publish here, and nowhere else: its caller would wait for the answer."""
+        self.last_error = str(error) or type(error).__name__
+        if self._opening is not None:
+            _refuse_to_wait(self._what, self._opening, error)
+        if (violation := _VIOLATION.search(self.last_error)) is not None:
+            self._on_violation(violation[1].lower(), violation[2])
+            return
+        now = time.monotonic()
+        if now - self._said_s > _SAY_EVERY_S:
+            self._said_s = now
+            _log.warning("bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error)
+
+    def _on_violation(self, verb: str, subject: str) -> None:
+        error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
+        if subject.lower().startswith(_TIDYING):
+            _log.debug("bus: left to the server: %s", error)
+            return
+        heard = False
+        if error.verb == "publish":
+            self._forbidden[subject.lower()] = (error, time.monotonic())
+            heard = any([listener(error) for listener in list(self._refusals)])
+        if not heard:
+            _log.error("bus: %s", error)
+
+    async def _on_disconnected(self) -> None:
+        if self._closing or not self._up.is_set():
+            return
+        _log.warning("bus: disconnected, reconnecting for ever")
+        self._fall()
+
+    async def _on_reconnected(self) -> None:
+        _log.info("bus: connected again")
+        self._rise()
+
+    async def _on_closed(self) -> None:
+        self._fall()
+        self._turn.set()
+
+    def _rise(self) -> None:
+        self._forbidden.clear()
+        self._up.set()
+        self._turn.set()
+
+    def _fall(self) -> None:
+        self._up.clear()
+        self._turn.clear()
+        for listener in list(self._listeners):
+            listener()
+
+
+def inbox_prefix(user: str) -> str:
+    """Prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
+    return f"_INBOX_{token(user)}" if user else "_INBOX"
+
+
+def _login(address: Address) -> dict[str, Any]:
+    """Options of the client library for user and certificates."""
+    options: dict[str, Any] = {}
+    if address.user and address.password:
+        options |= {"user": address.user, "password": address.password, "inbox_prefix": inbox_prefix(address.user).encode()}
+    elif address.user:
+        options["token"] = address.user
+    if address.tls or address.ca:
+        try:
+            context = ssl.create_default_context(cafile=address.ca or None)
+            if address.cert:
+                context.load_cert_chain(address.cert, address.key or None)
+        except OSError as error:
+            raise ValueError(f"address of the bus: ca, cert, key: want PEM files, {address.ca} {address.cert}: {error}") from None
+        options["tls"] = context
+    return options
+
+
+def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
+    """Raise Denied for an error that waiting does not cure."""
+    reason = str(error)
+    if isinstance(error, ssl.SSLCertVerificationError):
+        raise Denied(what, f"the certificate of the bus: {error.verify_message}", "give the file that signed it (bus.tls_ca, or ?ca=FILE)")
+    if any(text in reason.lower() for text in _NO_ENTRY):
+        missing = "no user given" if not address.user else "wrong name or password"
+        raise Denied(what, missing, "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)")
+
+
+@asynccontextmanager
+async def linked(url: str, name: str, wait_s: float) -> AsyncIterator[Link]:
+    """A link for the length of the block."""
+    link = Link()
+    try:
+        await link.open(url, name, wait_s)
+        yield link
+    finally:
+        await link.close()

@@ -1,0 +1,205 @@
+"""Messages on their way into streams: each waits for the server's word that it is stored."""
+
+import asyncio
+import json
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+from nats.aio.msg import Msg
+
+from bus.client.link import FOREIGN, Link
+from bus.errors import BusUnavailable, Forbidden, Refused
+
+_log = logging.getLogger(__name__)
+
+STREAM_FULL = 10077
+_NO_ROOM = frozenset({10023, 10047})
+"""The server may store no more, whatever the stream: its disk, or its share of it, is full. As if it were away: room may come."""
+WRONG_LAST_SEQUENCE = (10071, 10164)
+_ANSWER_S = 5.0
+"""How long to wait for the server's word before sending again."""
+_FULL_WAIT_S = (0.02, 0.2)
+_RETRY_WAIT_S = (0.05, 0.3)
+
+
+class Stored(NamedTuple):
+    seq: int
+    duplicate: bool
+    """The server knew the message id; ``seq`` is where it had stored it."""
+
+
+class Outbox:
+    """One per connection; any number of messages in flight.
+
+    Not the client library's ``publish_async``, which leaves a refused message pending for ever, and not its ``publish``,
+    which keeps waiting for an answer after the connection that should bring it has broken.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
+        """Answer, its deadline and the subject, by reply subject, oldest first."""
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._inbox = ""
+        self._count = 0
+        self._opening = asyncio.Lock()
+        link.on_lost(self._lost)
+        link.on_forbidden(self._forbidden)
+
+    async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
+        """Send once. Raises Refused; Forbidden; BusUnavailable, which does not mean that it was not stored."""
+        self._link.check_allowed(subject)
+        if not self._inbox:
+            await self._open()
+        if not self._link.connected:  # the client library would keep it and send it some day
+            raise BusUnavailable(subject, "not connected")
+        self._count += 1
+        token = f"{self._inbox}{self._count}"
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Msg | None] = loop.create_future()
+        self._waiting[token] = (future, loop.time() + _ANSWER_S, subject)
+        if self._sweeping is None:
+            self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
+        try:
+            await self._link.nc.publish(subject, payload, reply=token, headers=headers)
+            answer = await future
+        except FOREIGN as error:
+            raise self._link.unavailable(subject, error) from None
+        finally:
+            self._waiting.pop(token, None)
+        return _read(subject, answer)
+
+    async def store(
+        self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
+    ) -> Stored:
+        """Send until it is stored, for ever, under the same message id. Cancellable.
+
+        ``on_retry(reason, full)`` is told before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
+        """
+        assert "Nats-Msg-Id" in headers, "a message that is sent again needs an id"
+        tries = 0
+        while True:
+            try:
+                return await self.attempt(subject, payload, headers)
+            except Refused as error:
+                if error.code in _INCURABLE:
+                    raise
+                full, reason = error.code == STREAM_FULL, str(error)
+            except BusUnavailable as error:
+                if self._link.closed:
+                    raise
+                full, reason = False, str(error)
+            tries += 1
+            if on_retry is not None:
+                on_retry(reason, full)
+            if tries % 100 == 1:
+                _log.log(
+                    logging.INFO if full else logging.WARNING, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason
+                )
+            await self._pause(full)
+
+    async def _pause(self, full: bool) -> None:
+        await asyncio.sleep(random.uniform(*(_FULL_WAIT_S if full else _RETRY_WAIT_S)))
+        while not self._link.connected and not self._link.closed:
+            with suppress(BusUnavailable):
+                await self._link.wait_up(60.0)
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._inbox:
+                return
+            inbox = f"{self._link.nc.new_inbox()}."
+            try:
+                await self._link.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            except FOREIGN as error:
+                raise self._link.unavailable("outbox", error) from None
+            self._inbox = inbox
+
+    async def _answered(self, message: Msg) -> None:
+        self._settle(message.subject, message)
+
+    def _settle(self, token: str, answer: Msg | None) -> None:
+        waiting = self._waiting.get(token)
+        if waiting is not None and not waiting[0].done():
+            waiting[0].set_result(answer)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up on answers past their deadline: one timer for all messages."""
+        self._sweeping = None
+        now = loop.time()
+        for token, (_, deadline, _) in list(self._waiting.items()):
+            if deadline > now:
+                self._sweeping = loop.call_later(deadline - now, self._sweep, loop)
+                return
+            self._settle(token, None)
+
+    def _forbidden(self, error: Forbidden) -> bool:
+        waiting = [(future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject]
+        for future, subject in waiting:
+            if not future.done():
+                future.set_exception(Forbidden(subject, error.verb, error.user))
+        return bool(waiting)
+
+    def _lost(self) -> None:
+        for token in list(self._waiting):
+            self._settle(token, None)
+
+
+_INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
+"""Message larger than the stream allows; another message stands where this one was to stand."""
+
+
+_NOT_NOW = frozenset({10008, 10158})
+"""A cluster between two leaders, or still working on the same message: unlike a full stream, nothing to do with what was sent."""
+_UNAVAILABLE = 503
+
+
+class _Error(msgspec.Struct):
+    code: int = 0
+    err_code: int = 0
+    description: str = ""
+
+
+class _Answer(msgspec.Struct):
+    """JetStream's answer to a publish."""
+
+    seq: int = 0
+    duplicate: bool = False
+    error: _Error | None = None
+
+
+_ANSWER = msgspec.json.Decoder(_Answer)
+
+
+def answered(where: str, data: bytes) -> dict[str, Any]:
+    """The map in an answer of JetStream's API. Raises BusUnavailable for what the server cannot have said: the question is asked again."""
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(data)
+        if isinstance(fields, dict):
+            return fields
+    raise BusUnavailable(where, f"an answer of {len(data)} bytes that cannot be read")
+
+
+def _read(subject: str, answer: Msg | None) -> Stored:
+    if answer is None:
+        raise BusUnavailable(subject, "no answer: stored or not is unknown")
+    if not answer.data:
+        raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
+    try:
+        stored = _ANSWER.decode(answer.data)
+    except (msgspec.DecodeError, RecursionError):
+        raise BusUnavailable(subject, f"an answer of {len(answer.data)} bytes that cannot be read") from None
+    if stored.error is not None:
+        code, reason = stored.error.err_code, stored.error.description
+        if code in _NO_ROOM:
+            raise BusUnavailable(subject, f"the server has no room, is its disk full? {reason} ({code})")
+        if code in _NOT_NOW or (stored.error.code == _UNAVAILABLE and code != STREAM_FULL):
+            raise BusUnavailable(subject, f"{reason} ({code})")
+        raise Refused(subject, code, reason)
+    if stored.seq < 1:
+        raise BusUnavailable(subject, "an answer that names no sequence")
+    return Stored(stored.seq, stored.duplicate)

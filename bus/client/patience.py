@@ -1,0 +1,66 @@
+"""Retries while the bus is away, all by one rule; and a cancellation that is not lost."""
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from bus.client.link import Link
+from bus.errors import BusUnavailable
+
+RETRY_S = 0.1
+"""Between two tries of one request."""
+CANCEL_AGAIN_S = 0.2
+
+T = TypeVar("T")
+
+
+async def retry(
+    link: Link,
+    ask: Callable[[], Awaitable[T]],
+    *,
+    pause_s: float = 0.0,
+    deadline: float = math.inf,
+    outage_s: float | None = None,
+    report: Callable[[BusUnavailable], None] | None = None,
+) -> T:
+    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry`` does not.
+
+    ``report`` gets the error behind which another try comes. With ``outage_s`` that try waits for the connection, at most so long.
+    """
+    while True:
+        try:
+            return await ask()
+        except BusUnavailable as error:
+            await before_retry(link, error, pause_s=pause_s, deadline=deadline)
+            if report is not None:
+                report(error)
+        if outage_s is not None:
+            await link.wait_up(outage_s)
+
+
+async def before_retry(link: Link, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf) -> None:
+    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be past ``deadline``.
+
+    ``deadline`` is a time of the monotonic clock.
+    """
+    if link.closed or time.monotonic() + pause_s >= deadline:
+        raise error
+    await asyncio.sleep(pause_s)
+
+
+async def cancellable(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, which ends for certain when this is cancelled.
+
+    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its result
+    (CPython issue 86296); a loop that goes on for ever then does so. So it is cancelled again until it ends.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
+    return task.result()

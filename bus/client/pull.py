@@ -1,0 +1,262 @@
+"""Messages of a stream in order, from a sequence on, without a gap, over lost connections and server restarts.
+
+A pull consumer without acknowledgements: the position is kept here (and in the reader's checkpoint), never by the server. A missing
+consumer sequence, missing heartbeats and a lost connection all lead to a new consumer at the next sequence.
+"""
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple, Self, overload
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bus.client.jetstream import JetStream, StreamState
+from bus.client.link import FOREIGN
+from bus.client.waiter import Waiter
+from bus.errors import BusUnavailable, NotFound
+from bus.wire.subjects import delivery, natural
+
+_log = logging.getLogger(__name__)
+
+_CREDIT = 64
+"""Messages requested at once; more are requested when half of them have arrived."""
+_CREDIT_BYTES = 32_000_000
+_HEARTBEAT_S = 0.5
+_MISSED_S = 2.5 * _HEARTBEAT_S
+_EXPIRES_S = 30.0
+_INACTIVE_S = 60.0
+"""The server removes a consumer without requests after so long."""
+_NS = 1_000_000_000
+
+
+class Delivered(NamedTuple):
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+    pending: int
+    """Messages behind this one."""
+    stored_s: float
+
+
+class OrderedPull:
+    """Async iterator over the messages from ``start`` on; it has no end. ``next`` gives one of them, or none within a time.
+
+    ``on_open`` gets the state of the stream and the position, before the first message and after every re-opening.
+    """
+
+    def __init__(
+        self,
+        jet: JetStream,
+        stream: str,
+        start: int,
+        *,
+        filters: Sequence[str] = (),
+        headers_only: bool = False,
+        on_open: Callable[[StreamState, int], None] | None = None,
+    ) -> None:
+        self.position = start
+        """Sequence from which the next message is taken."""
+        self.reopened = 0
+        self._jet, self._stream, self._filters, self._headers_only = jet, stream, list(filters), headers_only
+        self._on_open = on_open
+        self._arrived: deque[Msg] = deque()
+        self._waiter = Waiter()
+        self._sub: Subscription | None = None
+        self._consumer = ""
+        self._consumer_seq = 0
+        self._asked = 0
+        self._heard_s = 0.0
+        self._lost = False
+        self._forget = jet.link.on_lost(self._on_lost)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    def __anext__(self) -> Awaitable[Delivered]:
+        return self.next()
+
+    @overload
+    async def next(self) -> Delivered: ...
+    @overload
+    async def next(self, timeout_s: float) -> Delivered | None: ...
+    async def next(self, timeout_s: float | None = None) -> Delivered | None:
+        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus as long as it takes, and logs that.
+
+        Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was closed.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            while self._arrived and not self._lost:
+                delivered = self._take(self._arrived.popleft())
+                if self._asked <= _CREDIT // 2 and self._sub is not None:
+                    await self._ask()
+                if delivered is not None:
+                    return delivered
+            left = _MISSED_S if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return None
+            if self._sub is None or self._lost:
+                await self._reopen(left)
+            elif time.monotonic() - self._heard_s > _MISSED_S:
+                self._doubt("heartbeats missing")
+            else:
+                await self._waiter.wait(min(left, _MISSED_S))
+
+    async def close(self) -> None:
+        self._forget()
+        await self._drop()
+
+    def _take(self, message: Msg) -> Delivered | None:
+        headers, told = message.headers or {}, delivery(message.reply)
+        if told is None:
+            self._status(headers)
+            return None
+        if told.consumer_seq != self._consumer_seq + 1 or told.seq < self.position:
+            self._doubt(f"consumer sequence {told.consumer_seq} behind {self._consumer_seq}")
+            return None
+        self._consumer_seq = told.consumer_seq
+        self._asked -= 1
+        self.position = told.seq + 1
+        return Delivered(told.seq, message.subject, headers, message.data, told.pending, told.stored_ns / _NS)
+
+    def _status(self, headers: dict[str, str]) -> None:
+        """Status 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
+        status, what = headers.get("Status", ""), headers.get("Description", "")
+        if status == "100":
+            return
+        self._asked = max(0, self._asked - _unsent(headers, self._asked))
+        if status == "503" or (status == "409" and ("Deleted" in what or "Shutdown" in what or "Leadership" in what)):
+            self._doubt(f"status {status} {what}")
+
+    def _doubt(self, why: str) -> None:
+        _log.info("bus: reopening stream=%s at=%d reason=%s", self._stream, self.position, why)
+        self._lost = True
+
+    def _on_lost(self) -> None:
+        self._lost = True
+        self._waiter.wake()
+
+    async def _on_message(self, message: Msg) -> None:
+        self._heard_s = time.monotonic()
+        self._arrived.append(message)
+        self._waiter.wake()
+
+    async def _reopen(self, patience_s: float) -> None:
+        try:
+            await self._jet.link.wait_up(patience_s, self._stream)
+            await self._drop()
+            state = await self._jet.state(self._stream)
+            if self._on_open is not None:
+                self._on_open(state, self.position)
+            await self._open()
+        except BusUnavailable as error:
+            if self._jet.link.closed:
+                raise
+            self._lost = True
+            _log.info("bus: waiting stream=%s reason=%s", self._stream, error)
+
+    async def _open(self) -> None:
+        """Subscribe, then create the consumer, then request: no message can arrive before the subscription."""
+        self._lost = False
+        inbox = self._jet.link.nc.new_inbox()
+        try:
+            self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+        except FOREIGN as error:
+            raise self._jet.link.unavailable(self._stream, error) from None
+        name = f"read-{inbox.rsplit('.', 1)[1]}"
+        config = {
+            "name": name,
+            "ack_policy": "none",
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self.position,
+            "replay_policy": "instant",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "inactive_threshold": int(_INACTIVE_S * _NS),
+            "headers_only": self._headers_only,
+            **({"filter_subjects": self._filters} if self._filters else {}),
+        }
+        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, patience_s=2.5)
+        self._consumer, self._consumer_seq, self._asked = name, 0, 0
+        self._heard_s = time.monotonic()
+        await self._ask()
+        self.reopened += 1
+
+    async def _ask(self) -> None:
+        assert self._sub is not None
+        request = {
+            "batch": _CREDIT - self._asked,
+            "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.link.max_payload),
+            "expires": int(_EXPIRES_S * _NS),
+            "idle_heartbeat": int(_HEARTBEAT_S * _NS),
+        }
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
+        self._asked = _CREDIT
+        try:
+            await self._jet.link.send(subject, json.dumps(request).encode(), reply=self._sub.subject)
+        except BusUnavailable:
+            self._lost = True
+
+    async def _drop(self) -> None:
+        """Drop the present consumer; the server removes by itself one that cannot be deleted now."""
+        sub, consumer = self._sub, self._consumer
+        self._sub, self._consumer = None, ""
+        self._arrived.clear()
+        if sub is None:
+            return
+        try:
+            await sub.unsubscribe()
+            if consumer and self._jet.link.connected:
+                await self._jet.link.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
+        except (*FOREIGN, BusUnavailable, NotFound) as error:
+            _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)
+
+
+def _unsent(headers: dict[str, str], otherwise: int) -> int:
+    """Return the number of messages of a request that the server will not send any more."""
+    unsent = natural(headers.get("Nats-Pending-Messages", ""))
+    return otherwise if unsent is None else unsent
+
+
+async def present(
+    jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
+) -> AsyncIterator[Delivered]:
+    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound when there is no such stream."""
+    last = (await jet.state(stream)).last_seq
+    async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
+        while pull.position <= last:
+            if pull.reopened == 0 and not await _any(jet, stream, pull.position, last, filters):
+                return
+            delivered = await pull.next(2 * _MISSED_S)
+            if delivered is None:  # slow, or the rest was removed meanwhile
+                if not await _any(jet, stream, pull.position, last, filters):
+                    return
+                continue
+            if delivered.seq > last:
+                return
+            yield delivered
+            if delivered.pending == 0 and (pull.position > last or not await _any(jet, stream, pull.position, last, filters)):
+                return  # the leader is asked: in a cluster the consumer counts only messages that its own server has
+
+
+async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:
+    """Return whether the stream's leader has a message in this range."""
+    for subject in filters or (">",):
+        try:
+            if (await jet.next(stream, first, subject)).seq <= last:
+                return True
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+    return False

@@ -1,0 +1,70 @@
+"""Messages and rows that were passed over because they could not be read: counted, and logged."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import TypeVar
+
+from bus.client.repeated import Repeated
+from bus.errors import WireError
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_KNOWN = 4096
+"""Places remembered, so that a message read again, or a row looked at every second, is counted once."""
+_MOST_TEXT = 160
+"""Characters of the newest refusal that are kept."""
+
+
+class Refusals:
+    """The refusals of one connection. Memory is bounded, whatever arrives.
+
+    Each message is counted once: a stream's by its sequence, a row by key and revision. (One that was forgotten since, among thousands,
+    is counted again.)
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """Refusals by stream (``DEAD``) or bucket (``live``)."""
+        self.newest = ""
+        self._known: dict[tuple[str, str], None] = {}
+        self._repeated = Repeated(_log)
+
+    def read(self, place: str, at: object, decode: Callable[[], T]) -> T | None:
+        """Return what ``decode`` gives; None, and count a refusal, where it raises WireError.
+
+        ``place`` is the stream or bucket, ``at`` the sequence, or key and revision.
+        """
+        try:
+            return decode()
+        except WireError as error:
+            self.refuse(place, at, error)
+            return None
+
+    def refuse(self, place: str, at: object, reason: object) -> None:
+        """Count one, and log it unless another one of this place was logged within a minute."""
+        one = (place, str(at))
+        if one in self._known:
+            return
+        self._known[one] = None
+        if len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        self.counts[place] += 1
+        self.newest = _short(f"{place} {at}: {reason}")
+        self._repeated(f"unreadable in {place}, passed over", self.newest)
+
+    def __str__(self) -> str:
+        """``3 unreadable messages (DEAD 2, live 1), newest: DEAD 17: ...``; empty for none."""
+        if not self.counts:
+            return ""
+        total = self.counts.total()
+        places = ", ".join(f"{place} {count}" for place, count in sorted(self.counts.items()))
+        return f"{total} unreadable message{'s' if total > 1 else ''} ({places}), newest: {self.newest}"
+
+
+def _short(text: str) -> str:
+    """One line that any terminal shows as it is."""
+    plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MOST_TEXT])
+    return plain if len(text) <= _MOST_TEXT else f"{plain}..."

@@ -1,0 +1,221 @@
+"""Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
+
+A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have the shape of its
+key (``bus/wire/row_shapes.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from bus.client.jetstream import PATIENCE_S, JetStream, Message
+from bus.client.nonce import new_id
+from bus.client.outbox import WRONG_LAST_SEQUENCE, Stored
+from bus.client.patience import RETRY_S, retry
+from bus.client.pull import Delivered, present
+from bus.client.waiter import Waiter
+from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from bus.wire import subjects
+from bus.wire.row_shapes import read_row
+
+_KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
+_OPERATION = "KV-Operation"
+"""Header of a message that replaces a deleted row."""
+_AT_ONCE = 16
+
+Value = dict[str, Any]
+Row = tuple[Value, int]
+"""(value, revision)"""
+After = TypeVar("After", Value, Value | None)
+
+
+class Changed(NamedTuple, Generic[After]):
+    """A row before and after ``Rows.change``; None = there is none."""
+
+    before: Value | None
+    after: After
+
+
+class Rows:
+    """One bucket. Every method bridges a server restart of some seconds, then raises BusUnavailable."""
+
+    def __init__(self, jet: JetStream, bucket: str) -> None:
+        if bucket not in subjects.BUCKETS:
+            raise ValueError(f"bucket: want one of {', '.join(subjects.BUCKETS)}, got {bucket!r}")
+        self._jet, self.bucket = jet, bucket
+        self._stream = subjects.bucket_stream(jet.run, bucket)
+
+    async def get(self, key: str) -> Row | None:
+        """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller needs."""
+        value, revision, error = await self._read(key)
+        if error is not None:
+            raise UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
+        return None if value is None else (value, revision)
+
+    async def standing(self, key: str) -> tuple[dict[str, Any] | None, int]:
+        """Return (value, revision), or (None, 0) when there is no row.
+
+        Returns (None, revision) for a row that cannot be read; ``update`` at this revision replaces it.
+        """
+        value, revision, _ = await self._read(key)
+        return value, revision
+
+    async def all(self, under: str = "") -> dict[str, Row]:
+        """Return every readable row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
+        limit = asyncio.Semaphore(_AT_ONCE)
+
+        async def one(key: str) -> tuple[str, dict[str, Any] | None, int]:
+            async with limit:
+                return key, *await self.standing(key)
+
+        found = await asyncio.gather(*[one(key) for key in await self.keys(under)])
+        return {key: (value, revision) for key, value, revision in found if value is not None}
+
+    async def keys(self, under: str = "") -> list[str]:
+        prefix = subjects.row(self._jet.run, self.bucket, "")
+        found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
+        return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
+
+    async def put(self, key: str, value: dict[str, Any]) -> int:
+        """Write a row. Returns the new revision."""
+        return await self._write(key, value, None)
+
+    async def create(self, key: str, value: dict[str, Any]) -> int:
+        """Write a row that must not exist. Returns its revision. Raises RowConflict."""
+        return await self._write(key, value, 0)
+
+    async def update(self, key: str, value: dict[str, Any], revision: int) -> int:
+        """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
+        return await self._write(key, value, revision)
+
+    async def change(self, key: str, fn: Callable[[Value | None], After], *, replace_unreadable: bool = False) -> Changed[After]:
+        """Write the value that ``fn`` makes of the present one, by compare-and-set, again whenever another writer was faster.
+
+        ``fn`` gets None when there is no row. It returns None to leave the row as it is, and what it raises is passed on.
+        Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None for that one, too.
+        """
+        while True:
+            before, revision = await self.standing(key) if replace_unreadable else await self.get(key) or (None, 0)
+            after = fn(before)
+            if after is None:
+                return Changed(before, before)
+            with suppress(RowConflict):
+                await self.update(key, after, revision)
+                return Changed(before, after)
+
+    async def delete(self, key: str) -> None:
+        """Remove a row, if there is one.
+
+        A user that may write this row but not purge the bucket leaves a marker in its place, which is read as no row.
+        """
+        try:
+            await self._jet.purge_subject(self._stream, self._subject(key))
+        except Forbidden:
+            headers = {subjects.MESSAGE_ID: new_id("row"), _OPERATION: "DEL"}
+            await self._jet.outbox.store(self._subject(key), b"", headers)
+
+    async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
+        """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as one.
+
+        Writes wake it (they pass as core messages), and it reads every ``every_s`` besides: a wake-up may be lost, a change may not.
+        """
+        waiter = Waiter()
+        seen = -1
+        async with self.noticing(key, waiter.wake):
+            while True:
+                try:
+                    value, revision = await self.standing(key)
+                except BusUnavailable:
+                    if self._jet.link.closed:
+                        raise
+                else:
+                    if revision != seen and (value is not None or not revision):
+                        yield None if value is None else (value, revision)
+                    seen = revision
+                await waiter.wait(every_s)
+
+    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[dict[str, Any], Delivered]]:
+        """Yield (value, the message that wrote it) of the rows with these keys (``v.*``) and a revision >= ``start``, as they are now."""
+        prefix = subjects.row(self._jet.run, self.bucket, "")
+        async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
+            value, _, _ = self._decoded(delivered.subject.removeprefix(prefix), delivered)
+            if value is not None:
+                yield value, delivered
+
+    @asynccontextmanager
+    async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
+        """While entered, ``wake`` is called at writes of these keys (``*`` = any one part). Some may be missed, so read besides.
+
+        A wake-up may come a moment before the written row can be read.
+        """
+        subject = subjects.row(self._jet.run, self.bucket, keys)
+
+        async def notice(message: object) -> None:
+            wake()
+
+        async with self._jet.link.subscribed(subject, notice):
+            yield
+
+    async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
+        """Write with the same message id at every try, so that a write whose answer was lost is recognised."""
+        subject, payload = self._subject(key), self._bytes(key, value)
+        headers = {subjects.MESSAGE_ID: new_id("row")}
+        if expected is not None:
+            headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
+        deadline = time.monotonic() + PATIENCE_S
+
+        async def attempt() -> Stored:
+            await self._jet.link.wait_up(deadline - time.monotonic(), subject)
+            return await self._jet.outbox.attempt(subject, payload, headers)
+
+        try:
+            return (await retry(self._jet.link, attempt, pause_s=RETRY_S, deadline=deadline)).seq
+        except Refused as error:
+            if error.code not in WRONG_LAST_SEQUENCE or expected is None:
+                raise
+            return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
+
+    async def _mine(self, key: str, message_id: str, expected: int) -> int:
+        """Return the revision of our own write. "Wrong last sequence" is the answer to it, too, when its first answer was lost."""
+        message = await self._message(key)
+        if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
+            return message.seq
+        raise RowConflict(f"{self.bucket}.{key}", expected)
+
+    async def _message(self, key: str) -> Message | None:
+        try:
+            message = await self._jet.last(self._stream, self._subject(key))
+        except NotFound as error:
+            if error.what == "stream":
+                raise
+            return None
+        return None if _OPERATION in message.headers else message
+
+    def _subject(self, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{self.bucket}: want a key of A-Z a-z 0-9 _ = - in parts joined by dots, got {key!r}")
+        return subjects.row(self._jet.run, self.bucket, key)
+
+    def _bytes(self, key: str, value: dict[str, Any]) -> bytes:
+        try:
+            return json.dumps(value, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            raise WireError(f"{self.bucket}.{key}", "what JSON can hold", str(error)) from None
+
+    async def _read(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
+        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, 0, None) when there is none."""
+        message = await self._message(key)
+        return (None, 0, None) if message is None else self._decoded(key, message)
+
+    def _decoded(self, key: str, message: Message | Delivered) -> tuple[dict[str, Any] | None, int, WireError | None]:
+        if _OPERATION in message.headers:
+            return None, 0, None
+        try:
+            return read_row(self.bucket, key, message.data), message.seq, None
+        except WireError as error:
+            self._jet.refusals.refuse(self.bucket, f"{key} (revision {message.seq})", error)
+            return None, message.seq, error

@@ -1,0 +1,116 @@
+"""Work pulled from a durable consumer, one message at a time, by any number of waiting takers of this process.
+
+Each taker has a slot: a subscription of its own with at most one request at the server. A message that comes when its taker has
+left is handed back at once, so that no task waits for a lease to run out. (Sharing one subscription, or asking for more than one
+message, is what makes the client library's ``fetch`` stall.)
+"""
+
+import asyncio
+import json
+import time
+
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+
+from bus.client.jetstream import JetStream
+from bus.client.link import FOREIGN
+from bus.client.patience import RETRY_S, before_retry
+from bus.errors import BusUnavailable
+
+NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
+
+_ASK_S = 2.0
+"""A request lives this long at the server; one that died with it costs no more."""
+_GRACE_S = 0.5
+_NS = 1_000_000_000
+
+
+class Slots:
+    """The slots of one consumer."""
+
+    def __init__(self, jet: JetStream, stream: str, consumer: str) -> None:
+        self._jet = jet
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
+        self._idle: list[_Slot] = []
+
+    async def take(self, timeout_s: float) -> Msg | None:
+        """The next message, None when none came in time (or there was no bus)."""
+        deadline = time.monotonic() + timeout_s
+        slot = self._idle.pop() if self._idle else _Slot(self._jet, self._subject)
+        try:
+            return await slot.take(deadline)
+        finally:
+            self._idle.append(slot)
+
+
+class _Slot:
+    def __init__(self, jet: JetStream, subject: str) -> None:
+        self._jet, self._subject = jet, subject
+        self._sub: Subscription | None = None
+        self._asked_until_s = 0.0
+        self._answer: asyncio.Future[Msg | None] | None = None
+        jet.link.on_lost(self._lost)
+
+    async def take(self, deadline: float) -> Msg | None:
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                await self._jet.link.wait_up(left)
+                message = await self._ask(left)
+            except BusUnavailable as error:
+                await before_retry(self._jet.link, error, pause_s=min(RETRY_S, left))
+                continue
+            if message is not None:
+                return message
+        return None
+
+    async def _ask(self, left: float) -> Msg | None:
+        """One request, or the one that a taker before has left behind."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Msg | None] = loop.create_future()
+        self._answer = answer
+        now = time.monotonic()
+        timer = None
+        try:
+            if now >= self._asked_until_s:
+                await self._send(min(left, _ASK_S))
+            timer = loop.call_later(max(0.0, self._asked_until_s - now), self._resolve, None)
+            message = await answer
+        except BaseException:
+            if answer.done() and not answer.cancelled() and (late := answer.result()) is not None:
+                await self._jet.link.tell(late.reply, NAK)
+            raise
+        finally:
+            self._answer = None
+            if timer is not None:
+                timer.cancel()
+        return message
+
+    async def _send(self, expires_s: float) -> None:
+        if self._sub is None:
+            try:
+                inbox = self._jet.link.nc.new_inbox()
+                self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._arrived)
+            except FOREIGN as error:
+                raise self._jet.link.unavailable(self._subject, error) from None
+        self._asked_until_s = time.monotonic() + expires_s + _GRACE_S
+        request = {"batch": 1, "expires": int(expires_s * _NS)}
+        await self._jet.link.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
+
+    async def _arrived(self, message: Msg) -> None:
+        """A message, or a status that ends the request (expired, limits, consumer gone)."""
+        is_status = not message.reply.startswith("$JS.ACK.")
+        if is_status and (message.headers or {}).get("Status") == "100":
+            return
+        self._asked_until_s = 0.0
+        if not self._resolve(None if is_status else message) and not is_status:
+            await self._jet.link.tell(message.reply, NAK)
+
+    def _resolve(self, message: Msg | None) -> bool:
+        if self._answer is None or self._answer.done():
+            return False
+        self._answer.set_result(message)
+        return True
+
+    def _lost(self) -> None:
+        self._asked_until_s = 0.0
+        self._resolve(None)

@@ -1,0 +1,1 @@
+"""What processes publish about themselves: live rows, epochs and keys."""

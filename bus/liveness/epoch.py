@@ -1,0 +1,20 @@
+"""The learner's epoch: raised by compare-and-set, so that one learner at a time is the newest."""
+
+from bus.client.rows import Value
+from bus.streams.connection import Bus
+from bus.wire import subjects
+
+
+async def raise_epoch(bus: Bus) -> int:
+    """Make this process the newest learner; its epoch (the first is 1)."""
+
+    def following(row: Value | None) -> Value:
+        return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
+
+    return int((await bus.rows("run").change(subjects.EPOCH_KEY, following)).after["epoch"])
+
+
+async def current_epoch(bus: Bus) -> int:
+    """0 = no learner has ever started."""
+    row = await bus.rows("run").get(subjects.EPOCH_KEY)
+    return 0 if row is None else int(row[0]["epoch"])

@@ -1,0 +1,130 @@
+"""The keys of a run, which its HTTP listeners ask for: made once by the learner, kept as rows of the bus. Knows no HTTP.
+
+row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers read it
+row run/api_key  every other request to a listener that other machines reach; derived from the first, read by every process
+"""
+
+import asyncio
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from bus.errors import BusError, NotFound, RowConflict, WireError
+from bus.streams.connection import Bus
+from bus.wire import subjects
+
+ADMIN_KEY, API_KEY = "admin", "api_key"
+"""Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``."""
+_KEY_BYTES = 24
+_AGAIN_S = 1.0
+"""A row is read at most so often, however many requests bring a wrong key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What a process knows of the keys of its run; empty = not known."""
+
+    admin: str = field(default="", repr=False)
+    api: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, admin: str) -> "Keys":
+        """Both, for whom the first is known."""
+        return cls(admin, hmac.new(admin.encode(), b"tidemill api key", hashlib.sha256).hexdigest() if admin else "")
+
+    @property
+    def bearer(self) -> str:
+        """The one to present: it opens whatever this process may ask for."""
+        return self.admin or self.api
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a request that presents it."""
+        return {"Authorization": f"Bearer {self.bearer}"} if self.bearer else {}
+
+    def admits(self, presented: str, *, admin: bool) -> bool:
+        """Whether this opens a command (``admin``) or another request. In constant time."""
+        wanted = (self.admin,) if admin else (self.admin, self.api)
+        given = presented.encode(errors="surrogateescape")
+        return any([bool(key) and hmac.compare_digest(key.encode(), given) for key in wanted])
+
+
+class RunKeys:
+    """The keys of a run as its rows say, read when they are first needed. Of the process that serves, or asks, by HTTP."""
+
+    def __init__(self, read: Callable[[], Awaitable[Keys]]) -> None:
+        self._read, self._keys, self._read_s = read, Keys(), float("-inf")
+        self._reading = asyncio.Lock()
+
+    @classmethod
+    def fixed(cls, keys: Keys) -> "RunKeys":
+        """These, whatever the bus says."""
+
+        async def read() -> Keys:
+            return keys
+
+        return cls(read)
+
+    async def known(self) -> Keys:
+        """As they were last read; read now where none were known. Raises BusError."""
+        return self._keys if self._keys.bearer else await self.newest()
+
+    async def headers(self) -> dict[str, str]:
+        """Of a request; none while the bus is away and no key is known, for most listeners ask for none."""
+        try:
+            return (await self.known()).headers
+        except BusError:
+            return {}
+
+    async def newest(self) -> Keys:
+        """Read again, unless that was done within the last second: for a key that is not the known one. Raises BusError."""
+        async with self._reading:
+            if time.monotonic() - self._read_s >= _AGAIN_S:
+                self._keys = await self._read()
+                self._read_s = time.monotonic()
+            return self._keys
+
+
+def admin_keys(bus: Bus) -> RunKeys:
+    """For a process that may give commands to engines, or takes them."""
+
+    async def read() -> Keys:
+        return Keys.of(await _key(bus, "keys", ADMIN_KEY))
+
+    return RunKeys(read)
+
+
+def api_keys(bus: Bus) -> RunKeys:
+    """For every other process."""
+
+    async def read() -> Keys:
+        return Keys(api=await _key(bus, "run", API_KEY))
+
+    return RunKeys(read)
+
+
+async def make_keys(bus: Bus) -> Keys:
+    """The run's keys, made where it has none yet: by its learner, before any engine is given a command. Raises BusUnavailable."""
+    with suppress(RowConflict):
+        await bus.rows("keys").create(ADMIN_KEY, {"key": secrets.token_urlsafe(_KEY_BYTES)})
+    keys = Keys.of(await _key(bus, "keys", ADMIN_KEY))
+    if await _key(bus, "run", API_KEY) != keys.api:
+        await bus.rows("run").put(API_KEY, {"key": keys.api})
+    return keys
+
+
+async def _key(bus: Bus, bucket: str, name: str) -> str:
+    """Empty when the run has none (yet)."""
+    try:
+        row = await bus.rows(bucket).get(name)
+    except NotFound:  # a run of an older release has no such bucket
+        return ""
+    key: Any = "" if row is None else row[0].get("key")
+    if not isinstance(key, str):
+        raise WireError(f"{subjects.bucket_stream(bus.run, bucket)}: {name}.key", "text", type(key).__name__)
+    return key

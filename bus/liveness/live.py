@@ -1,0 +1,151 @@
+"""Liveness of processes: rows that heartbeats renew, whose age is measured by the reader's own clock."""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Any, Self
+
+from bus.client.waiter import Waiter
+from bus.errors import BusError, WireError
+from bus.streams.connection import Bus
+from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.subjects import token
+
+_log = logging.getLogger(__name__)
+
+_BUCKET = "live"
+_PATIENCE = 5
+"""Periods after which a heartbeat that is not stored counts as failed, and a new one is written."""
+_FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
+_CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
+
+
+class Heartbeat:
+    """Async context manager: writes the row ``<role>.<id>`` every ``every_s``, and removes it on a clean exit.
+
+    It does not end because the bus is away: it retries, and ``last_error`` has the reason.
+    """
+
+    def __init__(self, bus: Bus, row: LiveRow, every_s: float = 1.0) -> None:
+        self.row = row
+        self.last_error = ""
+        """Empty = the last write succeeded."""
+        self.written_s = float("-inf")
+        """Monotonic time of the last write that succeeded."""
+        self._bus, self._rows, self._every_s = bus, bus.rows(_BUCKET), every_s
+        self._waiter = Waiter()
+        self._beating: asyncio.Task[None] | None = None
+        self._ending = False
+        self._changes = self._stored = 0
+        """Changes of the row so far, and the number of them in the row that was stored last."""
+        self._written = Waiter()
+
+    def update(self, **changes: Any) -> None:
+        """Change fields of the row; written at once."""
+        self.row = dataclasses.replace(self.row, **changes)
+        self._changes += 1
+        self._waiter.wake()
+
+    async def stored(self) -> None:
+        """Return when the bus has the row as it is now, or newer; however long it is away."""
+        changes = self._changes
+        while self._stored < changes:
+            await self._written.wait()
+
+    async def __aenter__(self) -> Self:
+        self._beating = asyncio.create_task(self._beat(), name=f"heartbeat {_key(self.row)}")
+        return self
+
+    async def __aexit__(self, exc_type: object, *exc: object) -> None:
+        assert self._beating is not None
+        self._ending = True
+        self._waiter.wake()
+        within_s = (_PATIENCE if self._bus.connected else 1) * self._every_s
+        if exc_type is None:  # a row on its way may be stored behind its own removal: let it arrive
+            await asyncio.wait({self._beating}, timeout=within_s)
+        self._beating.cancel()
+        await asyncio.gather(self._beating, return_exceptions=True)
+        if exc_type is not None:
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                await self._rows.delete(_key(self.row))
+        except (BusError, TimeoutError) as error:
+            _log.warning("live row left behind key=%s error=%s", _key(self.row), error)
+
+    async def _beat(self) -> None:
+        while not self._ending:
+            changes = self._changes
+            try:
+                async with asyncio.timeout(_PATIENCE * self._every_s):
+                    await self._rows.put(_key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)})
+                self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
+                self._written.wake()
+            except (BusError, TimeoutError) as error:
+                self.last_error = str(error) or f"no answer for {_PATIENCE * self._every_s:.1f} s"
+                _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
+            await self._waiter.wait(self._every_s)
+
+
+class LiveView:
+    """Remembers each row's revision and when it last changed, on this process' monotonic clock: no clocks are compared."""
+
+    def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
+        self._rows, self._refusals, self._dead_after_s = bus.rows(_BUCKET), bus.refusals, dead_after_s
+        self._seen: dict[str, tuple[int, float]] = {}
+
+    async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
+        """Return (row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
+
+        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: let a dead bus not
+        look like dead processes by asking ``bus.connected`` too.
+        """
+        rows, now = await self._rows.all(role), time.monotonic()
+        kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
+        self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
+        found = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
+        return [(row, age) for row, age in found if row is not None]
+
+    def _row(self, key: str, value: dict[str, Any], revision: int) -> LiveRow | None:
+        return self._refusals.read(_BUCKET, f"{key} (revision {revision})", partial(_parse, key, value))
+
+    async def alive(self, role: str = "") -> list[LiveRow]:
+        """Return the rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
+        return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
+
+    def noticing(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """While entered, ``wake`` is called about when a row of the role is written. Some writes may be missed, so refresh besides."""
+        return self._rows.noticing(f"{token(role)}.*", wake)
+
+    def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
+        seen = self._seen.get(key)
+        return seen if seen is not None and seen[0] == revision else (revision, now)
+
+
+async def processes(bus: Bus, *, look_s: float = 2.0) -> list[tuple[LiveRow, float]]:
+    """Return (row, age) of every process, by two reads ``look_s`` apart: for a command that has just started.
+
+    Age is 0 when the row changed in between, else ``look_s``.
+    """
+    view = LiveView(bus)
+    await view.refresh()
+    await asyncio.sleep(look_s)
+    return await view.refresh()
+
+
+def _key(row: LiveRow) -> str:
+    return f"{token(row.role)}.{token(row.id)}"
+
+
+def _parse(key: str, value: dict[str, Any]) -> LiveRow:
+    """Raises WireError for a row that names another process than the one that may write this key."""
+    known = {name: item for name, item in value.items() if name in _FIELDS}
+    stated = {name: item for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
+    row = LiveRow(**known, capabilities=Capabilities(**stated))
+    if _key(row) != key:
+        raise WireError("role, id", f"those of the key {key}", _key(row))
+    return row

@@ -1,0 +1,282 @@
+"""Users of the embedded server: a password each, and the permissions of its role. Knows files, no connection.
+
+A process is a user of its own, named as the process is, so that the server can tell one actor's samples and rows from another's.
+The streams are in the account of the learner. Every other user is in an account of its own, into which the server takes the subjects
+its role needs: in one account with the learner it could name any subject of the run as the place for an answer, and the server
+would write the answer there.
+"""
+
+import ctypes
+import ctypes.util
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bus.client.layout import stream_configs
+from bus.client.link import inbox_prefix
+from bus.config import BusConfig
+from bus.system.files import write_whole
+from bus.wire import subjects
+
+ACCOUNT = "TIDEMILL"
+"""Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
+NO_ACCOUNT = "$G"
+POOLS = ("actor", "engine", "host")
+"""Roles with numbered users."""
+LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
+SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
+"""Roles with one user, named as the role is."""
+USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
+CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
+"""Path of a file that sets the other two."""
+USERS_FILE = "users.json"
+SERVER_FILE = "users.conf"
+_ROUTES = "routes"
+"""Not a user: the servers of a cluster show it to each other."""
+_MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
+"""Requests of readers, which are answered by more than one message. A request for a task has one answer: the server drops its reply
+subject after that one; the others live until they are unsubscribed."""
+_PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
+_PASSWORD_BYTES = 24
+_BCRYPT = "$2a$04$"
+"""The lowest cost: 192 random bits cannot be guessed at any speed."""
+_SALT = "./ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permissions:
+    """Subjects a user may publish and subscribe to; all others are refused."""
+
+    publish: tuple[str, ...]
+    heard: tuple[str, ...]
+    inbox: str
+    """Where answers to it arrive."""
+    never: tuple[str, ...] = ()
+    """Not to be published to although ``publish`` covers it."""
+
+
+def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
+    """Return the permissions of a process of this role and name. Raises ValueError for an unknown role."""
+    rights = _Rights(run, config, subjects.token(name))
+    if role not in (*SINGLE, *POOLS):
+        raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
+    publish, heard, never = getattr(rights, role)()
+    unique = tuple(dict.fromkeys(publish))
+    return Permissions(publish=unique, heard=tuple(heard), inbox=f"{inbox_prefix(name)}.>", never=tuple(never))
+
+
+_Lists = tuple[list[str], list[str], list[str]]
+
+
+class _Rights:
+    """(publish, heard, never) of every role; methods are named as the roles. No role hears what it writes: that would be a cycle."""
+
+    def __init__(self, run: str, config: BusConfig, name: str) -> None:
+        self._run, self._name = run, name
+        self._streams = [str(stream["name"]) for stream in stream_configs(run, config)]
+        self._tasks = subjects.stream(run, subjects.TASKS)
+        self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
+
+    def learner(self) -> _Lists:
+        """Everything of its run."""
+        own = [subjects.everything(self._run), *self._rows_of.values()]
+        api = [_api("INFO"), _api("STREAM.NAMES")]
+        for stream in self._streams:
+            api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
+            api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
+            api.append(f"$JS.ACK.{stream}.>")
+        return [*own, *api], [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run)], []
+
+    def actor(self) -> _Lists:
+        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of failures."""
+        publish = [
+            subjects.samples_of(self._run, self._name),
+            subjects.manifest(subjects.samples_of(self._run, self._name)),
+            subjects.part(self._run, "*", "*"),
+            subjects.partial(self._run),
+            *(_api(f"STREAM.{verb}.{subjects.stream(self._run, subjects.PARTIALS)}") for verb in ("INFO", "MSG.GET")),
+            subjects.dead_report(self._run, "*"),
+            subjects.dead_task(self._run, "*"),
+            _api(f"STREAM.INFO.{subjects.stream(self._run, subjects.DEAD)}"),
+            _api(f"STREAM.MSG.GET.{self._tasks}"),
+            _api(f"DIRECT.GET.{self._tasks}"),
+        ]
+        for consumer in subjects.CONSUMERS.values():
+            publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
+        return [*publish, *self._member("actor")], self._hears(live=("engine",), weights=(">",)), []
+
+    def engine(self) -> _Lists:
+        """Reads which weights there are, and asks for a snapshot of them."""
+        publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
+        return publish, self._hears(live=(), weights=("head", "snapshot")), []
+
+    def host(self) -> _Lists:
+        """Runs the actors and engines of its machine: reads the wanted numbers."""
+        return list(self._member("host")), self._hears(live=(), weights=()), []
+
+    def router(self) -> _Lists:
+        """Sees where the engines are; commands to it want the same key as those to engines."""
+        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._hears(live=("engine",), weights=()), []
+
+    def viewer(self) -> _Lists:
+        """Reads everything but secret rows. A consumer of its own to read with is all it makes; those of tasks it may not touch."""
+        publish = [_api("INFO"), _api("STREAM.NAMES")]
+        secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
+        for stream in [stream for stream in self._streams if stream not in secret]:
+            publish += [_api(f"{verb}.{stream}") for verb in ("STREAM.INFO", "STREAM.MSG.GET")]
+            publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
+        queues = list(subjects.CONSUMERS.values())
+        publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
+        never = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
+        return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], never
+
+    def operator(self) -> _Lists:
+        """Reads everything, sets the wanted numbers, decides on dead tasks, and registers readers."""
+        publish, heard, never = self.viewer()
+        says = [
+            self._rows_of["wanted"],
+            subjects.row(self._run, "run", "cursor.*"),
+            subjects.dead_word(self._run, "*"),
+        ]
+        return [*says, *publish], [subject for subject in heard if subject not in (self._rows_of["wanted"], self._rows_of["run"])], never
+
+    def _member(self, role: str) -> Iterator[str]:
+        """Yield the subjects of its own live row and metrics, and those to read every bucket but the secret ones."""
+        yield subjects.row(self._run, "live", f"{role}.{self._name}")
+        yield subjects.metric(self._run)
+        yield _api("INFO")  # an account that has not this from another gets an API of its own, of no streams
+        yield _api("STREAM.NAMES")
+        yield from self._reading(_PUBLIC_BUCKETS)
+
+    def _reading(self, buckets: Sequence[str]) -> Iterator[str]:
+        """Rows, one by one."""
+        for bucket in buckets:
+            stream = subjects.bucket_stream(self._run, bucket)
+            yield _api(f"STREAM.INFO.{stream}")
+            yield _api(f"STREAM.MSG.GET.{stream}")
+            yield _api(f"DIRECT.GET.{stream}")
+
+    def _hears(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
+        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and ``wanted``."""
+        rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
+        rows += [subjects.row(self._run, "weights", key) for key in weights]
+        return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
+
+
+def _api(verb: str) -> str:
+    return f"$JS.API.{verb}"
+
+
+# ---- passwords and files
+
+
+def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
+    """Lines of the server's configuration; makes the users that are missing, a file ``<user>.env`` for each, readable by its owner alone.
+
+    Users that exist keep their passwords, so that running processes stay welcome.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)
+    wanted = {
+        **{role: role for role in SINGLE},
+        **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
+    }
+    file = directory / USERS_FILE
+    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    for user in wanted:
+        if user not in known or not credentials_file(directory, user).exists():
+            known[user] = _new_user(directory, user)
+    known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
+    write_whole(file, json.dumps(known, indent=1) + "\n", private=True)
+    allowed = {user: permissions(role, user, run, config) for user, role in wanted.items()}
+    lines = ["accounts {", *_account_lines(allowed, known), "}"]
+    write_whole(directory / SERVER_FILE, "\n".join(lines) + "\n", private=True)
+    return lines
+
+
+def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
+    """Lines of the configuration of a server without accounts on which there is the viewer and no other user; none without a password."""
+    if not password:
+        return []
+    return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]
+
+
+def route_password(directory: Path) -> str:
+    """Return the password between the servers of a cluster; ``make_users`` made it."""
+    return str(json.loads((directory / USERS_FILE).read_text())[_ROUTES])
+
+
+def credentials_file(directory: Path, user: str) -> Path:
+    return directory / f"{user}.env"
+
+
+def read_credentials(file: Path) -> tuple[str, str]:
+    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its content."""
+    try:
+        pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
+    except OSError as error:
+        raise ValueError(f"{file}: want the credentials of a bus user: {error.strerror}") from None
+    if not pairs.get(USER_VARIABLE) or not pairs.get(PASSWORD_VARIABLE):
+        raise ValueError(f"{file}: want lines {USER_VARIABLE}=... and {PASSWORD_VARIABLE}=...")
+    return pairs[USER_VARIABLE], pairs[PASSWORD_VARIABLE]
+
+
+def _new_user(directory: Path, user: str) -> str:
+    """Write the file with a new password, and return its hash for the server (where this system has bcrypt)."""
+    password = secrets.token_urlsafe(_PASSWORD_BYTES)
+    write_whole(credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n", private=True)
+    return _hashed(password)
+
+
+def _hashed(password: str) -> str:
+    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as secret as the users'."""
+    found = ctypes.util.find_library("crypt")
+    if found is None:
+        return password
+    crypt = ctypes.CDLL(found).crypt
+    crypt.restype = ctypes.c_char_p
+    salt = "".join(secrets.choice(_SALT) for _ in range(21)) + "."
+    hashed: bytes | None = crypt(password.encode(), f"{_BCRYPT}{salt}".encode())
+    return hashed.decode() if hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60 else password
+
+
+def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, str]) -> Iterator[str]:
+    members = {user: rights for user, rights in allowed.items() if user != LEARNER}
+    services = sorted({subject for rights in members.values() for subject in rights.publish})
+    streams = sorted({subject for rights in members.values() for subject in rights.heard})
+    yield f"  {ACCOUNT} {{"
+    yield "    jetstream: enabled"
+    yield "    exports: ["
+    for subject in services:
+        yield f"      {{ service: {json.dumps(subject)}, response_type: {'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
+    for subject in streams:
+        yield f"      {{ stream: {json.dumps(subject)} }}"
+    yield "    ]"
+    yield from _user_lines(LEARNER, passwords[LEARNER], allowed[LEARNER])
+    yield "  }"
+    for user, rights in members.items():
+        yield f"  {json.dumps(user)} {{"
+        yield "    imports: ["
+        for kind, subjects_ in (("service", rights.publish), ("stream", rights.heard)):
+            for subject in subjects_:
+                yield f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}"
+        yield "    ]"
+        yield from _user_lines(user, passwords[user], rights)
+        yield "  }"
+
+
+def _user_lines(user: str, password: str, allowed: Permissions) -> Iterator[str]:
+    quoted = json.dumps
+    subscribe = [allowed.inbox, *allowed.heard]
+    deny = f", deny: {quoted(list(allowed.never))}" if allowed.never else ""
+    yield "    users: [{"
+    yield f"      user: {quoted(user)}"
+    yield f"      password: {quoted(password)}"
+    yield "      permissions {"
+    yield f"        publish {{ allow: {quoted(list(allowed.publish))}{deny} }}"
+    yield f"        subscribe {{ allow: {quoted(subscribe)} }}"
+    yield "      }"
+    yield "    }]"

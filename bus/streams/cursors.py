@@ -1,0 +1,150 @@
+"""Further readers of SAMPLES, registered by name: trimming waits for them or not, by the policy of each.
+
+A row ``cursor.<name>`` of the bucket ``run`` holds a reader's place: all samples up to its floor are taken care of. The learner's own
+place is in its checkpoint, and in no row.
+"""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from bus.client.nonce import nonce
+from bus.client.rows import Rows, Value
+from bus.errors import BusError, NotFound, StreamReplaced
+from bus.streams.connection import Bus
+from bus.streams.samples import Received
+from bus.wire.messages import Cursor
+from bus.wire.subjects import token
+
+WAIT, LEAVE = "wait", "leave"
+"""Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""
+_PREFIX = "cursor"
+_FIELDS = ("created", "floor", "policy", "owner", "given_up")
+
+
+class CursorTaken(BusError):
+    """Another process reads under this name now."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"cursor {name}: taken over by another reader of this name; this one ends")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The row of a registered reader."""
+
+    created: str
+    """Creation time of the stream."""
+    floor: int
+    """All sequences up to this are taken care of."""
+    policy: str = WAIT
+    owner: str = ""
+    """Name of the process that reads; one that starts takes over."""
+    given_up: bool = False
+    """The stream was so full that trimming did not wait for it any longer."""
+
+
+class Cursors:
+    """The registered readers of a run, for trimming and for display."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rows = bus.rows("run")
+
+    async def all(self) -> dict[str, Place]:
+        """Return the readers by name. Raises BusUnavailable."""
+        rows = await self._rows.all(_PREFIX)
+        return {key.removeprefix(f"{_PREFIX}."): _place(value) for key, (value, _) in rows.items()}
+
+    async def first_needed(self, created: str) -> int | None:
+        """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None for none."""
+        waiting = [place.floor + 1 for place in (await self.all()).values() if _waits(place, created)]
+        return min(waiting, default=None)
+
+    async def give_up(self, below: int, created: str) -> list[str]:
+        """Stop waiting for readers that need a message before ``below``. Returns their names."""
+        late = [name for name, place in (await self.all()).items() if _waits(place, created) and place.floor + 1 < below]
+        for name in late:
+            await _change(self._rows, name, given_up=True)
+        return late
+
+    async def drop(self, name: str) -> None:
+        """Remove a reader. Raises NotFound."""
+        if not (await self._rows.standing(_key(name)))[1]:
+            raise NotFound("cursor", name)
+        await self._rows.delete(_key(name))
+
+
+class Reader:
+    """A registered reader of SAMPLES: reads from its place on, and moves it."""
+
+    def __init__(self, bus: Bus, name: str, place: Place, *, is_new: bool) -> None:
+        self._bus, self._rows, self.name, self.place = bus, bus.rows("run"), name, place
+        self._is_new = is_new
+
+    @classmethod
+    async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, owner: str = "") -> "Reader":
+        """Register under ``name``, or go on where the last reader of this name was, which is refused from now on.
+
+        A new one begins at the first sample there is. Raises StreamReplaced when the place is in another stream, ValueError for an
+        unknown policy, BusUnavailable.
+        """
+        if policy not in (WAIT, LEAVE):
+            raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
+        start, mine = await bus.samples.cursor(), f"{owner or bus.name} {nonce()}"
+
+        def taken_over(value: Value | None) -> Value:
+            before = None if value is None else _place(value)
+            if before is not None and before.created != start.created:
+                raise StreamReplaced(f"cursor {name}", before.created, start.created)
+            floor = start.floor if before is None else before.floor
+            return dataclasses.asdict(Place(created=start.created, floor=floor, policy=policy, owner=mine))
+
+        before, after = await bus.rows("run").change(_key(name), taken_over, replace_unreadable=True)
+        return cls(bus, name, _place(after), is_new=before is None)
+
+    async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
+        """Yield every sample behind its place, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
+        cursor = None if self._is_new else Cursor(created=self.place.created, floor=self.place.floor)
+        async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
+            yield received
+
+    async def advance(self, floor: int) -> None:
+        """Record that all samples up to ``floor`` are taken care of. Never goes back. Raises CursorTaken, BusUnavailable."""
+        if floor > self.place.floor:
+            self._is_new = False
+            self.place = await _change(self._rows, self.name, owner=self.place.owner, floor=floor)
+
+    async def leave(self) -> None:
+        """Remove the registration. Raises CursorTaken."""
+        value, _ = await self._rows.standing(_key(self.name))
+        if value is not None and value.get("owner") != self.place.owner:
+            raise CursorTaken(self.name)
+        await self._rows.delete(_key(self.name))
+
+
+def _waits(place: Place, created: str) -> bool:
+    return place.policy == WAIT and not place.given_up and place.created == created
+
+
+async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> Place:
+    """Change a row by compare-and-set; with ``owner``, only while the row names it. Raises NotFound, CursorTaken."""
+
+    def changed(value: Value | None) -> Value:
+        if value is None:
+            raise NotFound("cursor", name)
+        place = _place(value)
+        if owner is not None and place.owner != owner:
+            raise CursorTaken(name)
+        new = dataclasses.replace(place, **changes)
+        return dataclasses.asdict(dataclasses.replace(new, floor=max(place.floor, new.floor)))
+
+    return _place((await rows.change(_key(name), changed, replace_unreadable=True)).after)
+
+
+def _key(name: str) -> str:
+    return f"{_PREFIX}.{token(name)}"
+
+
+def _place(value: dict[str, Any]) -> Place:
+    return Place(**{name: value[name] for name in _FIELDS if name in value})

@@ -1,0 +1,105 @@
+"""Dead letters: reports of single failures, tasks given up for good, and the operator's decisions on those."""
+
+import logging
+from collections.abc import AsyncIterator
+from functools import partial
+
+import msgpack
+
+from bus.client.jetstream import JetStream
+from bus.client.nonce import nonce
+from bus.client.outbox import WRONG_LAST_SEQUENCE
+from bus.client.pull import Delivered, OrderedPull, present
+from bus.client.repeated import Repeated
+from bus.errors import NotFound, Refused, WireError
+from bus.wire import subjects
+from bus.wire.codec import decode_dead, decode_word, encode_dead, encode_word
+from bus.wire.messages import SCHEMA, Dead, Word
+
+REQUEUE, DROP = "requeue", "drop"
+"""Decisions."""
+_IDS, _COUNTS = 2**63, 2**31
+
+_log = logging.getLogger(__name__)
+
+
+class DeadLetters:
+    """Stream DEAD."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._stream = subjects.stream(jet.run, subjects.DEAD)
+        self._repeated = Repeated(_log)
+        self._tasks, self._words = subjects.dead_task(jet.run, "*"), subjects.dead_word(jet.run, "*")
+
+    async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
+        """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts once."""
+        subject = subjects.dead_report(self._jet.run, task)
+        payload = msgpack.packb({"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt})
+        await self._jet.outbox.store(subject, payload, {subjects.MESSAGE_ID: f"report.{task}.{attempt}"})
+        return (await self._jet.subjects(self._stream, subject)).get(subject, 0)
+
+    async def store(self, dead: Dead) -> None:
+        """Declare a task dead; nothing happens when it is already. Retries until stored."""
+        headers = {subjects.MESSAGE_ID: f"dead.{dead.task}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
+        try:
+            await self._jet.outbox.store(subjects.dead_task(self._jet.run, dead.task), encode_dead(dead), headers)
+        except Refused as error:
+            if error.code not in WRONG_LAST_SEQUENCE:
+                raise
+        else:
+            self._repeated("task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}")
+
+    async def say(self, word: Word) -> bool:
+        """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
+        headers = {subjects.MESSAGE_ID: f"word.{word.task}.{nonce()}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
+        try:
+            await self._jet.outbox.store(subjects.dead_word(self._jet.run, word.task), encode_word(word), headers)
+        except Refused as error:
+            if error.code not in WRONG_LAST_SEQUENCE:
+                raise
+            return False
+        return True
+
+    async def words(self) -> dict[int, Word]:
+        """Return the decisions so far, by task."""
+        found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._words])]
+        return {word.task: word for word in found if isinstance(word, Word)}
+
+    async def of(self, task: int) -> Dead | None:
+        """Return the dead letter of one task; None when there is none, or none that can be read."""
+        try:
+            return decode_dead((await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))).data)
+        except (NotFound, WireError):
+            return None
+
+    async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
+        """Yield the dead tasks from sequence ``start`` to the present end."""
+        async for delivered in present(self._jet, self._stream, start, filters=[self._tasks]):
+            found = self._read(delivered)
+            if isinstance(found, Dead):
+                yield delivered.seq, found
+
+    async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | Word]]:
+        """Yield dead tasks and the decisions on them, from sequence ``start`` on, for ever."""
+        async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._words]) as pull:
+            async for delivered in pull:
+                found = self._read(delivered)
+                if found is not None:
+                    yield delivered.seq, found
+
+    def _read(self, delivered: Delivered) -> Dead | Word | None:
+        return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
+
+
+def _decode(delivered: Delivered) -> Dead | Word:
+    """Raises WireError, also for a message about another task than its subject names, and for a place that no prompt can have."""
+    *_, kind, named = delivered.subject.split(".")
+    found = decode_word(delivered.data) if kind == "word" else decode_dead(delivered.data)
+    if found.task != subjects.natural(named) or found.task < 1:
+        raise WireError("task", f"that of the subject, {named[:40]}", found.task)
+    if isinstance(found, Dead):
+        place = (found.reissues, found.prompt_epoch, found.offset)
+        if not (-1 <= found.root < _IDS and min(place) >= 0 and max(place) < _COUNTS):
+            raise WireError("root, reissues, prompt_epoch, offset", "those of a task", (found.root, *place))
+    return found

@@ -1,0 +1,126 @@
+"""SAMPLES as an onlooker reads it: from any time or version on, headers alone where they suffice, payloads as they were stored."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from bus.client.jetstream import JetStream, Message, StreamState, unix_time
+from bus.client.pull import Delivered, OrderedPull, present
+from bus.errors import NotFound, WireError
+from bus.streams.samples import Glimpse, glimpse_of, payload_of
+from bus.wire import subjects
+from bus.wire.messages import Kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A sample as it lies in the stream. One that was published in parts is one, at the sequence of its manifest."""
+
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes | WireError
+    """The payload, joined from parts where there are any, or the reason it cannot be read."""
+    stored_s: float
+    """Unix time of the server's clock."""
+
+
+class History:
+    """The stored and the coming messages of stream SAMPLES. Every reading has a consumer of its own that the server keeps in memory."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._stream = subjects.stream(jet.run, subjects.SAMPLES)
+        self._filters = [subjects.samples(jet.run)]
+
+    async def state(self) -> StreamState:
+        return await self._jet.state(self._stream)
+
+    async def now_s(self) -> float:
+        """Return the Unix time of the server's clock, which is also that of ``stored_s``."""
+        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
+
+    async def newest_s(self) -> float:
+        """Return the time at which the newest message was stored, by the same clock."""
+        return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["state"]["last_ts"])
+
+    async def glimpses(self, first: int, last: int | None = None) -> AsyncIterator[Glimpse]:
+        """Yield the headers of the samples from ``first`` to ``last``; for ever without a last one."""
+        async for delivered in self._read(first, last, headers_only=True):
+            yield glimpse_of(delivered)
+
+    async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[Stored]:
+        """Yield the samples from ``first`` to ``last``; for ever without a last one."""
+        async for delivered in self._read(first, last, headers_only=False):
+            yield await self._stored(delivered)
+
+    async def payload(self, seq: int) -> Stored:
+        """Return one sample. Raises NotFound; ValueError for a sequence at which no sample stands."""
+        message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
+        if not subjects.is_sample(self._jet.run, message.subject):
+            raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
+        return await self._stored(message)
+
+    async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
+        """Return the sequence of the first message of stream ``name`` that was stored then or later; one behind the last if none was."""
+        stream = subjects.stream(self._jet.run, name)
+        state = await self._jet.state(stream)
+        low, high = max(1, state.first_seq), state.last_seq + 1
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                message = await self._jet.next(stream, middle)
+            except NotFound:
+                high = middle
+                continue
+            if message.stored_s < unix_s:
+                low = message.seq + 1
+            else:
+                high = middle
+        return low
+
+    async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
+        """Return ``at_time`` of the time at which a task was issued: no earlier message is about it. 1 when the task is gone."""
+        try:
+            issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
+        except NotFound:
+            return 1
+        return await self.at_time(issued.stored_s, name=name)
+
+    async def at_version(self, version: int) -> int:
+        """Return the sequence of the first sample whose oldest token is of this version, or else of the next version that has one."""
+        for found in sorted(v for v in await self._versions() if v >= version):
+            firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
+            if any(firsts):
+                return min(seq for seq in firsts if seq)
+        return (await self.state()).last_seq + 1
+
+    async def _versions(self) -> set[int]:
+        found = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        return {version for subject in found if (version := subjects.version_of_sample(subject)) is not None}
+
+    async def _first(self, subject: str) -> int:
+        """Return the sequence of the first message on a subject; 0 when there is none."""
+        try:
+            return (await self._jet.next(self._stream, 1, subject)).seq
+        except NotFound:
+            return 0
+
+    async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Delivered]:
+        if last is not None:
+            async for delivered in present(self._jet, self._stream, first, filters=self._filters, headers_only=headers_only):
+                if delivered.seq > last:
+                    return
+                yield delivered
+            return
+        async with OrderedPull(self._jet, self._stream, max(1, first), filters=self._filters, headers_only=headers_only) as pull:
+            async for delivered in pull:
+                yield delivered
+
+    async def _stored(self, message: Delivered | Message) -> Stored:
+        data: bytes | WireError
+        try:
+            data = await payload_of(self._jet, message)
+        except WireError as error:
+            data = error
+        return Stored(seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s)

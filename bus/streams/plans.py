@@ -1,0 +1,59 @@
+"""The log of plans: what every step was made of, written by one fenced learner."""
+
+from collections.abc import AsyncIterator
+
+from bus.client.fenced import FencedStream, FencedWriter, valid
+from bus.client.jetstream import JetStream, Message
+from bus.client.pull import Delivered
+from bus.errors import WireError
+from bus.wire import subjects
+from bus.wire.codec import decode_record, encode_record, record_name
+from bus.wire.messages import Fence, PlanRecord
+
+_TRIMMED = ("plan", "done", "settle", "requeue")
+
+
+class PlanLog:
+    """Stream PLAN."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._log = FencedStream(jet, subjects.PLAN, subjects.plan(jet.run, "fence"), _decode)
+        self._stream = self._log.name
+        self._writer = FencedWriter(self._log)
+
+    async def fence(self, epoch: int) -> None:
+        """Take over as the only writer. Raises Fenced."""
+        await self._writer.fence(epoch)
+
+    async def append(self, record: PlanRecord) -> int:
+        """Store a record; its sequence. Retries until stored. Raises Fenced; needs ``fence`` first.
+
+        ``record.epoch`` must be the fenced one.
+        """
+        if isinstance(record, Fence) or record.epoch != self._writer.epoch:
+            raise WireError("epoch", f"a record of epoch {self._writer.epoch}, no fence", f"{type(record).__name__} of {record.epoch}")
+        return await self._writer.append(subjects.plan(self._jet.run, record_name(record)), encode_record(record))
+
+    async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
+        """Every valid record from sequence ``start`` to the present end, fences included."""
+        async for delivered, record in valid(self._log, start, follow=False):
+            yield delivered.seq, record
+
+    async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
+        """``scan``, then what comes, for ever."""
+        async for delivered, record in valid(self._log, start, follow=True):
+            yield delivered.seq, record
+
+    async def trim(self, below: int) -> None:
+        """Forget records with sequences < ``below``; fences stay."""
+        for kind in _TRIMMED:
+            await self._jet.purge(self._stream, below, subject=subjects.plan(self._jet.run, kind))
+
+
+def _decode(message: Message | Delivered) -> PlanRecord:
+    """Raises WireError, also for a record on the subject of another kind."""
+    record = decode_record(message.data)
+    if not message.subject.endswith(f".{record_name(record)}"):
+        raise WireError("type", f"that of the subject {message.subject}", record_name(record))
+    return record

@@ -1,0 +1,365 @@
+"""The stream of samples: publish until stored, read gapless from a cursor, fetch, trim, tail."""
+
+import re
+from collections.abc import AsyncIterator, Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, overload
+
+from bus.client.jetstream import JetStream, Message, StreamState
+from bus.client.pull import Delivered, OrderedPull, present
+from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from bus.wire import parts, subjects
+from bus.wire.codec import check_sample, decode_sample, encode_sample
+from bus.wire.messages import Cursor, Kind, Sample
+
+SAMPLE_HEADER = "Tm-Sample"
+PARTS_HEADER = "Tm-Parts"
+"""Number of parts; only on a manifest."""
+_HEADER_VALUE = re.compile(r"[!-~]{1,200}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """A message of SAMPLES. One that was published in parts is one message, at the sequence of its manifest."""
+
+    seq: int
+    sample: Sample | WireError
+    """The sample, or the reason it cannot be used (undecodable, invariant broken, parts missing)."""
+    headers: dict[str, str]
+    pending: int
+    """Messages behind this one when it was delivered."""
+    stored_s: float
+    """Unix time at which the server stored it."""
+    size_bytes: int
+    actor: str = ""
+    """The actor that the subject names; also of a message that cannot be decoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Glimpse:
+    """The headers of a message of SAMPLES, without its payload."""
+
+    seq: int
+    subject: str
+    headers: dict[str, str]
+    pending: int
+    stored_s: float
+    size_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class PublishStats:
+    """Counters of publishing."""
+
+    published: int = 0
+    duplicates: int = 0
+    """Messages that an earlier try had stored, whose answer was lost; part of ``published``."""
+    retries: int = 0
+    full: int = 0
+    """Refusals because the stream was full."""
+    waiting_full: int = 0
+    """Publishes that wait now because the stream is full."""
+    last_error: str = ""
+
+
+class SampleStream:
+    """Stream SAMPLES."""
+
+    def __init__(self, jet: JetStream) -> None:
+        self._jet = jet
+        self._stream = subjects.stream(jet.run, subjects.SAMPLES)
+        self.stats = PublishStats()
+
+    async def publish(self, sample: Sample) -> int:
+        """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check invariants.
+
+        Any number may be in flight at once. Waits while the stream is full. Raises WireError for what cannot be encoded, and
+        ValueError for a sample of another run.
+        """
+        if sample.run != self._jet.run:
+            raise ValueError(f"sample.run: want {self._jet.run!r}, got {sample.run!r}")
+        subject = subjects.sample(self._jet.run, sample.kind, sample.min_version, sample.actor)
+        return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample))
+
+    async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
+        """Store a sample that is encoded already, as ``publish`` does; ``headers`` are those of ``headers_of``."""
+        if not parts.fits(data, self._jet.link.max_payload):
+            if len(data) > parts.MAX_SAMPLE_BYTES:
+                raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
+            seqs = await self._store_parts(subjects.kind_of_sample(subject), headers[subjects.MESSAGE_ID], data)
+            data, subject = parts.describe(data, seqs), subjects.manifest(subject)
+            headers = {**headers, PARTS_HEADER: str(len(seqs))}
+        seq = await self._store(subject, data, headers)
+        self.stats.published += 1
+        return seq
+
+    def read(
+        self,
+        cursor: Cursor | None,
+        *,
+        kinds: Collection[Kind] | None = None,
+        vocab_size: int | None = None,
+        check: bool = True,
+        checked_before: Container[int] = (),
+        on_passed: Callable[[int], None] | None = None,
+    ) -> AsyncIterator[Received]:
+        """Yield every message behind the cursor in stream order, for ever, over server restarts. End it with ``aclose`` or cancellation.
+
+        None begins at the first message there is. Sequences the cursor calls settled are skipped. Samples are decoded and, with
+        ``check``, held against the invariants, but for sequences in ``checked_before``: those passed the invariants of their time.
+        ``on_passed`` gets the sequence of every message once the caller asks for the next one, parts and settled ones included.
+        Raises StreamReplaced, StreamTrimmed when messages behind the cursor are gone.
+        """
+        reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before)
+        return reading.messages(self._filters(kinds), on_passed)
+
+    async def cursor(self) -> Cursor:
+        """Return a cursor before the first message there is now."""
+        state = await self.info()
+        return Cursor(created=state.created, floor=max(0, state.first_seq - 1))
+
+    async def fetch(self, seq: int) -> Sample:
+        """Return one sample by sequence, joined from its parts; unchecked. Raises NotFound, WireError."""
+        message = await self._jet.message(self._stream, seq)
+        return decode_sample(await payload_of(self._jet, message))
+
+    async def info(self) -> StreamState:
+        return await self._jet.state(self._stream)
+
+    async def trim(self, below: int) -> None:
+        """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages between).
+
+        A sample whose parts are trimmed before its manifest is stored is lost to its readers (they see a WireError): keep a
+        window of history, as ``history_samples`` does.
+        """
+        state = await self.info()
+        if below > state.last_seq + 1:
+            raise ValueError(f"{self._stream}: want below <= {state.last_seq + 1}, got {below}")
+        await self._jet.purge(self._stream, min(below, await self._oldest_part_needed(below)))
+
+    @overload
+    def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[False] = False) -> AsyncIterator[Received]: ...
+    @overload
+    def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[True]) -> AsyncIterator[Glimpse]: ...
+    def tail(self, *, last: int = 0, follow: bool = True, headers_only: bool = False) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
+        """Yield about the ``last`` newest messages (parts count), then, with ``follow``, every new one, for ever.
+
+        Samples are decoded, not checked.
+        """
+        return self._glimpses(last, follow) if headers_only else self._tail(last, follow)
+
+    async def _tail(self, last: int, follow: bool) -> AsyncIterator[Received]:
+        reading = _Reading(self._jet, self._stream, None, _NO_CHECK)
+        async for delivered in self._newest(last, follow, headers_only=False):
+            yield await reading.received(delivered)
+
+    async def _glimpses(self, last: int, follow: bool) -> AsyncIterator[Glimpse]:
+        async for delivered in self._newest(last, follow, headers_only=True):
+            yield glimpse_of(delivered)
+
+    async def _newest(self, last: int, follow: bool, *, headers_only: bool) -> AsyncIterator[Delivered]:
+        state = await self.info()
+        start, filters = max(1, state.last_seq - last + 1), [subjects.samples(self._jet.run)]
+        if not follow:
+            async for delivered in present(self._jet, self._stream, start, filters=filters, headers_only=headers_only):
+                yield delivered
+            return
+        async with OrderedPull(self._jet, self._stream, start, filters=filters, headers_only=headers_only) as pull:
+            async for delivered in pull:
+                yield delivered
+
+    def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
+        """Return no filter for all kinds: parts come, too, a jump in the sequences can only be a hole, and the server filters nothing."""
+        if kinds is None or set(kinds) == set(Kind):
+            return []
+        return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
+
+    async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
+        subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
+        seqs = []
+        for number, piece in enumerate(parts.cut(data, self._jet.link.max_payload)):
+            seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: _part_id(message_id, number)}))
+        return seqs
+
+    async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
+        waits = _Waits(self.stats)
+        try:
+            stored = await self._jet.outbox.store(subject, data, headers, on_retry=waits.retry)
+        finally:
+            waits.over()
+        self.stats.duplicates += stored.duplicate
+        return stored.seq
+
+    async def _oldest_part_needed(self, below: int) -> int:
+        """Return the smallest sequence of a part that a manifest at ``below`` or behind it names; ``below`` when there is none."""
+        oldest, seq = below, below
+        manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
+        while True:
+            try:
+                message = await self._jet.next(self._stream, max(1, seq), manifests)
+            except NotFound:
+                return oldest
+            seq = message.seq + 1
+            oldest = await self._first_part(message, oldest)
+
+    async def _first_part(self, manifest: Message, oldest: int) -> int:
+        """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else ``oldest``."""
+        try:
+            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.link.max_payload).seqs
+            if min(seqs) < oldest:
+                await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
+        except WireError:
+            return oldest
+        return min(oldest, *seqs)
+
+
+class _Waits:
+    """The share of one publish in ``waiting_full``."""
+
+    def __init__(self, stats: PublishStats) -> None:
+        self._stats, self._full = stats, False
+
+    def retry(self, reason: str, full: bool) -> None:
+        self._stats.retries += 1
+        self._stats.full += full
+        self._stats.last_error = reason
+        self._set(full)
+
+    def over(self) -> None:
+        self._set(False)
+
+    def _set(self, full: bool) -> None:
+        self._stats.waiting_full += full - self._full
+        self._full = full
+
+
+_NO_CHECK = -1
+"""A ``vocab_size`` that means: do not check invariants."""
+
+
+class _Reading:
+    """One reader of SAMPLES."""
+
+    def __init__(
+        self, jet: JetStream, stream: str, cursor: Cursor | None, vocab_size: int | None, checked_before: Container[int] = ()
+    ) -> None:
+        self._jet, self._stream, self._vocab_size, self._checked_before = jet, stream, vocab_size, checked_before
+        self._created = None if cursor is None else cursor.created
+        self._settled = frozenset() if cursor is None else frozenset(cursor.settled)
+        self._start = 1 if cursor is None else cursor.floor + 1
+        self._parts_prefix = subjects.parts(jet.run).removesuffix(">")
+
+    async def messages(self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None) -> AsyncIterator[Received]:
+        async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
+            expected = pull.position
+            async for delivered in pull:
+                if delivered.seq != expected and expected > self._start:
+                    await self._check_gap(expected)
+                if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
+                    yield await self.received(delivered)
+                if on_passed is not None:
+                    on_passed(delivered.seq)
+                expected = pull.position
+
+    async def received(self, delivered: Delivered) -> Received:
+        sample: Sample | WireError
+        data = delivered.data
+        try:
+            data = await payload_of(self._jet, delivered)
+            sample = decode_sample(data)
+            if self._vocab_size != _NO_CHECK and delivered.seq not in self._checked_before:
+                check_sample(sample, vocab_size=self._vocab_size)
+            if sample.run != self._jet.run:
+                raise WireError("run", self._jet.run, sample.run)
+        except WireError as error:
+            sample = error
+        return Received(
+            seq=delivered.seq,
+            sample=sample,
+            headers=delivered.headers,
+            pending=delivered.pending,
+            stored_s=delivered.stored_s,
+            size_bytes=len(data),
+            actor=subjects.actor_of_sample(delivered.subject),
+        )
+
+    def _opened(self, state: StreamState, position: int) -> None:
+        """Check, at the start and after every re-opening, that the stream is the same one and still has the messages needed."""
+        if self._created is None:
+            self._created = state.created
+            self._start = max(self._start, state.first_seq)
+        if state.created != self._created:
+            raise StreamReplaced(self._stream, self._created, state.created)
+        self._check_first(state, max(position, self._start))
+
+    async def _check_gap(self, expected: int) -> None:
+        """Check a jump in the sequences: a message of another kind stood there, or there is a hole."""
+        self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
+
+    def _check_first(self, state: StreamState, needed: int) -> None:
+        if needed < state.first_seq:
+            missing = next((seq for seq in range(needed, state.first_seq) if seq not in self._settled), None)
+            if missing is not None:
+                raise StreamTrimmed(self._stream, missing, state.first_seq)
+
+
+async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
+    """Return the bytes of a sample, joined from its parts where the message is a manifest.
+
+    Raises WireError for a manifest that no sample can have, and at the first part that is gone, too large or another sample's.
+    """
+    if PARTS_HEADER not in message.headers:
+        return message.data
+    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.link.max_payload)
+    joining = parts.Joining(manifest)
+    for number, seq in enumerate(manifest.seqs):
+        joining.add(await _part(jet, message, number, seq))
+    return joining.whole()
+
+
+async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq: int) -> bytes:
+    try:
+        part = await jet.retry_for_ever(partial(jet.message, subjects.stream(jet.run, subjects.SAMPLES), seq))
+    except NotFound:
+        raise WireError("parts.seqs", "parts that are in the stream", seq) from None
+    message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
+    subject = subjects.part(jet.run, subjects.kind_of_sample(manifest.subject), subjects.natural(message_id.partition(".")[0]) or 0)
+    if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
+        raise WireError("parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}")
+    return part.data
+
+
+def _part_id(message_id: str, number: int) -> str:
+    return f"{message_id}.chunk/{number}"
+
+
+def glimpse_of(delivered: Delivered) -> Glimpse:
+    """Return the headers of a message that was read without its payload."""
+    return Glimpse(
+        seq=delivered.seq,
+        subject=delivered.subject,
+        headers=delivered.headers,
+        pending=delivered.pending,
+        stored_s=delivered.stored_s,
+        size_bytes=subjects.natural(delivered.headers.get("Nats-Msg-Size", "")) or 0,
+    )
+
+
+def headers_of(sample: Sample) -> dict[str, str]:
+    """Return the headers of a sample. The summary for readers without the payload is one header, because each header costs CPU."""
+    versions = [span.version for span in sample.spans]
+    told = (
+        f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
+        f"status={sample.status} tokens={sample.response_length}"
+    )
+    if _HEADER_VALUE.fullmatch(sample.engine):
+        told = f"{told} engine={sample.engine}"
+    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: told}
+
+
+def told_by(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the fields in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ...; those present."""
+    task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
+    words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": rest.partition(".")[0], **words}

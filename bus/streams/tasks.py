@@ -1,0 +1,281 @@
+"""The work queue of prompts: issued by one fenced learner, leased by any number of actors."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from nats.aio.msg import Msg
+
+from bus.client.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
+from bus.client.jetstream import JetStream, Message
+from bus.client.nonce import nonce
+from bus.client.patience import RETRY_S, retry
+from bus.client.pull import Delivered
+from bus.client.rows import Rows, Value
+from bus.client.waiting import ACK, NAK, PROGRESS, Slots
+from bus.errors import BusUnavailable, WireError
+from bus.streams.dead import DeadLetters
+from bus.wire import subjects
+from bus.wire.codec import decode_record, decode_task, encode_task
+from bus.wire.messages import Dead, Fence, Kind, Task
+
+_log = logging.getLogger(__name__)
+
+MAX_DELIVERIES = 50
+"""A task delivered more often is dead even without a report: it ends its actors before they can report."""
+_LOOK_EVERY_S = 2.0
+"""The task floor and the fences that an actor knows are at most so old."""
+_CONFIRM_S = 2.0
+_OVER = (ACK, b"+NXT", b"+TERM")
+"""Acknowledgements after which a task is not delivered again."""
+_NS = 1_000_000_000
+
+
+class Lease:
+    """A task held by this process until it is settled, handed back or failed, or not renewed for ``lease_s``.
+
+    No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is harmless.
+    """
+
+    def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
+        self.task = task
+        self.attempt = nonce()
+        """``Sample.attempt`` of everything made under this lease."""
+        self.deliveries = deliveries
+        """1 for the first delivery."""
+        self._queue, self._reply = queue, message.reply
+        self._lease_s = queue.lease_s
+
+    async def renew(self) -> bool:
+        """Extend the lease by ``lease_s``. Returns False when the bus was away."""
+        return await self._say(PROGRESS)
+
+    async def settle(self) -> bool:
+        """Acknowledge the task, whose samples are all stored; retried for ``lease_s``. Returns whether the server confirmed it."""
+        link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
+
+        async def ack() -> None:
+            left = deadline - time.monotonic()
+            await link.wait_up(left)
+            await link.request(self._reply, ACK, min(left, _CONFIRM_S))
+
+        def report(error: BusUnavailable) -> None:
+            _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
+
+        try:
+            await retry(link, ack, pause_s=RETRY_S, deadline=deadline, report=report)
+        except BusUnavailable as error:
+            report(error)
+            return False
+        return True
+
+    async def hand_back(self, delay_s: float = 0) -> bool:
+        """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus was away."""
+        return await self._say(NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode())
+
+    async def fail(self, reason: str, *, actor: str) -> bool:
+        """Report a failure and nak; the ``max_attempts``-th report makes the task dead. Returns whether it is dead now.
+
+        Waits until the report is stored.
+        """
+        reports = await self._queue.dead.report(self.task.id, reason=reason, actor=actor, attempt=self.attempt)
+        if reports < self._queue.jet.config.max_attempts:
+            await self.hand_back()
+            return False
+        await self._queue.dead.store(_dead(self.task, reason, reports, actor))
+        await self.settle()
+        return True
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncIterator["Lease"]:
+        """Renew every ``lease_s / 3`` while the block runs."""
+        renewing = asyncio.create_task(self._renew_for_ever(), name=f"lease {self.task.id}")
+        try:
+            yield self
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            await self.renew()
+
+    async def _say(self, word: bytes) -> bool:
+        return await self._queue.jet.link.tell(self._reply, word)
+
+
+class TaskQueue:
+    """Stream TASKS and its two consumers."""
+
+    def __init__(self, jet: JetStream, dead: DeadLetters) -> None:
+        self.jet, self.dead = jet, dead
+        self._log = FencedStream(jet, subjects.TASKS, subjects.task(jet.run, "fence"), _decode)
+        self._stream = self._log.name
+        self._writer = FencedWriter(self._log)
+        self._slots = {kind: Slots(jet, self._stream, consumer) for kind, consumer in subjects.CONSUMERS.items()}
+        self._rows = Rows(jet, "run")
+        self._fences = Fences(self._log)
+        self._floor = 0
+        self._looked_s = float("-inf")
+        self._looking = asyncio.Lock()
+
+    @property
+    def lease_s(self) -> float:
+        return self.jet.config.lease_s
+
+    # --- the learner's side
+
+    async def fence(self, epoch: int) -> None:
+        """Take over as the only writer. Raises Fenced."""
+        await self._writer.fence(epoch)
+
+    async def issue(self, task: Task) -> int:
+        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced one. Raises Fenced."""
+        if task.epoch != self._writer.epoch:
+            raise WireError("epoch", f"the fenced epoch {self._writer.epoch}", task.epoch)
+        return await self._writer.append(subjects.task(self.jet.run, task.kind), encode_task(task))
+
+    async def scan(self, start: int = 1) -> AsyncIterator[Task]:
+        """Yield every valid task from id ``start`` to the present end, in order."""
+        async for _, found in valid(self._log, start, follow=False):
+            if isinstance(found, Task):
+                yield found
+
+    async def fetch(self, id: int) -> Task:
+        """Return one task. Raises NotFound."""
+        return decode_task((await self.jet.message(self._stream, id)).data, id)
+
+    async def backlog(self, kind: Kind = Kind.TRAIN) -> tuple[int, int]:
+        """Return (waiting, leased). A task that was handed back and not delivered again yet counts as leased."""
+        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[kind]}")
+        return int(info["num_pending"]), int(info["num_ack_pending"])
+
+    async def acked_to(self) -> int:
+        """Return the id up to which every training task is acknowledged (one that is leased for long holds it back)."""
+        info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[Kind.TRAIN]}")
+        return int(info["ack_floor"]["stream_seq"])
+
+    @asynccontextmanager
+    async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
+        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see ``acked_to``."""
+
+        async def hear(message: Msg) -> None:
+            told = subjects.delivery(message.subject)
+            if told is not None and (message.data.startswith(_OVER) or not message.data):
+                on_ack(told.seq)
+
+        async with AsyncExitStack() as stack:
+            for subject in subjects.acks(self.jet.run):
+                await stack.enter_async_context(self.jet.link.subscribed(subject, hear))
+            yield
+
+    async def last_id(self) -> int:
+        """Return the id of the newest message of TASKS (a task or a fence); 0 when there has been none."""
+        return (await self.jet.state(self._stream)).last_seq
+
+    async def raise_floor(self, floor: int) -> None:
+        """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never falls."""
+
+        def raised(row: Value | None) -> Value | None:
+            return None if row is not None and row["floor"] >= floor else {"floor": floor}
+
+        await self._rows.change(subjects.FLOOR_KEY, raised, replace_unreadable=True)
+
+    async def trim(self, below: int) -> None:
+        """Remove tasks with ids < ``below``; fences stay."""
+        for kind in Kind:
+            await self.jet.purge(self._stream, below, subject=subjects.task(self.jet.run, kind))
+
+    # --- the actors' side
+
+    async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN) -> Lease | None:
+        """Return the next task, or None when none came within ``timeout_s``. Any number may wait at once; cancellable.
+
+        Acks and passes over tasks that are settled (below the floor), void (behind a fence), unreadable or delivered too often (DEAD).
+        """
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            message = await self._slots[kind].take(left)
+            if message is None:
+                return None
+            try:
+                lease = await self._admit(message)
+            except BaseException:
+                await self.jet.link.tell(message.reply, NAK)
+                raise
+            if lease is not None:
+                return lease
+        return None
+
+    async def _admit(self, message: Msg) -> Lease | None:
+        told = subjects.delivery(message.reply)
+        if told is None:
+            return None
+        deliveries, seq = told.deliveries, told.seq
+        try:
+            async with asyncio.timeout(_CONFIRM_S):
+                await self._look()
+        except (BusUnavailable, TimeoutError) as error:  # go on with the floor and fences read before
+            _log.info("task floor unknown reason=%s", error)
+        if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
+            await self.jet.link.tell(message.reply, ACK)
+            return None
+        try:
+            task = self._log.checked(
+                Message(seq=seq, subject=message.subject, headers=message.headers or {}, data=message.data, stored_s=0.0)
+            )
+            assert isinstance(task, Task), "the consumer's subject is that of tasks"
+        except WireError as error:
+            self.jet.refusals.refuse(subjects.TASKS, seq, error)
+            await self._bury(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
+            return None
+        if deliveries > MAX_DELIVERIES:
+            await self._bury(message, _dead(task, f"delivered {deliveries} times, never settled", deliveries, ""))
+            return None
+        return Lease(self, task, message, deliveries)
+
+    async def _bury(self, message: Msg, dead: Dead) -> None:
+        await self.dead.store(dead)
+        await self.jet.link.tell(message.reply, ACK)
+
+    async def _look(self) -> None:
+        """Refresh the floor and the fences, when they are old."""
+        async with self._looking:  # or a second caller would go on with the old values
+            if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+                return
+            row, _ = await self._rows.standing(subjects.FLOOR_KEY)
+            if row is not None:
+                self._floor = row["floor"]
+            await self._fences.refresh()
+            self._looked_s = time.monotonic()
+
+
+def _decode(message: Message | Delivered) -> Task | Fence:
+    """Raises WireError, also for a task on the subject of another kind."""
+    if not message.subject.endswith(".fence"):
+        task = decode_task(message.data, message.seq)
+        if not message.subject.endswith(f".{task.kind}"):
+            raise WireError("kind", f"that of the subject {message.subject}", task.kind.value)
+        return task
+    record = decode_record(message.data)
+    if not isinstance(record, Fence):
+        raise WireError("type", "fence", type(record).__name__)
+    return record
+
+
+def _dead(task: Task, reason: str, attempts: int, actor: str) -> Dead:
+    return Dead(
+        task=task.id,
+        reason=reason,
+        attempts=attempts,
+        actor=actor,
+        prompt=task.prompt,
+        root=task.id if task.reissue_of is None else task.reissue_of,
+        reissues=task.reissues,
+        prompt_epoch=task.prompt_epoch,
+        offset=task.offset,
+    )

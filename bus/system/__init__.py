@@ -1,0 +1,1 @@
+"""Child processes, event loops and files: nothing of NATS."""

@@ -1,0 +1,408 @@
+"""Bytes of every message: one msgpack map, ``schema`` and ``type`` first, arrays as raw little-endian bytes. Knows no transport.
+
+A field without a default must be there; one with a default may be missing. Unknown fields of a Task or Sample are kept in
+``extra`` and written again; unknown fields inside ``sampling`` or ``timings`` are refused (they would change what is meant).
+"""
+
+import dataclasses
+from operator import attrgetter
+from typing import Any, Self
+
+import msgpack
+
+from bus.errors import UnknownSchema, WireError
+from bus.wire.compiled import Compiled, nested, pair
+from bus.wire.forms import ANY, FLOAT, INT, MAP, MOST_LEVELS, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional, shallow
+from bus.wire.invariants import check_sample
+from bus.wire.messages import (
+    SCHEMA,
+    Dead,
+    Done,
+    Fence,
+    Kind,
+    Partial,
+    Plan,
+    PlanRecord,
+    Requeue,
+    Sample,
+    Sampling,
+    Settle,
+    Span,
+    Status,
+    Task,
+    Timings,
+    Word,
+)
+
+__all__ = [
+    "Table",
+    "check_sample",
+    "decode_dead",
+    "decode_partial",
+    "decode_record",
+    "decode_sample",
+    "decode_task",
+    "decode_word",
+    "encode_dead",
+    "encode_partial",
+    "encode_record",
+    "encode_sample",
+    "encode_task",
+    "encode_word",
+]
+
+_FIRST = ("schema", "type")
+_MISSING: Any = object()
+_AS_DATETIME = 3
+"""msgpack's number for timestamps as datetime, which is what msgspec makes of them, too."""
+_BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
+class Table:
+    """The fields of one message in wire order."""
+
+    def __init__(self, message: type, name: str, **forms: Form) -> None:
+        fields = {field.name: field for field in dataclasses.fields(message)}
+        assert set(forms) <= set(fields), set(forms) - set(fields)
+        self.message, self.name = message, name
+        self._forms = forms
+        self._values = attrgetter(*forms) if len(forms) > 1 else lambda value: (attrgetter(*forms)(value),)
+        self._packers = [(field, form.exact, form.pack) for field, form in forms.items()]
+        self._unpackers = [(field, form.exact, form.unpack, _required(fields[field])) for field, form in forms.items()]
+        self._keeps_unknown = "extra" in fields
+        self._compiled: Compiled | None = None
+
+    def compile(self) -> Self:
+        """Have msgspec encode and decode the messages that have every field and no unknown one. Worth its memory for samples."""
+        self._compiled = Compiled(self.message, self._forms, {"schema": SCHEMA, "type": self.name})
+        return self
+
+    def encode(self, value: Any) -> bytes:
+        if self._compiled is not None and not value.extra and (found := self._compiled.encode(value)) is not None:
+            return found
+        packed: dict[str, Any] = {"schema": SCHEMA, "type": self.name}
+        self._pack(value, packed)
+        if self._keeps_unknown:
+            for key, unknown in value.extra.items():
+                packed.setdefault(key, unknown)
+        try:
+            return msgpack.packb(packed, datetime=True)
+        except _BAD:
+            raise self._not_packable(packed) from None
+
+    def read(self, data: bytes) -> Any:
+        """The message from its bytes. Raises WireError, UnknownSchema."""
+        found = None if self._compiled is None else self._compiled.decode(data)
+        return self.decode(unpack(data, self.name)) if found is None else found
+
+    def decode(self, fields: dict[str, Any]) -> Any:
+        """The message from its map."""
+        found = self._take(fields)
+        if self._keeps_unknown and len(fields) > len(found) + 2:
+            extra = {_name(key): value for key, value in fields.items() if key not in found and key not in _FIRST}
+            found["extra"] = self._shallow(extra)
+        return self.message(**found)
+
+    def _shallow(self, extra: dict[str, Any]) -> dict[str, Any]:
+        try:
+            shallow(extra)
+        except ValueError:
+            raise WireError(self.name, f"unknown fields nested at most {MOST_LEVELS} deep", "deeper ones") from None
+        return extra
+
+    def pack(self, value: Any) -> dict[str, Any]:
+        """As a map, without ``schema`` and ``type``."""
+        packed: dict[str, Any] = {}
+        self._pack(value, packed)
+        return packed
+
+    def _pack(self, value: Any, packed: dict[str, Any]) -> None:
+        field = ""
+        try:
+            for (field, exact, pack), item in zip(self._packers, self._values(value), strict=True):
+                packed[field] = item if type(item) is exact else pack(item)
+        except _BAD as error:
+            if isinstance(error, WireError):
+                raise WireError(f"{field}.{error.field}", error.want, error.got) from None
+            raise WireError(field or self.name, self._forms[field].want if field else self.message.__name__, _seen(value, field)) from None
+
+    def _take(self, fields: dict[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        field, value = "", None
+        try:
+            for field, exact, unpack, required in self._unpackers:
+                value = fields.get(field, _MISSING)
+                if type(value) is exact:
+                    found[field] = value
+                elif value is not _MISSING:
+                    found[field] = unpack(value)
+                elif required:
+                    raise WireError("", self._forms[field].want, "nothing")
+        except _BAD as error:
+            if isinstance(error, WireError):
+                raise WireError(f"{field}.{error.field}".rstrip("."), error.want, error.got) from None
+            raise WireError(field, self._forms[field].want, _short(value)) from None
+        return found
+
+    def _not_packable(self, packed: dict[str, Any]) -> WireError:
+        for field, value in packed.items():
+            try:
+                msgpack.packb(value, datetime=True)
+            except _BAD as error:
+                return WireError(field, f"what msgpack can hold ({error})", _short(value))
+        return WireError(self.name, "what msgpack can hold", _short(packed))
+
+    def nested(self) -> Form:
+        """This message as a field of another: a map that may hold nothing unknown."""
+
+        def unpack(value: Any) -> Any:
+            if type(value) is not dict:
+                raise TypeError
+            found = self._take(value)
+            if len(value) > len(found):
+                unknown = next(key for key in value if key not in found)
+                raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(value[unknown]))
+            return self.message(**found)
+
+        return Form(f"a map ({self.message.__name__})", self.pack, unpack, wire=nested(self.message, self._forms))
+
+
+def _name(key: Any) -> str:
+    if type(key) is not str:
+        raise WireError("a field name", "text", key)
+    return key
+
+
+def _required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _seen(value: Any, field: str) -> object:
+    return _short(getattr(value, field, value) if field else value)
+
+
+def _short(value: object) -> object:
+    """The value if it is small, else a description: error messages stay readable."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"{type(value).__name__} nested too deeply to be shown"
+    return value if len(text) <= 100 and isinstance(value, (int, float, str, type(None))) else f"{type(value).__name__} {text[:80]}"
+
+
+def _pair(span: Any) -> list[int]:
+    return [INT.pack(span.version), INT.pack(span.num_tokens)]
+
+
+def _span(pair: Any) -> Span:
+    if type(pair) is not list or len(pair) != 2:
+        raise TypeError
+    return Span(version=INT.unpack(pair[0]), num_tokens=INT.unpack(pair[1]))
+
+
+_I4, _I8, _F4, _U1 = array("<i4"), array("<i8"), array("<f4"), array("u1")
+_SPAN = Form("a pair [version, num_tokens]", _pair, _span, wire=pair(Span, ("version", int), ("num_tokens", int)))
+_REWARD = either(FLOAT, keyed(TEXT, FLOAT))
+_NUMBERS = keyed(TEXT, FLOAT)
+_KIND, _STATUS = choice(Kind), choice(Status)
+
+_SAMPLING = Table(
+    Sampling,
+    "sampling",
+    temperature=FLOAT,
+    top_p=FLOAT,
+    top_k=INT,
+    max_new_tokens=INT,
+    stop=many(TEXT),
+    stop_token_ids=many(INT),
+    seed=optional(INT),
+)
+_TIMINGS = Table(Timings, "timings", queued_s=FLOAT, generating_s=FLOAT, tools_s=FLOAT, reward_s=FLOAT)
+_TASK = Table(
+    Task,
+    "task",
+    run=TEXT,
+    epoch=INT,
+    kind=_KIND,
+    prompt=PROMPT,
+    prompt_tokens=_I4,
+    group_size=INT,
+    sampling=_SAMPLING.nested(),
+    prompt_epoch=INT,
+    offset=INT,
+    label=ANY,
+    reissue_of=optional(INT),
+    reissues=INT,
+    min_version=INT,
+    issue_step=INT,
+    metadata=MAP,
+)
+_SAMPLE = Table(
+    Sample,
+    "sample",
+    run=TEXT,
+    task=INT,
+    index=INT,
+    group_size=INT,
+    attempt=TEXT,
+    kind=_KIND,
+    prompt=PROMPT,
+    tokens=_I4,
+    response_length=INT,
+    response=TEXT,
+    rollout_log_probs=_F4,
+    loss_mask=_U1,
+    spans=many(_SPAN),
+    reward=_REWARD,
+    status=_STATUS,
+    sampling=_SAMPLING.nested(),
+    label=ANY,
+    metadata=MAP,
+    actor=TEXT,
+    engine=TEXT,
+    timings=_TIMINGS.nested(),
+    finish_reason=TEXT,
+    created_s=FLOAT,
+).compile()
+_PARTIAL = Table(
+    Partial,
+    "partial",
+    run=TEXT,
+    task=INT,
+    index=INT,
+    attempt=TEXT,
+    tokens=_I4,
+    rollout_log_probs=_F4,
+    spans=many(_SPAN),
+    response=TEXT,
+    seed=optional(INT),
+    position=INT,
+    sample_seq=INT,
+    actor=TEXT,
+    timings=_TIMINGS.nested(),
+)
+_PLAN = Table(
+    Plan,
+    "plan",
+    epoch=INT,
+    step=INT,
+    tasks=_I8,
+    seqs=_I8,
+    group_sizes=_I4,
+    ranks=_I4,
+    micro_batches=_I4,
+    version_steps=keyed(INT, INT),
+    oldest_step=optional(INT),
+    data_parallel=INT,
+    num_micro_batches=INT,
+    num_minibatches=INT,
+    config_digest=TEXT,
+    chain=TEXT,
+)
+_DONE = Table(Done, "done", epoch=INT, step=INT, metrics=_NUMBERS, weights_digest=optional(TEXT))
+_SETTLE = Table(Settle, "settle", epoch=INT, reason=TEXT, tasks=_I8, seqs=_I8, step=INT)
+_REQUEUE = Table(Requeue, "requeue", epoch=INT, task=INT, root=INT, count=INT, prompt_epoch=INT, offset=INT, step=INT)
+_FENCE = Table(Fence, "fence", epoch=INT)
+_DEAD = Table(
+    Dead,
+    "dead",
+    task=INT,
+    reason=TEXT,
+    attempts=INT,
+    actor=TEXT,
+    prompt=PROMPT,
+    root=INT,
+    reissues=INT,
+    prompt_epoch=INT,
+    offset=INT,
+)
+_WORD = Table(Word, "word", task=INT, word=TEXT, by=TEXT)
+_RECORDS = {table.name: table for table in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE)}
+_RECORD_OF = {table.message: table for table in _RECORDS.values()}
+
+
+def encode_sample(sample: Sample) -> bytes:
+    """Bytes of a sample. Raises WireError naming the field that cannot be written."""
+    return _SAMPLE.encode(sample)
+
+
+def decode_sample(data: bytes) -> Sample:
+    """Sample from its bytes; arrays are read-only views. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    sample: Sample = _SAMPLE.read(data)
+    return sample
+
+
+def encode_task(task: Task) -> bytes:
+    """Bytes of a task; its id is not among them. Raises WireError."""
+    return _TASK.encode(task)
+
+
+def decode_task(data: bytes, id: int) -> Task:
+    """Task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
+    task: Task = dataclasses.replace(_TASK.read(data), id=id)
+    return task
+
+
+def encode_partial(partial: Partial) -> bytes:
+    """Bytes of what is left of a response. Raises WireError."""
+    return _PARTIAL.encode(partial)
+
+
+def decode_partial(data: bytes) -> Partial:
+    """Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    partial: Partial = _PARTIAL.read(data)
+    return partial
+
+
+def encode_record(record: PlanRecord) -> bytes:
+    """Bytes of a record of the log of plans. Raises WireError."""
+    return _RECORD_OF[type(record)].encode(record)
+
+
+def decode_record(data: bytes) -> PlanRecord:
+    """Plan, Done, Settle, Requeue or Fence. Raises WireError naming the field, UnknownSchema."""
+    fields = unpack(data, *_RECORDS)
+    record: PlanRecord = _RECORDS[fields["type"]].decode(fields)
+    return record
+
+
+def record_name(record: PlanRecord) -> str:
+    """plan, done, settle, requeue or fence: its ``type`` on the wire and its subject."""
+    return _RECORD_OF[type(record)].name
+
+
+def encode_dead(dead: Dead) -> bytes:
+    """Bytes of a dead task. Raises WireError."""
+    return _DEAD.encode(dead)
+
+
+def decode_dead(data: bytes) -> Dead:
+    """Raises WireError naming the field, UnknownSchema."""
+    dead: Dead = _DEAD.read(data)
+    return dead
+
+
+def encode_word(word: Word) -> bytes:
+    """Bytes of a word about a dead task. Raises WireError."""
+    return _WORD.encode(word)
+
+
+def decode_word(data: bytes) -> Word:
+    """Raises WireError naming the field, UnknownSchema."""
+    word: Word = _WORD.read(data)
+    return word
+
+
+def unpack(data: bytes, *types: str) -> dict[str, Any]:
+    """The map of a message of one of these types. Raises WireError, UnknownSchema."""
+    try:
+        fields = msgpack.unpackb(data, strict_map_key=False, timestamp=_AS_DATETIME)
+    except (*_BAD, msgpack.UnpackException) as error:
+        raise WireError("message", "one msgpack map", f"{len(data)} bytes: {error or type(error).__name__}") from None
+    if type(fields) is not dict:
+        raise WireError("message", "one msgpack map", _short(fields))
+    if fields.get("schema") != SCHEMA or type(fields["schema"]) is not int:
+        raise UnknownSchema("schema", f"{SCHEMA}", _short(fields.get("schema", "nothing")))
+    if not isinstance(fields.get("type"), str) or fields["type"] not in types:
+        raise WireError("type", " or ".join(types), _short(fields.get("type", "nothing")))
+    return fields

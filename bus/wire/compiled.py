@@ -1,0 +1,66 @@
+"""A message compiled for msgspec, which checks, reads and writes it in C: several times as fast as field by field in Python.
+
+It takes what is usual: on the wire, every field and no unknown one; in memory, fields of the declared types, of what msgpack has a
+form for. All else is left to the table (``bus.wire.codec``), which knows defaults and unknown fields and names the field that is wrong.
+A test holds both to the same results.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgpack
+import msgspec
+
+from bus.wire.forms import Form
+
+_UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+
+
+class Compiled:
+    """Encodes and decodes one message type. ``head``: further fields that stand on the wire, and the one value of each."""
+
+    def __init__(self, message: type, forms: Mapping[str, Form], head: Mapping[str, Any]) -> None:
+        heads = {name: Literal[value] for name, value in head.items()}
+        fields = [(name, form.wire) for name, form in forms.items()]
+        incoming = msgspec.defstruct(message.__name__, [*heads.items(), *fields], gc=False)
+        given = [(name, wire, head[name]) for name, wire in heads.items()]
+        self._outgoing = msgspec.defstruct(message.__name__, [*given, *fields], kw_only=True, gc=False)
+        self._message = message
+        self._decoder = msgspec.msgpack.Decoder(incoming, ext_hook=lambda code, data: msgpack.ExtType(code, bytes(data)))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._packs = [(name, form.plain or form.pack) for name, form in forms.items() if form.by_hand]
+        self._unpacks = [(name, form.unpack) for name, form in forms.items() if form.by_hand]
+        self._map_header = msgpack.Packer().pack_map_header(len(incoming.__struct_fields__))
+
+    def encode(self, value: Any) -> bytes | None:
+        """The bytes; None when the table must look at it."""
+        try:
+            wire = msgspec.convert(value, self._outgoing, from_attributes=True)
+            for name, pack in self._packs:
+                setattr(wire, name, pack(getattr(wire, name)))
+            return self._encoder.encode(wire)
+        except _UNFIT:
+            return None
+
+    def decode(self, data: bytes) -> Any:
+        """The message; None when the table must look at it."""
+        if not data.startswith(self._map_header):
+            return None
+        try:
+            wire = self._decoder.decode(data)
+            for name, unpack in self._unpacks:
+                setattr(wire, name, unpack(getattr(wire, name)))
+            return msgspec.convert(wire, self._message, from_attributes=True)
+        except _UNFIT:
+            return None
+
+
+def nested(message: type, forms: Mapping[str, Form]) -> type:
+    """Type on the wire of a message that is a field of another, with nothing unknown in it."""
+    assert not any(form.by_hand for form in forms.values()), message
+    return msgspec.defstruct(message.__name__, [(name, form.wire) for name, form in forms.items()], forbid_unknown_fields=True, gc=False)
+
+
+def pair(message: type, *fields: tuple[str, type]) -> type:
+    """Type on the wire of a message that is a list of its fields."""
+    return msgspec.defstruct(message.__name__, fields, array_like=True, forbid_unknown_fields=True, gc=False)

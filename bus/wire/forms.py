@@ -1,0 +1,195 @@
+"""How one field looks on the wire: a form packs a value, and unpacks it again or refuses it. Knows no message."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+MOST_LEVELS = 64
+"""Of maps and lists in each other, in a field that may hold anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """``pack`` and ``unpack`` raise TypeError or ValueError for what does not fit; ``want`` says what fits."""
+
+    want: str
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+    exact: type | None = None
+    """A value of exactly this type is packed and unpacked as it is, without a call."""
+    wire: Any = Any
+    """The type of the packed value, as msgspec checks it (``bus.wire.compiled``)."""
+    by_hand: bool = False
+    """msgspec cannot do all of it: ``unpack`` is called after it, ``plain`` (or else ``pack``) before it."""
+    plain: Callable[[Any], Any] | None = None
+    """As ``pack``, and refuses what msgspec might write differently from msgpack."""
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (float, int)):
+        raise TypeError
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _map(value: Any) -> dict[str, Any]:
+    if type(value) is not dict or not all(type(key) is str for key in value):
+        raise TypeError
+    shallow(value)
+    return value
+
+
+def _prompt(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise TypeError
+    return [_map(message) for message in value]
+
+
+def _same(value: Any) -> Any:
+    shallow(value)
+    return value
+
+
+def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
+    """Raise ValueError for what is nested so deeply that it could be decoded, and then neither shown nor compared."""
+    if isinstance(value, dict | list | tuple):
+        if not levels:
+            raise ValueError
+        for item in value.values() if isinstance(value, dict) else value:
+            shallow(item, levels - 1)
+
+
+def _plain(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """The value itself, if all of it is of types that every msgpack library writes in one way. Raises ValueError, TypeError."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return value
+    if not levels:
+        raise ValueError
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise TypeError
+            _plain(item, levels - 1)
+    elif kind is list:
+        for item in value:
+            _plain(item, levels - 1)
+    else:
+        raise TypeError
+    return value
+
+
+_SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
+
+INT = Form("an integer", _int, _int, int, int)
+FLOAT = Form("a number", _float, _float, float, float)
+TEXT = Form("text", _text, _text, str, str)
+MAP = Form("a map with text keys", _map, _map, None, dict[str, Any], by_hand=True, plain=_plain)
+PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], by_hand=True, plain=_plain)
+ANY = Form("anything msgpack can hold", _same, _same, by_hand=True, plain=_plain)
+
+
+def optional(form: Form) -> Form:
+    """nil or the form."""
+
+    def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda value: None if value is None else convert(value)
+
+    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None), form.wire | None)
+
+
+def many(form: Form) -> Form:
+    """A list of the form; a tuple on this side."""
+
+    def unpack(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise TypeError
+        return tuple([form.unpack(item) for item in value])
+
+    wire: Any = tuple[form.wire, ...]  # type: ignore[name-defined]
+    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack, None, wire)
+
+
+def keyed(key: Form, form: Form) -> Form:
+    """A map from one form to another."""
+
+    def convert(value: Any, key_of: Callable[[Any], Any], value_of: Callable[[Any], Any]) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise TypeError
+        return {key_of(name): value_of(item) for name, item in value.items()}
+
+    return Form(
+        f"a map from {key.want} to {form.want}",
+        lambda value: convert(value, key.pack, form.pack),
+        lambda value: convert(value, key.unpack, form.unpack),
+        None,
+        dict[key.wire, form.wire],  # type: ignore[name-defined]
+    )
+
+
+def either(first: Form, second: Form) -> Form:
+    """One of two forms. The exact type of the first is taken without a call, so what is converted is tried as the second before."""
+
+    def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def convert(value: Any) -> Any:
+            try:
+                return convert_second(value)
+            except (TypeError, ValueError):
+                return convert_first(value)
+
+        return convert
+
+    want, wire = f"{first.want} or {second.want}", first.wire | second.wire
+    return Form(want, one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact, wire)
+
+
+def choice(enum: type[StrEnum]) -> Form:
+    """One value of an enumeration, as text."""
+    members = {str(member.value): member for member in enum}
+
+    def unpack(value: Any) -> StrEnum:
+        if type(value) is not str or value not in members:
+            raise ValueError
+        return members[value]
+
+    def pack(value: Any) -> str:
+        return str(enum(value).value)
+
+    return Form(f"one of {', '.join(members)}", pack, unpack, None, enum)
+
+
+def array(dtype: str) -> Form:
+    """A one-dimensional array as raw little-endian bytes (``dtype`` as numpy spells it: ``<i4``); unpacked as a read-only view."""
+    wire = np.dtype(dtype)
+    native = wire.newbyteorder("=")
+    swap = sys.byteorder != "little" and wire.itemsize > 1
+
+    def pack(value: Any) -> bytes:
+        if not isinstance(value, np.ndarray) or value.dtype != native or value.ndim != 1:
+            raise TypeError
+        return value.astype(wire).tobytes() if swap else value.tobytes()
+
+    def unpack(value: Any) -> Any:
+        if type(value) is not bytes:
+            raise TypeError
+        found = np.frombuffer(value, dtype=wire)
+        return found.astype(native) if swap else found
+
+    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack, by_hand=True)

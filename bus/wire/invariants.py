@@ -1,0 +1,146 @@
+"""What every sample promises (``docs/wire.md``), held where tokens are appended and again where samples are taken in; and every partial.
+
+The bounds of numbers are here and nowhere else. What passes can be computed with: no later sum, square or exponential leaves the floats.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.errors import WireError
+from bus.wire.messages import Partial, Sample, Span, Timings, score_of
+
+MAX_REWARD = 1e6
+"""Largest absolute value of a reward, of each of its parts and of the score made of them.
+
+The largest number that a step makes of a reward is the squared norm of the gradient in float32, which ends at 3.4e38. An advantage is
+at most two rewards (one less the mean of the others of its group), an unbounded importance weight e^20 = 4.9e8 (``DELTA_BOUND`` of
+``learner/algorithms/ratios.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of 19,000 for the norm of grad log pi. Sums and squares of
+the rewards themselves (means, the standard deviation of a group) are far below. Rewards near the bound that differ by 1 still differ in
+float32, in which batches carry them.
+"""
+MIN_LOG_PROB = -700.0
+"""Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and perplexities are
+finite. No sampler draws such a token: the smallest probability above 0 in float32 is e^-103."""
+LOG_PROB_SLACK = 1e-5
+"""A log-probability may be this much above 0: rounding in float32 of a probability of 1."""
+MAX_SECONDS = 1e10
+"""Largest absolute value of a time in seconds: as Unix time the year 2286; sums over all samples of a run are finite."""
+_TOKEN_LIMIT = 2**31
+_ID_LIMIT = 2**63
+_SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.tools_s", "timings.reward_s")
+
+
+def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
+    """Hold the invariants. Raises WireError naming the field. Costs one pass over each array, no copies."""
+    _check_identity(sample)
+    _check_lengths(sample)
+    _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
+    _check_response(sample)
+    _check_covered(sample.spans, sample.response_length)
+    check_reward(sample.reward)
+    _check_seconds(sample.timings, sample.created_s)
+
+
+def check_partial(partial: Partial) -> None:
+    """Hold the invariants of what is left of a response. Raises WireError naming the field."""
+    if not 1 <= partial.task < _ID_LIMIT or partial.index < 0:
+        raise WireError("task, index", f"1 <= task < {_ID_LIMIT} and index >= 0", f"{partial.task}, {partial.index}")
+    if not partial.attempt:
+        raise WireError("attempt", "a nonce", partial.attempt)
+    length, log_probs = len(partial.tokens), partial.rollout_log_probs
+    if (length > 0) == (partial.sample_seq > 0) or partial.sample_seq < 0:
+        raise WireError("tokens, sample_seq", "tokens or the sequence of a sample, not both", f"{length} tokens, {partial.sample_seq}")
+    if length > partial.position or len(log_probs) != length:
+        raise WireError("position, rollout_log_probs", f"position >= {length} and as many values", f"{partial.position}, {len(log_probs)}")
+    if length and partial.tokens.min() < 0:
+        raise WireError("tokens", "ids >= 0", int(partial.tokens.min()))
+    _check_log_probs(log_probs)
+    _check_covered(partial.spans, length)
+    _check_seconds(partial.timings)
+
+
+def _check_identity(sample: Sample) -> None:
+    if not 1 <= sample.task < _ID_LIMIT:
+        raise WireError("task", f"1 <= id < {_ID_LIMIT}", sample.task)
+    if not 0 <= sample.index < sample.group_size:
+        raise WireError("index", f"0 <= index < group_size = {sample.group_size}", sample.index)
+    if not sample.attempt:
+        raise WireError("attempt", "a nonce", sample.attempt)
+
+
+def _check_lengths(sample: Sample) -> None:
+    response, total = sample.response_length, len(sample.tokens)
+    if not 0 <= response <= total:
+        raise WireError("response_length", f"0 <= response_length <= {total} tokens", response)
+    if len(sample.rollout_log_probs) != response:
+        raise WireError("rollout_log_probs", f"response_length = {response} values", len(sample.rollout_log_probs))
+    if len(sample.loss_mask) != response:
+        raise WireError("loss_mask", f"response_length = {response} values", len(sample.loss_mask))
+
+
+def _check_tokens(sample: Sample, limit: int) -> None:
+    tokens = sample.tokens
+    if not len(tokens):
+        return
+    largest = int(np.maximum.reduce(tokens.view(np.uint32)))  # a negative id shows as a huge one
+    if largest >= limit:
+        where = int(np.argmax(tokens.view(np.uint32)))
+        raise WireError(f"tokens[{where}]", f"0 <= id < {limit}", int(tokens[where]))
+
+
+def _check_response(sample: Sample) -> None:
+    """Trainable tokens: log-probability from MIN_LOG_PROB to 0. Environment tokens: mask 0 and log-probability 0."""
+    mask, log_probs = sample.loss_mask, sample.rollout_log_probs
+    if not len(mask):
+        return
+    all_trainable = mask.tobytes() == b"\1" * len(mask)
+    if not all_trainable and np.maximum.reduce(mask) > 1:
+        raise WireError(f"loss_mask[{int(np.argmax(mask))}]", "0 or 1", int(mask.max()))
+    _check_log_probs(log_probs)
+    if not all_trainable:
+        outside = np.flatnonzero((mask == 0) & (log_probs != 0))
+        if len(outside):
+            raise WireError(f"rollout_log_probs[{outside[0]}]", "0 where loss_mask is 0", float(log_probs[outside[0]]))
+
+
+def _check_log_probs(log_probs: NDArray[np.float32]) -> None:
+    # NaN fails both comparisons
+    if not len(log_probs) or (np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) >= MIN_LOG_PROB):
+        return
+    where = int(np.argmax(~((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK))))
+    raise WireError(f"rollout_log_probs[{where}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[where]))
+
+
+def _check_covered(spans: Sequence[Span], length: int) -> None:
+    covered = 0
+    for span in spans:
+        if span.version < 0 or span.num_tokens < 1:
+            raise WireError("spans", "version >= 0 and num_tokens >= 1", f"({span.version}, {span.num_tokens})")
+        covered += span.num_tokens
+    if covered != length:
+        raise WireError("spans", f"to cover response_length = {length} tokens", covered)
+
+
+def check_reward(reward: float | dict[str, float]) -> None:
+    """Hold the bounds of a reward, or of its parts and the score made of them. Raises WireError naming the part."""
+    if not isinstance(reward, dict) and abs(reward) <= MAX_REWARD:
+        return
+    parts = reward if isinstance(reward, dict) else {"": reward}
+    if not parts:
+        raise WireError("reward", "a number or a map that is not empty", "an empty map")
+    for name, value in parts.items():
+        if not abs(value) <= MAX_REWARD:  # NaN fails it too
+            raise WireError(f"reward.{name}".rstrip("."), f"a finite number within +-{MAX_REWARD:g}", value)
+    if not abs(score := score_of(reward)) <= MAX_REWARD:
+        raise WireError("reward", f"parts whose sum is within +-{MAX_REWARD:g}", score)
+
+
+def _check_seconds(timings: Timings, created_s: float = 0.0) -> None:
+    seconds = (created_s, timings.queued_s, timings.generating_s, timings.tools_s, timings.reward_s)
+    if sum(map(abs, seconds)) <= MAX_SECONDS:  # then each is; the usual case
+        return
+    for field, value in zip(_SECONDS, seconds, strict=True):
+        if not abs(value) <= MAX_SECONDS:  # NaN fails it too
+            raise WireError(field, f"a finite number within +-{MAX_SECONDS:g} s", value)

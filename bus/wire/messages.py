@@ -1,0 +1,387 @@
+"""What crosses a process: Task, Sample, Plan and their parts. Knows no transport; ``bus.wire.codec`` turns them into bytes.
+
+Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, G = groups of a step.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA = 1
+"""Schema number of every message; a reader refuses any other."""
+
+Prompt = str | list[dict[str, Any]]
+"""Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
+
+
+class Kind(StrEnum):
+    """What a task is for."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Status(StrEnum):
+    """How a sample ended."""
+
+    PENDING = "pending"
+    COMPLETED = "completed"  # stopped by itself (end-of-sequence or a stop string)
+    TRUNCATED = "truncated"  # ran into max_new_tokens or the context length
+    ABORTED = "aborted"  # stopped from outside
+    FAILED = "failed"  # could not be generated or scored; ``metadata["error"]`` says why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """A stretch of a response generated under one version of the weights."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """The distribution to sample from, and when to stop."""
+
+    temperature: float = 1.0
+    """0 is greedy decoding."""
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 = the whole vocabulary."""
+    max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the tokenizer's end-of-sequence id."""
+    seed: int | None = None
+    """Sampler seed of the group; sample ``index`` uses ``seed + index``. None = the engine chooses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A prompt handed out. Its id is its sequence in the stream TASKS (not on the wire; set by the reader)."""
+
+    run: str
+    epoch: int
+    """Learner epoch that issued it."""
+    prompt: Prompt
+    prompt_tokens: NDArray[np.int32]
+    group_size: int
+    sampling: Sampling
+    prompt_epoch: int
+    """Passes over the prompts before this one."""
+    offset: int
+    """Position in the shuffled order of this pass."""
+    kind: Kind = Kind.TRAIN
+    label: Any = None
+    reissue_of: int | None = None
+    """Id of the first task for this prompt when it was dropped and is issued again."""
+    reissues: int = 0
+    min_version: int = 0
+    """No engine with older weights may work on it."""
+    issue_step: int = 0
+    """Step of the newest published version when it was issued."""
+    metadata: dict[str, Any] = field(default_factory=dict)
+    id: int = 0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Unknown fields, kept and passed on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timings:
+    """Seconds a sample spent in each place."""
+
+    queued_s: float = 0.0
+    generating_s: float = 0.0
+    tools_s: float = 0.0
+    reward_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One response to a task: the unit on the wire."""
+
+    run: str
+    task: int
+    index: int
+    """0 <= index < group_size."""
+    group_size: int
+    attempt: str
+    """Nonce of the lease under which it was made; the message id is ``<task>.<index>.<attempt>``."""
+    prompt: Prompt
+    tokens: NDArray[np.int32]
+    """Prompt and response, [L]."""
+    response_length: int
+    """R."""
+    response: str
+    rollout_log_probs: NDArray[np.float32]
+    """Log-probability (nats) under the distribution that was sampled from, [R]; 0 where loss_mask is 0."""
+    loss_mask: NDArray[np.uint8]
+    """1 = sampled by the model and trainable, 0 = environment, [R]."""
+    spans: tuple[Span, ...]
+    reward: float | dict[str, float]
+    status: Status
+    sampling: Sampling
+    kind: Kind = Kind.TRAIN
+    label: Any = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    actor: str = ""
+    engine: str = ""
+    timings: Timings = field(default_factory=Timings)
+    finish_reason: str = ""
+    created_s: float = 0.0
+    """Unix time at which it was finished; for onlookers, never for decisions."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Unknown fields, kept and passed on."""
+
+    @property
+    def message_id(self) -> str:
+        return f"{self.task}.{self.index}.{self.attempt}"
+
+    @property
+    def score(self) -> float:
+        """The scalar that is trained on (``score_of``)."""
+        return score_of(self.reward)
+
+    @property
+    def min_version(self) -> int:
+        """Oldest version that made one of its tokens (-1 for an empty response)."""
+        return min((span.version for span in self.spans), default=-1)
+
+    @property
+    def max_version(self) -> int:
+        return max((span.version for span in self.spans), default=-1)
+
+
+def score_of(reward: float | dict[str, float]) -> float:
+    """The scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
+    if not isinstance(reward, dict):
+        return float(reward)
+    for name in ("score", "reward"):
+        if name in reward:
+            return float(reward[name])
+    return float(sum(reward.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """What became of one response of a task that was handed back: its tokens so far, or where the finished sample stands."""
+
+    run: str
+    task: int
+    index: int
+    attempt: str
+    """Nonce of the lease under which it was stored; the message id is ``partial.<task>.<index>.<attempt>``."""
+    tokens: NDArray[np.int32]
+    """Of the response so far, [R]; none when the sample is stored."""
+    rollout_log_probs: NDArray[np.float32]
+    """As in a Sample, [R]."""
+    spans: tuple[Span, ...]
+    response: str = ""
+    """The tokens as text."""
+    seed: int | None = None
+    """Sampler seed of this response; None = the engine chose one."""
+    position: int = 0
+    """Sampler position of the next token: tokens of the prompt + R."""
+    sample_seq: int = 0
+    """Sequence of the finished sample in SAMPLES; 0 = it is not finished."""
+    actor: str = ""
+    timings: Timings = field(default_factory=Timings)
+    """Of all attempts at it so far."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Unknown fields, kept and passed on."""
+
+    @property
+    def message_id(self) -> str:
+        return f"partial.{self.task}.{self.index}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The exact content of one step, recorded before it is trained. Columns, not rows."""
+
+    epoch: int
+    step: int
+    """1-based; trains weights of step - 1 into weights of step."""
+    tasks: NDArray[np.int64]
+    """Task ids, [G]."""
+    seqs: NDArray[np.int64]
+    """SAMPLES sequences, grouped by task in the order of ``tasks``, by index within, [N]."""
+    group_sizes: NDArray[np.int32]
+    """Samples of each group, [G]."""
+    ranks: NDArray[np.int32]
+    """Data-parallel rank that trains each sample, [N]."""
+    micro_batches: NDArray[np.int32]
+    """Micro-batch on that rank, [N]."""
+    version_steps: dict[int, int]
+    """Step of every version that occurs in these samples."""
+    oldest_step: int | None
+    """Tokens of a version with a smaller step are masked; None = nothing is masked."""
+    data_parallel: int
+    num_micro_batches: int
+    """On every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
+    config_digest: str
+    chain: str
+    """SHA-256 over the chain of the plan before and this plan's columns (see ``learner.data.plans``)."""
+    num_minibatches: int = 1
+    """Optimizer steps that the plan is trained in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Outcome of a step."""
+
+    epoch: int
+    step: int
+    metrics: dict[str, float]
+    weights_digest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settle:
+    """Tasks that will never be trained, with the reason; recorded before their prompts are issued again."""
+
+    epoch: int
+    reason: str
+    """stale | filtered | failed | dead."""
+    tasks: NDArray[np.int64]
+    seqs: NDArray[np.int64]
+    """The SAMPLES sequences given up with them."""
+    step: int
+    """The step that was being planned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requeue:
+    """The prompt of a dead task is owed another one, because somebody asked for it: recorded once, before it is issued."""
+
+    epoch: int
+    task: int
+    """The dead one."""
+    root: int
+    """Id of the first task for this prompt."""
+    count: int
+    """``Task.reissues`` of the one that is owed."""
+    prompt_epoch: int
+    offset: int
+    step: int
+    """The step that was being planned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fence:
+    """First message of a learner on a stream: messages of an older epoch behind it are void."""
+
+    epoch: int
+
+
+PlanRecord = Plan | Done | Settle | Requeue | Fence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dead:
+    """A task that could not be processed, with the reason."""
+
+    task: int
+    reason: str
+    attempts: int
+    actor: str
+    prompt: Prompt
+    root: int = -1
+    """Id of the first task for this prompt; -1 = not known, and then it cannot be requeued."""
+    reissues: int = 0
+    prompt_epoch: int = 0
+    offset: int = 0
+    """The prompt's place, as in the task."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Word:
+    """What somebody said of a dead task; the first word counts."""
+
+    task: int
+    word: str
+    """requeue | drop."""
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cursor:
+    """A reader's place in a stream: all up to ``floor`` is settled, and ``settled`` above it."""
+
+    created: str
+    """Creation time of the stream as the server tells it: another value means another stream."""
+    floor: int
+    settled: tuple[int, ...] = ()
+
+
+MOST_RANKS = 1024
+"""Processes of one engine that receive weights, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """How an engine receives weights, and whether it serves them to other engines."""
+
+    single_request_push: bool = False
+    """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request each."""
+    peer_snapshots: bool = False
+    """It serves snapshots of the weights it has to engines that catch up."""
+    colocated: bool = False
+    """It shares an accelerator with the learner, and releases its memory for each step."""
+    ranks: int = 1
+    """Its processes that receive: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveRow:
+    """What a process says of itself, every heartbeat."""
+
+    role: str
+    """bus | engine | actor | feeder | learner | host | router | up."""
+    id: str
+    host: str
+    pid: int
+    phase: str
+    """starting | joining | catching up | serving | stale | waiting | working | draining | ..."""
+    waits_for: str = ""
+    """What it waits for and since when, in words."""
+    trouble: str = ""
+    """What goes wrong again and again, in words: how often, and the last reason; empty = nothing does."""
+    version: int = -1
+    epoch: int = 0
+    load: dict[str, float] = field(default_factory=dict)
+    """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    """Of an engine."""
+    taking_memory: bool = False
+    """A colocated engine is taking memory by itself; a learner that acquires the accelerator waits for it."""
+    address: str = ""
+    """URL at which it serves, if it does."""
+    pool: str = ""
+    """Of a host: the group of hosts that it belongs to."""
+    handles: str = ""
+    """Of an engine: where it takes handles of weights (``ipc://...``), if it does."""
+    place: str = ""
+    """Of an engine that takes handles: its domain of shared memory (``weightstore/transport/handles.py``). Equal ones can share memory."""
+    unreadable: str = ""
+    """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRow:
+    """One set of weights. Written as ``pushing`` before its push, then head moves to it."""
+
+    version: int
+    step: int
+    epoch: int
+    state: str = "pushing"
+    """pushing | published | failed."""
+    digest: str = ""
+    """Digest of the manifest (names, shapes, dtypes)."""
+    snapshot: str = ""
+    """URL or directory of a snapshot of these weights, when there is one."""
+    after: int = -1
+    """Last sequence of SAMPLES before any engine could have it: no sample up to there can be of this version. -1 = not set yet."""

@@ -1,0 +1,95 @@
+"""Samples larger than one message: cut into parts, named by a manifest, joined again. Knows no transport.
+
+A manifest is a few bytes that anybody can write, and it costs its readers what it names: so it is checked before anything is fetched, and
+every part as it arrives.
+"""
+
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from bus.errors import WireError
+from bus.wire.codec import Table, unpack
+from bus.wire.forms import INT, TEXT, many
+
+HEADER_RESERVE_BYTES = 1024
+"""Room left for headers in a message of the largest size."""
+MAX_SAMPLE_BYTES = 64 << 20
+"""A sample of a million tokens has 9 bytes for each, its text and its metadata: a larger one is neither published nor read."""
+_FEW_PARTS = 16
+"""So many are taken of any size."""
+_SMALLEST_PART_BYTES = 256 << 10
+"""More of them have at least so many bytes on average, or half of what fits in a message where that is less."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Stands in the stream for a sample whose bytes are in parts stored before it."""
+
+    seqs: tuple[int, ...]
+    """Sequences of the parts, in order."""
+    length: int
+    sha256: str
+    """Of the joined bytes, hexadecimal."""
+
+
+_MANIFEST = Table(Manifest, "parts", seqs=many(INT), length=INT, sha256=TEXT)
+
+
+def cut(data: bytes, max_payload: int) -> Iterator[bytes]:
+    """Pieces that fit in a message each."""
+    size = max_payload - HEADER_RESERVE_BYTES
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def fits(data: bytes, max_payload: int) -> bool:
+    return len(data) <= max_payload - HEADER_RESERVE_BYTES
+
+
+def describe(data: bytes, seqs: Sequence[int]) -> bytes:
+    """Bytes of the manifest."""
+    return _MANIFEST.encode(Manifest(seqs=tuple(seqs), length=len(data), sha256=hashlib.sha256(data).hexdigest()))
+
+
+def read_manifest(data: bytes, *, seq: int, max_payload: int) -> Manifest:
+    """The manifest stored at ``seq``, before which its parts must stand.
+
+    Raises WireError, also for one that names more bytes or more parts than a sample has, or a part twice.
+    """
+    manifest: Manifest = _MANIFEST.decode(unpack(data, "parts"))
+    if not 0 < manifest.length <= MAX_SAMPLE_BYTES:
+        raise WireError("parts.length", f"1 to {MAX_SAMPLE_BYTES} bytes", manifest.length)
+    most = _FEW_PARTS + manifest.length // max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
+    if not 0 < len(manifest.seqs) <= most:
+        raise WireError("parts.seqs", f"1 to {most} parts for {manifest.length} bytes", len(manifest.seqs))
+    if len(set(manifest.seqs)) < len(manifest.seqs) or min(manifest.seqs) < 1 or max(manifest.seqs) >= seq:
+        raise WireError(
+            "parts.seqs", f"sequences below {seq}, each once", f"{len(manifest.seqs)} from {min(manifest.seqs)} to {max(manifest.seqs)}"
+        )
+    return manifest
+
+
+class Joining:
+    """The parts of one manifest, in order, as they arrive: never more bytes than it states and one part."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._joined, self._digest = io.BytesIO(), hashlib.sha256()
+
+    def add(self, part: bytes) -> None:
+        """Raises WireError when the parts are longer than stated."""
+        length = self._joined.tell() + len(part)
+        if length > self._manifest.length:
+            raise WireError("parts.length", f"{self._manifest.length} bytes", f"{length} or more")
+        self._joined.write(part)
+        self._digest.update(part)
+
+    def whole(self) -> bytes:
+        """The sample's bytes. Raises WireError when length or digest differ."""
+        if self._joined.tell() != self._manifest.length:
+            raise WireError("parts.length", f"{self._manifest.length} bytes", self._joined.tell())
+        if self._digest.hexdigest() != self._manifest.sha256:
+            raise WireError("parts.sha256", self._manifest.sha256[:64], self._digest.hexdigest())
+        return self._joined.getvalue()

@@ -1,0 +1,210 @@
+"""What each row of each bucket must hold: fields that must be there, and fields that may. A row that holds something else is refused."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from bus.errors import WireError
+from bus.wire import subjects
+from bus.wire.forms import MAP, Form, keyed
+from bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
+
+MAX_ROW_BYTES = 1 << 20
+"""A larger row is refused unread: rows are read every second, by every process."""
+_LIMIT = 2**63
+
+
+def json_map(data: bytes) -> dict[str, Any]:
+    """The JSON object in ``data``. Raises WireError."""
+    if len(data) > MAX_ROW_BYTES:
+        raise WireError("size", f"<= {MAX_ROW_BYTES} bytes", len(data))
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise WireError("", "a JSON object", str(error)) from None
+    if not isinstance(value, dict):
+        raise WireError("", "a JSON object", type(value).__name__)
+    return value
+
+
+def read_row(bucket: str, key: str, data: bytes) -> dict[str, Any]:
+    """The row in ``data``. Raises WireError naming the field that is missing or of another type."""
+    value = json_map(data)
+    _shape(bucket, key).check(value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    value.encode()  # half of a surrogate pair, which no terminal and no file can take, is a ValueError
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not -_LIMIT <= value < _LIMIT:
+        raise TypeError
+    return value
+
+
+def _natural(value: Any) -> int:
+    if _whole(value) < 0:
+        raise ValueError
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise TypeError
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
+
+
+def _ranks(value: Any) -> int:
+    if not 1 <= _whole(value) <= MOST_RANKS:
+        raise ValueError
+    return int(value)
+
+
+def _form(want: str, check: Any) -> Form:
+    return Form(want, check, check)
+
+
+TEXT, WHOLE, NATURAL = _form("text", _text), _form("an integer of 64 bits", _whole), _form("an integer >= 0", _natural)
+NUMBERS, FLAG = keyed(TEXT, _form("a finite number", _number)), _form("true or false", _flag)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Fields by name. Others may be there, and are nobody's business."""
+
+    must: Mapping[str, Form]
+    may: Mapping[str, Form]
+
+    def check(self, value: Mapping[str, Any]) -> None:
+        """Raise WireError naming the first field that does not fit."""
+        for name, form in {**self.must, **self.may}.items():
+            if name not in value:
+                if name in self.must:
+                    raise WireError(name, form.want, "nothing")
+                continue
+            try:
+                form.unpack(value[name])
+            except WireError as error:  # of a field within this one
+                raise WireError(f"{name}.{error.field}", error.want, error.got) from None
+            except (TypeError, ValueError, OverflowError):
+                raise WireError(name, form.want, f"{type(value[name]).__name__} {str(value[name])[:40]!r}") from None
+
+
+def _of(row: type, forms: Mapping[str, Form]) -> Shape:
+    """Of a row that is a dataclass: the fields without a default must be there."""
+    must = {field.name for field in fields(row) if field.default is MISSING and field.default_factory is MISSING}
+    assert {field.name for field in fields(row)} == set(forms), row
+    return Shape({name: form for name, form in forms.items() if name in must}, {n: form for n, form in forms.items() if n not in must})
+
+
+def _nested(shape: Shape) -> Form:
+    """A map in a row, which has fields of its own."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise TypeError
+        shape.check(value)
+        return value
+
+    return _form("a map", check)
+
+
+_ANY = Shape({}, {})
+_VERSION = _of(
+    VersionRow,
+    {
+        "version": NATURAL,
+        "step": NATURAL,
+        "epoch": NATURAL,
+        "state": TEXT,
+        "digest": TEXT,
+        "snapshot": TEXT,
+        "after": WHOLE,
+    },
+)
+_CAPABILITIES = _of(
+    Capabilities,
+    {
+        "single_request_push": FLAG,
+        "peer_snapshots": FLAG,
+        "colocated": FLAG,
+        "ranks": _form(f"an integer from 1 to {MOST_RANKS}", _ranks),
+    },
+)
+_LIVE = _of(
+    LiveRow,
+    {
+        "role": TEXT,
+        "id": TEXT,
+        "host": TEXT,
+        "pid": WHOLE,
+        "phase": TEXT,
+        "waits_for": TEXT,
+        "trouble": TEXT,
+        "version": WHOLE,
+        "epoch": WHOLE,
+        "load": NUMBERS,
+        "capabilities": _nested(_CAPABILITIES),
+        "taking_memory": FLAG,
+        "address": TEXT,
+        "pool": TEXT,
+        "handles": TEXT,
+        "place": TEXT,
+        "unreadable": TEXT,
+    },
+)
+
+
+class _Head(Shape):
+    """A version's row and the newest learner's epoch, or that alone."""
+
+    def check(self, value: Mapping[str, Any]) -> None:
+        if "version" in value:
+            _VERSION.check(value)
+        Shape.check(self, value)
+
+
+_SECTIONS = ("actor", "bus", "data", "engine", "learner", "model", "sampling", "staleness", "up", "weights")
+_ROWS: Mapping[str, Mapping[str, Shape]] = {
+    "run": {
+        subjects.EPOCH_KEY: Shape({"epoch": NATURAL}, {"by": TEXT}),
+        subjects.FLOOR_KEY: Shape({"floor": NATURAL}, {}),
+        "checkpoint": Shape({"directory": TEXT, "step": NATURAL}, {"epoch": NATURAL, "chain": TEXT}),
+        "config": Shape({}, dict.fromkeys(_SECTIONS, MAP)),
+        "api_key": Shape({"key": TEXT}, {}),
+        "refused.*": Shape({"actor": TEXT}, {"invalid": NATURAL, "reason": TEXT}),
+        "cursor.*": Shape({"created": TEXT, "floor": NATURAL}, {"policy": TEXT, "owner": TEXT, "given_up": FLAG}),
+    },
+    "live": {"*": _LIVE},
+    "weights": {
+        "head": _Head({}, {"fence": NATURAL}),
+        "snapshot": _VERSION,
+        "v.*": _VERSION,
+        "want": Shape({"version": WHOLE}, {"by": TEXT, "nonce": TEXT}),
+        "evicted": Shape({"engines": keyed(TEXT, TEXT)}, {}),
+        "turn": Shape({"whose": TEXT}, {"epoch": NATURAL}),
+    },
+    "keys": {"admin": Shape({"key": TEXT}, {})},
+    "wanted": {"*": Shape({}, {"engine": WHOLE, "actor": WHOLE})},
+}
+"""By bucket and key; ``*`` stands for any end."""
+
+
+def _shape(bucket: str, key: str) -> Shape:
+    for known, shape in _ROWS[bucket].items():
+        if key == known or (known.endswith("*") and key.startswith(known[:-1])):
+            return shape
+    return _ANY

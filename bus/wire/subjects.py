@@ -1,0 +1,204 @@
+"""Names on the bus: streams, buckets, consumers, subjects, headers. The only place that spells them."""
+
+import re
+from typing import NamedTuple
+
+from bus.config import RUN_NAME
+from bus.wire.messages import Kind
+
+TASKS, SAMPLES, PLAN, PARTIALS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD"
+BUCKETS = ("weights", "run", "live", "wanted", "keys")
+SECRET_BUCKETS = ("keys",)
+"""Those that not every process may read."""
+CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
+"""Durable consumer of TASKS for each kind."""
+
+EPOCH_KEY = "epoch"
+"""Row of the bucket ``run``: ``{"epoch": n}``."""
+FLOOR_KEY = "task_floor"
+"""Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
+REFUSED_KEY = "refused"
+"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``learner.data.senders.Refusal``."""
+
+MESSAGE_ID = "Nats-Msg-Id"
+EXPECTED_LAST = "Nats-Expected-Last-Sequence"
+EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
+EPOCH_HEADER = "Tm-Epoch"
+
+_LIMIT = 2**63
+_MOST_DIGITS = 19
+_ACK_TOKENS = 9
+_LONGEST_NAME = 64
+_NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
+
+
+def check_run(run: str) -> str:
+    """The run id itself. Raises ValueError when it cannot be part of a subject and of a stream name."""
+    if not RUN_NAME.fullmatch(run):
+        raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {run!r}")
+    return run
+
+
+def token(text: str) -> str:
+    """Text made fit to be one token of a subject."""
+    return _NOT_TOKEN.sub("_", text) or "_"
+
+
+def stream(run: str, name: str) -> str:
+    return f"TM_{run}_{name}"
+
+
+def bucket_stream(run: str, bucket: str) -> str:
+    """The stream behind a key-value bucket."""
+    return f"KV_TM_{run}_{bucket}"
+
+
+def row(run: str, bucket: str, key: str) -> str:
+    return f"$KV.TM_{run}_{bucket}.{key}"
+
+
+def task(run: str, kind: str) -> str:
+    """``kind``: train, eval, or fence."""
+    return f"tm.{run}.task.{kind}"
+
+
+def plan(run: str, kind: str) -> str:
+    """``kind``: plan, done, settle, requeue, or fence."""
+    return f"tm.{run}.plan.{kind}"
+
+
+def sample(run: str, kind: str, version: int, actor: str) -> str:
+    """``version``: the oldest that made one of its tokens; ``none`` for an empty response."""
+    return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
+
+
+def samples(run: str, *tokens: object) -> str:
+    """Filter of all samples, or of those whose subject goes on with these tokens (kind, version)."""
+    return ".".join(("tm", run, "sample", *map(str, tokens), ">"))
+
+
+def samples_of(run: str, actor: str) -> str:
+    """Filter of all samples of an actor (a token already, or ``*``), except their manifests."""
+    return f"tm.{run}.sample.*.*.{actor}"
+
+
+def manifest(sample: str) -> str:
+    """Subject of the manifest of a sample that is stored in parts, from the sample's own."""
+    return f"{sample}.parts"
+
+
+def sample_in(run: str, subject: str) -> str:
+    """Subject of a sample, or of its manifest, as that of the whole sample in another run."""
+    tokens = subject.split(".")
+    return ".".join((tokens[0], run, *tokens[2:6]))
+
+
+def is_sample(run: str, subject: str) -> bool:
+    return subject.startswith(samples(run).removesuffix(">"))
+
+
+def kind_of_sample(subject: str) -> str:
+    return subject.split(".")[3]
+
+
+def version_of_sample(subject: str) -> int | None:
+    """The version that a subject of SAMPLES names; None when it names none."""
+    tokens = subject.split(".", 5)
+    return natural(tokens[4]) if len(tokens) > 4 else None
+
+
+def refused(actor: str) -> str:
+    """Key of the row of a refused actor."""
+    return f"{REFUSED_KEY}.{token(actor)[:_LONGEST_NAME]}"
+
+
+def actor_of_sample(subject: str) -> str:
+    """The actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the message."""
+    tokens = subject.split(".", 6)
+    return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
+
+
+def acks(run: str) -> tuple[str, str]:
+    """Subjects on which actors acknowledge training tasks, without a JetStream domain and with one."""
+    consumer = f"{stream(run, TASKS)}.{CONSUMERS[Kind.TRAIN]}"
+    return f"$JS.ACK.{consumer}.>", f"$JS.ACK.*.*.{consumer}.>"
+
+
+def part(run: str, kind: str, task: int | str) -> str:
+    """Parts of samples too large for one message."""
+    return f"tm.{run}.part.{kind}.{task}"
+
+
+def parts(run: str) -> str:
+    """Filter of all parts of all samples."""
+    return f"tm.{run}.part.>"
+
+
+def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
+    return f"tm.{run}.partial.{task}.{index}"
+
+
+def task_of_partial(subject: str) -> int | None:
+    """Id of the task that a subject of PARTIALS names; None when it names none."""
+    return natural(subject.split(".")[3])
+
+
+def natural(text: str) -> int | None:
+    """The number that a token or header spells, 0 to 2**63 - 1; None for any other text."""
+    if len(text) > _MOST_DIGITS or not (text.isascii() and text.isdigit()):
+        return None
+    number = int(text)
+    return number if number < _LIMIT else None
+
+
+class Delivery(NamedTuple):
+    """Numbers of a message in the acknowledgement subject that the server gave it."""
+
+    deliveries: int
+    seq: int
+    consumer_seq: int
+    stored_ns: int
+    pending: int
+
+
+def delivery(reply: str) -> Delivery | None:
+    """Parse the reply subject of a message that a consumer delivered; None for any other subject."""
+    fields = reply.split(".")
+    if fields[:2] != ["$JS", "ACK"] or len(fields) < _ACK_TOKENS:
+        return None
+    numbers = fields[4:9] if len(fields) == _ACK_TOKENS else fields[6:11]  # with a domain there are two more
+    digits = "".join(numbers)
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    try:
+        told = Delivery(*map(int, numbers))
+    except (ValueError, TypeError):  # an empty one, one of thousands of digits; fewer than five
+        return None
+    return told if max(told) < _LIMIT else None
+
+
+def dead(run: str) -> str:
+    """Filter of everything in stream DEAD."""
+    return f"tm.{run}.dead.>"
+
+
+def dead_task(run: str, task: int | str) -> str:
+    return f"tm.{run}.dead.task.{task}"
+
+
+def dead_report(run: str, task: int | str) -> str:
+    return f"tm.{run}.dead.report.{task}"
+
+
+def dead_word(run: str, task: int | str) -> str:
+    return f"tm.{run}.dead.word.{task}"
+
+
+def metric(run: str, source: str = ">") -> str:
+    """Live numbers of one process, or of all; core messages, in no stream."""
+    return f"tm.{run}.metric.{source}"
+
+
+def everything(run: str) -> str:
+    """Filter of every subject of the run, except its rows."""
+    return f"tm.{run}.>"

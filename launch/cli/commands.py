@@ -1,0 +1,432 @@
+"""What each sub-command does with its arguments. Heavy modules are imported inside."""
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from bus import exit_codes
+from launch.run.access import LEARNER, OPERATOR, allowed
+from launch.settings.config import RunConfig
+from launch.settings.extras import require
+from launch.settings.loader import Loaded, changes, load, render
+
+if TYPE_CHECKING:
+    from bus.streams.connection import Bus
+
+ROUTER_DRAIN_S = 30.0
+
+
+def _loaded(args: argparse.Namespace) -> Loaded:
+    return load(args.config, args.set, os.environ)
+
+
+def _address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
+    """The address of the bus with the password in it: for this process, not to be shown."""
+    from launch.run.access import address_line
+
+    return address_line(args.bus, config, user, os.environ)
+
+
+def _id(args: argparse.Namespace) -> str:
+    """Its name on the bus: the one asked for, else the one its user has; a user may write under no other."""
+    return args.id or _user()
+
+
+def _user() -> str:
+    from launch.run.access import user_of_environment
+
+    return user_of_environment(os.environ)[0]
+
+
+def _config(args: argparse.Namespace) -> RunConfig | None:
+    """The run's configuration; None when it was printed instead."""
+    loaded = _loaded(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return None
+    return loaded.config
+
+
+def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
+    """Print what is doubtful to stderr. Raises CheckFailed for what cannot work."""
+    from launch.checks.run import Purpose, check
+
+    report = check(loaded, Purpose(**purpose))
+    report.refuse()
+    for finding in report.warnings:
+        print(f"tidemill {args.command}: warning: {finding.text}", file=sys.stderr)
+
+
+def config(args: argparse.Namespace) -> int:
+    if args.schema or args.reference:
+        from launch.settings import reference
+
+        print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
+        return 0
+    if not args.config:
+        raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
+    loaded = _loaded(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    _refuse(args, loaded)
+    print(f"{' '.join(map(str, args.config))}: good (--print-config shows it, tidemill check says what was looked at)")
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    from launch.checks import run
+
+    loaded = _loaded(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    report = run.check(loaded, run.Purpose(uses_bus=True, call_reward=args.check_reward))
+    for finding in report.findings:
+        print(finding)
+    return exit_codes.CONFIG if report.errors else 0
+
+
+def up(args: argparse.Namespace) -> int:
+    loaded = _loaded(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    require("engine", "learner")
+    _refuse(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
+    from launch.run.up import run_up
+
+    return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
+
+
+def prepare(args: argparse.Namespace) -> int:
+    wanted = _config(args)
+    if wanted is None:
+        return 0
+    require("learner")
+    from launch.run.process import set_up_logging
+    from launch.run.roles import run_prepare
+
+    set_up_logging("prepare")
+    return run_prepare(wanted)
+
+
+def bus(args: argparse.Namespace) -> int:
+    args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
+    args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
+    wanted = _config(args)
+    if wanted is None:
+        return 0
+    from launch.run import process, roles
+
+    process.set_up_logging("bus")
+    return process.run(lambda draining: roles.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)
+
+
+def engine(args: argparse.Namespace) -> int:
+    return _worker(args, "engine")
+
+
+def actor(args: argparse.Namespace) -> int:
+    return _worker(args, "actor")
+
+
+def _worker(args: argparse.Namespace, role: str) -> int:
+    if args.print_config and not args.config:
+        raise ValueError("--print-config: want --config FILE; without it the configuration is read from the bus, at the start")
+    wanted, changed = None, changes(args.set, os.environ)
+    if args.config:
+        wanted = _config(args)
+        if wanted is None:
+            return 0
+    require(role)
+    from bus.errors import BusUnavailable
+    from launch.run import process, roles
+
+    id = _id(args)
+    process.set_up_logging(role, id)
+    address = _address(args, wanted, id)
+    run = args.run or (wanted.run if wanted is not None else "")
+    drain_s = wanted.up.drain_s if wanted is not None else 60.0
+    work = roles.run_engine if role == "engine" else roles.run_actor
+    own = roles.Own(
+        allowed=allowed(args.allow, os.environ, replaced=changed),
+        changed=changed,
+        host=getattr(args, "host", ""),
+        advertise=getattr(args, "advertise", ""),
+    )
+    unreachable: list[BusUnavailable] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.reach_bus(address, role, draining, wait_s=args.wait)
+        except BusUnavailable as error:
+            unreachable.append(error)
+            return
+        await work(wanted, run, address, id, draining, own)
+
+    code = process.run(body, drain_s=drain_s)
+    if unreachable:
+        print(f"{exit_codes.LINE}{unreachable[0]} (--wait)", file=sys.stderr)
+    return exit_codes.CRASHED if unreachable else code
+
+
+def router(args: argparse.Namespace) -> int:
+    from actors.router.config import RouterConfig, check_url
+    from bus.client.reach import AUTO
+    from launch.run import process, roles
+
+    if args.exact:
+        require("router")
+    exact = ["actors.router.exact:TokenExact"] if args.exact else []
+    wanted = RouterConfig(
+        host=args.host,
+        advertise=args.advertise,
+        insecure=args.insecure,
+        port=args.port,
+        workers=tuple(check_url(url) for url in args.worker),
+        middleware=(*args.middleware, *exact),
+        model=args.exact,
+        timeout_s=args.timeout,
+        wait_s=args.wait,
+        retries=args.retries,
+    )
+    if not args.bus and not args.worker:
+        raise ValueError("want --bus URL, --worker URL, or both")
+    if args.host == AUTO and not args.bus:
+        raise ValueError("--host: auto is the address of the way to the bus, and there is no --bus; want an address")
+    id = _id(args)
+    process.set_up_logging("router", id)
+    address = _address(args, None, id) if args.bus else ""
+
+    refused: list[ValueError] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.run_router(wanted, args.run, address, id, draining, drain_s=ROUTER_DRAIN_S)
+        except ValueError as error:
+            refused.append(error)
+
+    code = process.run(body, drain_s=ROUTER_DRAIN_S + 5)
+    if refused:
+        raise refused[0]
+    return code
+
+
+def host(args: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from actors.engines.membership import host_name
+    from launch.run import process, roles
+    from launch.run.host import HostThere, only_one, users_in
+    from launch.run.wanted import parse
+
+    name = args.name or _user() or host_name()
+    own = parse(args.wanted)
+    if own.get("engine"):
+        require("engine")
+    machine = roles.Machine(
+        name=name,
+        pool=args.pool,
+        own=own,
+        directory=args.dir or Path("runs/hosts") / name,
+        drain_s=args.drain,
+        restarts=args.restarts,
+        users=None if args.users is None else users_in(args.users),
+        allowed=allowed(args.allow, os.environ),
+        engine_words=reached_at(args),
+    )
+    process.set_up_logging("host", name)
+
+    refused: list[HostThere] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await roles.run_host(args.run, args.bus, draining, machine)
+        except HostThere as error:
+            refused.append(error)
+
+    with only_one(machine.directory, name):
+        code = process.run(body, drain_s=2 * args.drain + 30)
+    if refused:
+        raise refused[0]
+    return code
+
+
+def reached_at(args: argparse.Namespace) -> list[str]:
+    """The options of an engine by which others find it, as they were given here."""
+    given = (("--host", args.host), ("--advertise", args.advertise))
+    return [word for option, value in given if value for word in (option, value)]
+
+
+def scale(args: argparse.Namespace) -> int:
+    from launch.cli.looking import find_run
+    from launch.run.process import set_up_logging
+    from launch.run.scaling import show_scale
+    from launch.run.wanted import parse
+
+    set_up_logging("scale", level=logging.ERROR)
+    counts = parse(args.wanted)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+    return asyncio.run(show_scale(url, run, counts, host=args.host, pool=args.pool))
+
+
+def learner(args: argparse.Namespace) -> int:
+    wanted = _config(args)
+    if wanted is None:
+        return 0
+    require("learner")
+    if not args.checked:
+        _refuse(args, _loaded(args), starts_workers=False, resumes=True)
+    from launch.run import process, roles
+
+    process.set_up_logging("learner", args.id)
+    address = _address(args, wanted, LEARNER)
+    return process.run(
+        lambda draining: roles.run_learner(wanted, address, args.id, _children_arguments(args), draining),
+        drain_s=wanted.up.drain_s + 5,
+        uvloop=False,
+    )
+
+
+def _children_arguments(args: argparse.Namespace) -> list[str]:
+    settings = [word for setting in args.set for word in ("--set", setting)]
+    return ["--config", *map(str, args.config), *settings, "--bus", args.bus]
+
+
+def feeder(args: argparse.Namespace) -> int:
+    wanted = _config(args)
+    if wanted is None:
+        return 0
+    from launch.run import process, roles
+    from learner.feed.feed_keys import FeedKeys
+
+    process.set_up_logging("feeder")
+    address, keys = _address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
+    return process.run(lambda draining: roles.run_feeder(wanted, address, args.feeder_url, keys, draining), drain_s=wanted.up.drain_s)
+
+
+def rank(args: argparse.Namespace) -> int:
+    wanted = _config(args)
+    if wanted is None:
+        return 0
+    from launch.run import process, roles
+    from learner.feed.feed_keys import FeedKeys
+
+    process.set_up_logging("rank", os.environ.get("RANK", "0"))
+    return roles.run_rank(wanted, _address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys))
+
+
+def dead(args: argparse.Namespace) -> int:
+    from launch.cli.dead_letters import say_of_dead, show_dead
+    from launch.cli.looking import find_run, run_of
+    from launch.run.process import set_up_logging
+
+    if args.word != "list" and not (args.tasks or args.all or args.reason):
+        raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
+    set_up_logging("dead", level=logging.ERROR)
+    if args.word == "list":
+        with run_of(args) as place:
+            return asyncio.run(show_dead(place.url, place.run, every=args.all, reason=args.reason, as_json=args.json))
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+    return asyncio.run(say_of_dead(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))
+
+
+def status(args: argparse.Namespace) -> int:
+    from launch.cli.looking import run_of, show_status
+    from launch.run.process import set_up_logging
+
+    set_up_logging("status", level=logging.ERROR)
+    with run_of(args) as place:
+        return asyncio.run(show_status(place.url, place.run, as_json=args.json))
+
+
+def weights(args: argparse.Namespace) -> int:
+    from launch.cli.weights import show_weights
+
+    return _look(args, show_weights)
+
+
+def tail(args: argparse.Namespace) -> int:
+    from launch.samples.tail import show_tail
+
+    return _look(args, show_tail)
+
+
+def show(args: argparse.Namespace) -> int:
+    from launch.samples.show import show_sample
+
+    return _look(args, show_sample)
+
+
+def stats(args: argparse.Namespace) -> int:
+    from launch.samples.stats import show_stats
+
+    return _look(args, show_stats)
+
+
+def replay(args: argparse.Namespace) -> int:
+    if args.train:
+        require("learner")
+        from launch.cli.retrain import retrain
+
+        return retrain(args.run_dir, args.train, args.set)
+    from launch.run.process import set_up_logging
+    from launch.samples.replay import replay_file, replay_run
+
+    set_up_logging("replay", level=logging.ERROR)
+    if args.source:
+        return asyncio.run(replay_file(args))
+    return _look(args, replay_run)
+
+
+def archive(args: argparse.Namespace) -> int:
+    from bus.errors import BusError
+    from launch.cli.looking import run_of
+    from launch.run import process
+    from launch.samples import archive as archives
+
+    process.set_up_logging("archive", args.name)
+    refused: list[str] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        try:
+            await archives.archive(place.url, place.run, args, draining)
+        except (BusError, ValueError) as error:
+            refused.append(str(error))
+
+    with run_of(args, user=OPERATOR) as place:
+        args.ended = place.ended
+        code = process.run(body, drain_s=60)
+    if refused:
+        raise ValueError(refused[0])
+    return code
+
+
+def cursors(args: argparse.Namespace) -> int:
+    from launch.cli.looking import find_run, run_of
+    from launch.cli.readers import show_cursors
+    from launch.run.process import set_up_logging
+
+    set_up_logging("cursors", level=logging.ERROR)
+    if args.forget:
+        url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+        return asyncio.run(show_cursors(url, run, forget=args.forget))
+    with run_of(args) as place:
+        return asyncio.run(show_cursors(place.url, place.run, forget=""))
+
+
+def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
+    """Find the run, connect to its bus, and look."""
+    from launch.cli.looking import looking, run_of
+    from launch.run.process import set_up_logging
+
+    set_up_logging(args.command, level=logging.ERROR)
+    with run_of(args) as place:
+        args.ended = place.ended
+        return asyncio.run(looking(place.url, place.run, args, look))

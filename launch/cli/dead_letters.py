@@ -1,0 +1,118 @@
+"""``tidemill dead``: the tasks that could not be processed, and what shall become of them."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from bus.errors import BusError
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus, connect
+from bus.streams.dead import DROP, REQUEUE
+from bus.wire.messages import Dead, Requeue, Word
+from launch.samples.block import plain
+from launch.samples.search import to_json
+
+CONNECT_S = 3.0
+ANSWER_S = 5.0
+PROMPT_SHOWN = 72
+
+
+async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
+    """List them, newest last; without ``every`` only those of which nobody has said a word yet. Raises ValueError."""
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
+            letters, words = await _read(bus)
+    except BusError as error:
+        raise ValueError(str(error)) from None
+    found = [one for one in letters.values() if reason in one.reason and (every or one.task not in words)]
+    for one in found:
+        word = words[one.task].word if one.task in words else ""
+        if as_json:
+            print(to_json(_as_map(one, word)))
+        else:
+            told = f" [{word}]" if word else ""
+            console.print(
+                f"task {one.task}{told}: {one.attempts} attempts, last by {plain(one.actor or 'nobody')}: {plain(one.reason)}", markup=False
+            )
+            console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
+    if not found and not as_json:
+        console.print(f"no dead task{f' whose reason has {reason!r} in it' if reason else ''} ({len(letters)} in all; --all shows them)")
+    return 0
+
+
+async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
+    """Say ``requeue`` or ``drop`` of some dead tasks, of all, or of those with a reason. Raises ValueError for one that is not dead.
+
+    What was said lasts; a learner that is not there now hears it when it starts. 0 = all was done, 1 = the learner has not answered yet.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
+            letters, words = await _read(bus)
+            wanted = tasks or [one.task for one in letters.values() if (every or reason) and reason in one.reason and one.task not in words]
+            for task in wanted:
+                _check(letters, task, word)
+            said = [task for task in wanted if await _say(bus, console, words, task, word)]
+            if word == DROP or not said:
+                return 0
+            return await _answered(bus, console, said)
+    except BusError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check(letters: dict[int, Dead], task: int, word: str) -> None:
+    if task not in letters:
+        raise ValueError(f"task {task} is not dead; those that are: {', '.join(map(str, sorted(letters))) or 'none'}")
+    if word == REQUEUE and letters[task].root < 0:
+        raise ValueError(f"task {task} cannot be requeued: it could not be read, so its prompt is not known")
+
+
+async def _say(bus: Bus, console: Console, words: dict[int, Word], task: int, word: str) -> bool:
+    by = f"{os.environ.get('USER', 'somebody')} on {socket.gethostname()}"
+    if task not in words and await bus.dead.say(Word(task=task, word=word, by=by)):
+        console.print(f"task {task}: {word}")
+        return True
+    before = words.get(task) or (await bus.dead.words())[task]
+    console.print(
+        f"task {task}: {plain(before.word)} was said before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
+    )
+    return False
+
+
+async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
+    """Wait a moment for the learner's records."""
+    left = set(tasks)
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            async for _, record in bus.plans.follow():
+                if isinstance(record, Requeue):
+                    left.discard(record.task)
+                if not left:
+                    console.print("the learner has recorded it; the prompt is issued when the next place is free")
+                    return 0
+    except TimeoutError:
+        pass
+    there = await LiveView(bus).alive("feeder")
+    why = "the learner is busy, or needs no more prompts" if there else "no learner is there; it will hear it when it starts"
+    console.print(f"not recorded yet: {why}")
+    return 1
+
+
+async def _read(bus: Bus) -> tuple[dict[int, Dead], dict[int, Word]]:
+    return {dead.task: dead async for _, dead in bus.dead.scan()}, await bus.dead.words()
+
+
+def _as_map(dead: Dead, word: str) -> dict[str, Any]:
+    fields = ("task", "reason", "attempts", "actor", "prompt", "root", "reissues")
+    return {name: getattr(dead, name) for name in fields} | {"word": word or None}
+
+
+def _short(prompt: Any) -> str:
+    text = prompt if isinstance(prompt, str) else " | ".join(str(turn.get("content", "")) for turn in prompt)
+    text = " ".join(text.split())
+    return text if len(text) <= PROMPT_SHOWN else text[: PROMPT_SHOWN - 3] + "..."

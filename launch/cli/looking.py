@@ -1,0 +1,307 @@
+"""Finding a run from anywhere that reaches its bus, and ``tidemill status``: it reads, and disturbs nobody."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from bus.client import discovery
+from bus.client.jetstream import StreamState
+from bus.errors import BusError, NotFound
+from bus.liveness.live import processes
+from bus.streams.connection import Bus, connect
+from bus.streams.cursors import Cursors
+from bus.wire import subjects
+from bus.wire.messages import Done, Kind, LiveRow, Plan, Settle
+from launch.run.access import VIEWER, viewer_line
+from launch.run.ended import EndedBus, started
+from launch.run.roles import BUS_URL_FILE
+from launch.run.summary import SKIPPED
+from launch.run.up import CONFIG_FILE
+from launch.samples.block import plain
+
+CONNECT_S = 3.0
+_MOST_NAMES = 6
+"""Fields and actors of invalid samples that are named."""
+_RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
+
+
+def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
+    """Address (not to be shown) and name of the run to look at, for one of its users. Raises ValueError saying what is missing."""
+    if run_dir:
+        root = Path(run_dir)
+        if not (root / CONFIG_FILE).exists():
+            raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {run_dir}")
+        config = yaml.safe_load((root / CONFIG_FILE).read_text())
+        address = root / BUS_URL_FILE
+        url = bus or config["bus"]["url"] or (address.read_text().strip() if address.exists() else "")
+        if not url:
+            over = root / "summary.json"
+            raise ValueError(
+                f"{run_dir}: no bus is running here; " + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
+            )
+        return viewer_line(url, os.environ, root, config["bus"], user=user), run or config["run"]
+    if not bus:
+        raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
+    line = viewer_line(bus, os.environ)
+    return line, run or _only_run(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a run can be looked at."""
+
+    url: str
+    """With the password in it: not to be shown."""
+    run: str
+    ended: bool = False
+    """Nothing more will come."""
+
+
+@contextmanager
+def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[Place]:
+    """The run that a command which only reads is about; while entered, its bus answers although the run is over (then to the viewer).
+
+    Raises ValueError saying what is missing, RunGoesOn when such a run is started again meanwhile.
+    """
+    root = Path(args.run_dir)
+    here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
+    ended = EndedBus.of(root) if here else None
+    if ended is None:
+        url, run = find_run(args.run_dir, args.bus, args.run, user=user)
+        yield Place(url=url, run=run)
+        return
+    print(f"tidemill {args.command}: {root}: the run is not at work; its bus is started to be read by this command", file=sys.stderr)
+    with started(ended) as line:
+        yield Place(url=line, run=args.run or ended.run, ended=True)
+
+
+def _only_run(bus: str) -> str:
+    try:
+        return asyncio.run(discovery.find_run(bus, name="look", wait_s=CONNECT_S))
+    except BusError as error:
+        raise ValueError(str(error)) from None
+
+
+async def looking(url: str, run: str, args: argparse.Namespace, look: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+    """The exit code of ``look`` at a run. Raises ValueError for whatever is wrong with the bus."""
+    try:
+        async with connect(url, run, name=args.command, wait_s=CONNECT_S) as bus:
+            return await look(bus, args)
+    except BusError as error:
+        raise ValueError(str(error)) from None
+
+
+async def show_status(url: str, run: str, *, as_json: bool) -> int:
+    """Print who is there and where tasks and samples are."""
+    try:
+        async with connect(url, run, name="status", wait_s=CONNECT_S) as bus:
+            status = await read_status(bus)
+    except BusError as error:
+        raise ValueError(str(error)) from None
+    if as_json:
+        print(json.dumps(status))
+    else:
+        print_status(Console(highlight=False), status)
+    return 0
+
+
+async def read_status(bus: Bus) -> dict[str, Any]:
+    """Everything ``status`` says, as plain values."""
+    rows = await processes(bus, look_s=1.5)
+    state, backlog = await bus.samples.info(), await bus.tasks.backlog()
+    head, _ = await bus.rows("weights").standing("head")
+    plans = await _read_plans(bus)
+    metrics = plans.newest.metrics if plans.newest is not None else {}
+    feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
+    issued = await _issued(bus, plans.tasks)
+    return {
+        "run": bus.run,
+        "step": plans.newest.step if plans.newest is not None else 0,
+        "planned": plans.planned,
+        "minibatches_skipped": int(sum(plans.skipped.values())),
+        "reward": metrics.get("data/reward_mean"),
+        "lag_mean": metrics.get("offpolicy/lag_mean"),
+        "lag_max": metrics.get("offpolicy/lag_max"),
+        "head": head if head and "version" in head else None,
+        "tasks": {
+            "issued": issued,
+            "settled": len(plans.tasks),
+            "open": issued - len(plans.tasks),
+            "waiting": backlog[0],
+            "leased": backlog[1],
+            "last_id": await bus.tasks.last_id(),
+            "given_up": dict(sorted(plans.given_up.items())),
+        },
+        "samples": _samples(state, plans, feeder),
+        "cursors": {
+            name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy, "given_up": place.given_up}
+            for name, place in (await Cursors(bus).all()).items()
+            if place.created == state.created
+        },
+        "processes": [_process(row, age) for row, age in rows],
+        "unreadable": str(bus.refusals),
+    }
+
+
+def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> dict[str, Any]:
+    return {
+        "first_seq": state.first_seq,
+        "last_seq": state.last_seq,
+        "messages": state.messages,
+        "bytes": state.bytes,
+        "trained": plans.trained,
+        "dropped": dict(sorted(plans.dropped.items())),
+        "failed": int(feeder["failed"]) if "failed" in feeder else None,
+        "buffered": int(feeder["buffered"]) if "buffered" in feeder else None,
+        "invalid": int(feeder["invalid"]) if "invalid" in feeder else None,
+        "invalid_by_field": counts_under(feeder, "invalid"),
+        "invalid_by_actor": counts_under(feeder, "invalid_of"),
+        "refused": sorted(counts_under(feeder, "refused")),
+    }
+
+
+def _process(row: LiveRow, age_s: float) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "id": row.id,
+        "host": row.host,
+        "pid": row.pid,
+        "phase": row.phase,
+        "waits_for": row.waits_for,
+        "trouble": row.trouble,
+        "version": row.version,
+        "silent_s": round(age_s, 1),
+        "address": row.address,
+        "load": row.load,
+        "capabilities": asdict(row.capabilities),
+        "unreadable": row.unreadable,
+    }
+
+
+@dataclass(slots=True)
+class _Plans:
+    """What the log PLAN says so far."""
+
+    planned: int = 0
+    newest: Done | None = None
+    tasks: set[int] = field(default_factory=set)
+    """Settled: trained or given up."""
+    trained: int = 0
+    """Samples."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Samples given up with their tasks, by reason; FAILED ones are in no record."""
+    given_up: Counter[str] = field(default_factory=Counter)
+    """Tasks, by reason."""
+    skipped: dict[int, float] = field(default_factory=dict)
+    """Minibatches whose loss or gradients were not finite, by step."""
+
+
+async def _read_plans(bus: Bus) -> _Plans:
+    plans = _Plans()
+    async for _, record in bus.plans.scan():
+        if isinstance(record, Plan):
+            plans.planned = record.step
+            plans.tasks.update(record.tasks.tolist())
+            plans.trained += len(record.seqs)
+        elif isinstance(record, Settle):
+            plans.tasks.update(record.tasks.tolist())
+            plans.given_up[record.reason] += len(record.tasks)
+            if len(record.seqs):
+                plans.dropped[record.reason] += len(record.seqs)
+        elif isinstance(record, Done):
+            plans.skipped[record.step] = record.metrics.get(SKIPPED, 0.0)
+            if plans.newest is None or record.step >= plans.newest.step:
+                plans.newest = record
+    return plans
+
+
+def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
+    """Counters ``<name>/<of what>`` of a live row, by what they are of, the largest first."""
+    found = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _invalid_words(samples: Mapping[str, Any]) -> str:
+    """Of a status: how many samples are invalid, by field and by actor; nothing when none is."""
+    if not samples["invalid"]:
+        return ""
+    fields, actors = (
+        ", ".join(f"{escape(name)} {count}" for name, count in list(samples[by].items())[:_MOST_NAMES])
+        for by in ("invalid_by_field", "invalid_by_actor")
+    )
+    return f", {samples['invalid']} invalid ({fields}; by actor {actors})"
+
+
+async def _issued(bus: Bus, settled: set[int]) -> int:
+    """Training tasks there have been: those in the stream, and the settled ones that were trimmed from it."""
+    stream, subject = subjects.stream(bus.run, subjects.TASKS), subjects.task(bus.run, Kind.TRAIN)
+    present = sum((await bus.jet.subjects(stream, subject)).values())
+    try:
+        first = (await bus.jet.next(stream, 1, subject)).seq
+    except NotFound:
+        return len(settled)
+    return present + sum(id < first for id in settled)
+
+
+def print_status(console: Console, status: dict[str, Any]) -> None:
+    """What ``read_status`` gives, for a person."""
+    head = status["head"]
+    version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
+    console.print(
+        f"[bold]{status['run']}[/]  step {status['step']} done, batches planned up to step {status['planned']}; weights: {version}"
+    )
+    if status["reward"] is not None:
+        console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
+    if skipped := status["minibatches_skipped"]:
+        console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
+    tasks, samples = status["tasks"], status["samples"]
+    given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
+    console.print(
+        f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
+        f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
+    )
+    failed = {"failed": samples["failed"]} if samples["failed"] else {}
+    dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
+    buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
+    console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
+    for actor in samples["refused"]:
+        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: end it, or mend it (docs/recovery.md)")
+    for row in status["processes"]:
+        if row["trouble"]:
+            console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)
+    console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
+    for name, cursor in status["cursors"].items():
+        kept = "given up" if cursor["given_up"] else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
+        console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("process", "host", "pid", "phase", "version", "waits for"):
+        table.add_column(name)
+    for row in status["processes"]:
+        phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
+        version = str(row["version"]) if row["version"] >= 0 else ""
+        name = f"{row['role']} {row['id']}"
+        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, _cell(row["waits_for"]))
+    console.print(table)
+    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
+    for where, text in passed_over.items():
+        if text:
+            console.print(f"passed over {where}: {text}", style="yellow", markup=False)
+
+
+def _cell(text: str) -> Text:
+    """As the process wrote it, and no command to the terminal or to the table."""
+    return Text(plain(text))

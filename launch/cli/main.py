@@ -1,0 +1,243 @@
+"""The command line. Answers ``--help`` and errors in a fraction of a second: whatever is heavy is imported by the command that needs it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from launch.samples import arguments as samples
+from launch.settings.extras import explain
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
+INNER = ("feeder", "rank")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; its exit code. 2 = wrong use or a wrong configuration."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    args = (_inner_parser() if words[:1] and words[0] in INNER else _parser()).parse_args(words)
+    _find_modules_here()
+    from launch.cli import commands
+
+    try:
+        return _explained(getattr(commands, args.command), args)
+    except ValueError as bad:  # configuration and input errors say where, what was wanted and what came
+        print(f"tidemill {args.command}: {bad}", file=sys.stderr)
+        return int(getattr(bad, "exit_code", 2))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _explained(command: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """Run ``command`` and return its exit code. Raises PackagesMissing instead of ModuleNotFoundError where an extra has the module."""
+    try:
+        return int(command(args))
+    except ModuleNotFoundError as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for add in (_add_runs, _add_processes, _add_router, _add_hosts, _add_dead, _add_onlookers):
+        add(commands)
+    return parser
+
+
+def _add_runs(commands: "Commands") -> None:
+    up = commands.add_parser("up", help="all of it on this machine, shown working")
+    _configured(up, positional=True)
+    how = up.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="go on where the run in its directory stopped")
+    how.add_argument("--fresh", action="store_true", help="throw away what is in the run's directory, and begin")
+    _from_checkpoint(up)
+
+    config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
+    _configured(config, positional=True, required=False)
+    config.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end")
+    config.add_argument("--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end")
+
+    check = commands.add_parser("check", help="everything that can be known before a run starts: model, data, reward, bus, disk, memory")
+    _configured(check, positional=True)
+    check.add_argument("--check-reward", action="store_true", help="call a reward by import path, too, on the first row")
+
+    prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
+    _configured(prepare, positional=True)
+
+
+def _add_processes(commands: "Commands") -> None:
+    bus = commands.add_parser("bus", help="an embedded nats-server, or a cluster of three (bus.cluster)")
+    _configured(bus)
+    bus.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
+    bus.add_argument("--auth-dir", default="", metavar="DIR", help="where their passwords are kept: bus.auth_dir")
+
+    learner = commands.add_parser("learner", help="the learner: a feeder and its ranks")
+    _configured(learner)
+    _on_bus(learner)
+    learner.add_argument("--id", default="", help="its name on the bus")
+    learner.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
+    _from_checkpoint(learner)
+
+    for name, help_ in (("engine", "an inference engine"), ("actor", "a rollout worker")):
+        worker = commands.add_parser(name, help=f"{help_}; needs nothing but the bus")
+        _on_bus(worker)
+        worker.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
+        worker.add_argument("--id", default="", help="its name on the bus")
+        worker.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)")
+        _allowing(worker)
+        if name == "engine":
+            _reached_at(worker)
+        _configured(worker, required=False)
+
+
+def _add_router(commands: "Commands") -> None:
+    router = commands.add_parser("router", help="one address for many engines: balance, sessions, token-exact turns, OpenAI's API")
+    router.add_argument("--bus", default="", metavar="URL", help="NATS URL: engines of a run are found there")
+    router.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+    router.add_argument("--id", default="", help="its name on the bus")
+    router.add_argument("--host", default="127.0.0.1", help="address it listens on; auto = that of the way to the bus")
+    router.add_argument("--advertise", default="", metavar="HOST", help="under which others find it, where that is not --host")
+    router.add_argument("--insecure", action="store_true", help="answer requests of other machines without the run's key")
+    router.add_argument("--port", type=int, default=8001, help="0 = any free one")
+    router.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine, besides those on the bus; may be repeated")
+    router.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep clients that work with text token-exact, by this tokenizer")
+    router.add_argument(
+        "--middleware", action="append", default=[], metavar="PACKAGE.MODULE:FACTORY", help="around every request; may be repeated"
+    )
+    router.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for a request, to its last byte")
+    router.add_argument("--wait", type=float, default=60.0, metavar="S", help="seconds that a request waits for an engine that serves")
+    router.add_argument("--retries", type=int, default=3, metavar="N", help="more attempts, where repeating is safe")
+
+
+def _add_hosts(commands: "Commands") -> None:
+    host = commands.add_parser("host", help="engines and actors of this machine, as many as `tidemill scale` says")
+    _on_bus(host)
+    host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+    host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
+    host.add_argument("--pool", default="", help="group of hosts that it belongs to")
+    host.add_argument("--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users")
+    _reached_at(host)
+    host.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
+    host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds that a process has to finish what it holds")
+    host.add_argument("--restarts", type=int, default=5, metavar="N", help="bad ends of a process in five minutes before it is given up")
+    _allowing(host)
+    host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="what this host is to run; default: its share of the total")
+
+    scale = commands.add_parser(
+        "scale", help="how many engines and actors there shall be; without numbers: what is wanted, and what is there"
+    )
+    _looking(scale)
+    where = scale.add_mutually_exclusive_group()
+    where.add_argument("--host", default="", help="on this host, whatever the others run")
+    where.add_argument("--pool", default="", help="on all hosts of this pool together")
+    scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="default: on all other hosts together")
+
+
+def _add_dead(commands: "Commands") -> None:
+    dead = commands.add_parser("dead", help="tasks that could not be processed: list them, issue their prompts again, or drop them")
+    _looking(dead)
+    dead.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
+    dead.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="of these; or --all, or --reason")
+    dead.add_argument("--all", action="store_true", help="of all; list: those too of which something was said")
+    dead.add_argument("--reason", default="", metavar="TEXT", help="of those whose reason has this text in it")
+    dead.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
+
+def _add_onlookers(commands: "Commands") -> None:
+    status = commands.add_parser("status", help="who is there, what they wait for, where the samples are")
+    _looking(status)
+    status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
+    weights = commands.add_parser("weights", help="which engine serves which version, and whether those of one have the same bits")
+    _looking(weights)
+    weights.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+
+    samples.add_tail(commands.add_parser("tail", help="what the model says"))
+    samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and what became of it"))
+    samples.add_stats(commands.add_parser("stats", help="rates, lengths, rewards, lags and pass@k of the newest samples"))
+    samples.add_replay(commands.add_parser("replay", help="samples into a file, and from a file or a run into another bus or run"))
+    samples.add_archive(commands.add_parser("archive", help="every sample, as it comes, into files; trimming waits for it"))
+
+    cursors = commands.add_parser(
+        "cursors", help="registered readers of the samples, and how far each is; forget one that will not come back"
+    )
+    _looking(cursors)
+    cursors.add_argument("--forget", default="", metavar="NAME", help="trimming waits for this one no longer")
+
+
+def _inner_parser() -> argparse.ArgumentParser:
+    """The commands with which the learner starts its processes; of no use to a person."""
+    parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in INNER:
+        inner = commands.add_parser(name)
+        _configured(inner)
+        _on_bus(inner)
+        inner.add_argument("--feeder-url", required=True)
+        inner.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
+    return parser
+
+
+def _find_modules_here() -> None:
+    """Rewards and losses by import path are found in the directory the command is started in, as in the processes it starts."""
+    if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _configured(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
+    if positional:
+        nargs = "+" if required else "*"
+        parser.add_argument("config", type=Path, nargs=nargs, metavar="CONFIG", help="the run's YAML file; of several, later ones win")
+    else:
+        parser.add_argument("--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+
+
+def _from_checkpoint(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--from-checkpoint",
+        action="append",
+        dest="set",
+        type=lambda directory: f"learner.from_checkpoint={Path(directory).resolve()}",
+        metavar="DIR",
+        help="begin a new run with the weights of this checkpoint: learner.from_checkpoint",
+    )
+
+
+def _looking(parser: argparse.ArgumentParser) -> None:
+    """Which run a command is about."""
+    parser.set_defaults(ended=False)  # known when the run is found
+    parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
+    parser.add_argument("--bus", default="", help="NATS URL")
+    parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+
+
+def _allowing(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="take this setting from the run, though it names code, a program or a file of this machine; * for anything; may be repeated",
+    )
+
+
+def _reached_at(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="", help="address to listen on; default: that of the way to the bus")
+    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="under which others find it, where that is not --host")
+
+
+def _on_bus(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bus", required=True, metavar="URL", help="NATS URL, nats://host:port")

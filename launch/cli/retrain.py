@@ -1,0 +1,84 @@
+"""``tidemill replay --train``: a learner alone takes the recorded steps of a run again, into a directory of its own.
+
+The streams of the run are copied, not touched. No engine and no actor is there: every batch is the one that the log PLAN names, with
+the log-probs recorded in its samples. With the same settings the weights are the same bits; with others (``--set learner...``) it is
+off-policy training on what was recorded.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from bus.config import BusConfig
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import Bus, connect
+from bus.wire.messages import Plan
+from launch.run.up import CONFIG_FILE, directory_of_one, run_up
+from launch.settings.loader import changes, from_map, load, to_map
+from learner import checkpoints
+from learner.data.datasource import read_state
+from learner.feed.restart import CHECKPOINT_KEY
+
+BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
+ALONE = ("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null", "bus.cluster=1", "bus.auth=false")
+
+
+def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
+    """Train again all steps whose samples are there; exit code as of ``tidemill up``. Raises ValueError saying what is missing."""
+    source, target = Path(run_dir), Path(out)
+    if not run_dir or not (source / CONFIG_FILE).exists():
+        raise ValueError(f"--train: want --run-dir, the directory of a run on this machine, got {run_dir!r}")
+    if target.exists() and any(target.iterdir()):
+        raise ValueError(f"--train: want a directory that is empty or not there yet, got {out}")
+    before = load(source / CONFIG_FILE, settings, os.environ).config
+    if before.bus.url or before.bus.auth or not (source / BUS_DIRECTORY / "store").exists():
+        raise ValueError(f"--train: want a run with an embedded bus without users, whose streams are in its directory, got {run_dir}")
+    with directory_of_one(source, resume=True, fresh=False):
+        shutil.copytree(source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port"))
+        first, last = asyncio.run(_rewound(source, target, before.run))
+    print(f"{before.run}: steps {first} to {last} again, in {target}")
+    mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
+    config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
+    shutil.copy(source / CONFIG_FILE, target / CONFIG_FILE)  # what makes it a run that can be gone on with
+    return run_up(config, resume=True, fresh=False)
+
+
+async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
+    """Set the copied streams back to where all samples are still there: (first step, last step) to be taken."""
+    server = EmbeddedServer(target / BUS_DIRECTORY, BusConfig())
+    await asyncio.to_thread(server.start)
+    try:
+        async with connect(server.url, run, name="replay") as bus:
+            last = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Plan)], default=0)
+            if not last:
+                raise ValueError(f"--train: {source} has no recorded step")
+            rows = bus.rows("wanted")
+            for key in await rows.keys():
+                await rows.delete(key)
+            done = await _set_back(bus, source, target)
+    finally:
+        await asyncio.to_thread(server.stop)
+    if done >= last:
+        raise ValueError(
+            f"--train: no step behind step {done} is recorded, and what came before is trimmed (bus.history_samples keeps more)"
+        )
+    return done + 1, last
+
+
+async def _set_back(bus: Bus, source: Path, target: Path) -> int:
+    """Without a checkpoint where nothing was trimmed, else to the oldest that is whole; its step."""
+    if (await bus.samples.info()).first_seq <= 1:
+        await bus.rows("run").delete(CHECKPOINT_KEY)
+        return 0
+    kept = [one.path for one in reversed(checkpoints.listed(source / CHECKPOINTS))]
+    oldest, _ = checkpoints.latest_valid(kept)
+    if oldest is None:
+        raise ValueError(f"--train: samples were trimmed, and no checkpoint in {source / CHECKPOINTS} is whole")
+    copied = target / CHECKPOINTS / oldest.name
+    shutil.copytree(oldest, copied)
+    one, state = checkpoints.named(oldest), read_state(checkpoints.read_state(oldest))
+    row = {"directory": str(copied), "step": one.step, "epoch": one.epoch, "chain": state["chain"]}
+    await bus.rows("run").put(CHECKPOINT_KEY, row)
+    return one.step

@@ -1,0 +1,100 @@
+"""``tidemill weights``: which engine serves which version, and whether all that serve one have the same bits."""
+
+import argparse
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+
+from bus.liveness.keys import api_keys
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus
+
+ANSWER_S = 120.0
+"""An engine on CPU computes some GB a second."""
+SHOWN = 5
+Sums = dict[tuple[str, str, tuple[str, ...], int], str]
+"""(scheme, dtype, tensors, zeros) -> checksum."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """What one engine says."""
+
+    engine: str
+    version: str
+    sums: Sums = field(default_factory=dict)
+    silent: str = ""
+    """Why there are no checksums of it."""
+    differs: list[str] = field(default_factory=list)
+    """Tensors in which it is not as most others of this version."""
+
+
+async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
+    """1 when engines of one version differ."""
+    if args.ended:
+        head = await bus.rows("weights").get("head")
+        newest = f"its newest version is {head[0]['version']} (step {head[0]['step']})" if head else "it has published no version"
+        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not at work; {newest}", markup=False)
+        return 0
+    rows = [row for row in await LiveView(bus).alive("engine") if row.address]
+    headers = await api_keys(bus).headers()
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S), headers=headers) as session:
+        found = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])
+    compare(found)
+    _tell(found, as_json=args.json)
+    return int(any(one.differs for one in found))
+
+
+def compare(found: Sequence[Served]) -> None:
+    """Fill ``differs``: of each version, kept in the same way, the value that most engines have is taken as right."""
+    for one in found:
+        others = [other for other in found if other.version == one.version]
+        for key, value in one.sums.items():
+            votes = Counter(other.sums[key] for other in others if key in other.sums)
+            best = max(votes.values())
+            if votes[value] < best or sum(count == best for count in votes.values()) > 1:
+                one.differs.append(" + ".join(key[2]))
+
+
+async def _ask(session: aiohttp.ClientSession, engine: str, address: str, version: int) -> Served:
+    try:
+        async with session.post(f"{address}/weights_checksums", json={"of": "served"}) as response:
+            text = await response.text()
+            if response.status != 200:
+                return Served(engine=engine, version=str(version), silent=f"HTTP {response.status}: {text[:200]}")
+        answer = json.loads(text)
+        return Served(engine=engine, version=str(answer["weight_version"]), sums=_sums(answer))
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+        return Served(engine=engine, version=str(version), silent=str(error) or type(error).__name__)
+
+
+def _sums(answer: Mapping[str, Any]) -> Sums:
+    scheme = str(answer["scheme"])
+    return {(scheme, part["dtype"], tuple(part["names"]), int(part.get("zeros", 0))): str(part["sum"]) for part in answer["parts"]}
+
+
+def _tell(found: Sequence[Served], *, as_json: bool) -> None:
+    console = Console(highlight=False)
+    for one in sorted(found, key=lambda one: (one.version, one.engine)):
+        if as_json:
+            print(
+                json.dumps(
+                    {"engine": one.engine, "version": one.version, "tensors": len(one.sums), "differs": one.differs, "silent": one.silent}
+                )
+            )
+            continue
+        others = sum(bool(other.sums) and not other.differs for other in found if other.version == one.version and other is not one)
+        compared = f"the same as {others} other{'s' * (others > 1)} of this version" if others else "no other engine serves this version"
+        told = one.silent or f"{len(one.sums)} tensors; {compared}"
+        if one.differs:
+            more = f" and {len(one.differs) - SHOWN} more" if len(one.differs) > SHOWN else ""
+            told = f"DIFFERS in {len(one.differs)} of {len(one.sums)} tensors: {', '.join(one.differs[:SHOWN])}{more}"
+        console.print(f"engine {one.engine}  version {one.version}  {told}", style="red" if one.differs else None, markup=False)
+    if not found and not as_json:
+        console.print("no engine is there")

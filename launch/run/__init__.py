@@ -1,0 +1,1 @@
+"""A run: its processes, supervision, accounting and summary."""

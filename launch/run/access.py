@@ -1,0 +1,116 @@
+"""As whom a process goes to the bus: user, password and certificates, put into the address it was given; and what it takes from there.
+
+A password comes from the environment, or from a file of the run; never from a command line, which everybody on the machine can read.
+"""
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bus.client.address import Address, parse
+from launch.settings.config import RunConfig
+
+if TYPE_CHECKING:
+    from bus.liveness.keys import Keys
+
+VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
+AUTH_DIR = "auth"
+ALLOW_VARIABLE = "TIDEMILL_ALLOW"
+API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
+"""In the same directory: what engines and routers of the run ask for."""
+
+
+def auth_dir(config: RunConfig) -> Path:
+    """Where the run keeps its users' passwords."""
+    return Path(config.bus.auth_dir) if config.bus.auth_dir else config.root / AUTH_DIR
+
+
+def write_keys(directory: Path, keys: "Keys") -> None:
+    """The run's keys for who asks its engines by HTTP: files ``api-key`` and ``admin-key``, readable by their owner alone."""
+    from bus.system.files import write_whole
+
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, key in ((API_KEY_FILE, keys.api), (ADMIN_KEY_FILE, keys.admin)):
+        write_whole(directory / name, key + "\n", private=True)
+
+
+def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
+    """The address with what is needed to be let in, as ``bus.client.address`` reads it; not to be shown.
+
+    The user: by the environment; else, where the run's bus has users, ``user`` with the password in the run's files; else none.
+    Raises ValueError for a ``url`` with a password in it.
+    """
+    given = parse(url)
+    if given.password:
+        raise ValueError(
+            "--bus: want no password on the command line, where others on this machine can read it; "
+            "set TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD"
+        )
+    name, password = user_of_environment(environment)
+    if not name and config is not None and config.bus.auth and user:
+        name, password = _user_of_run(auth_dir(config), user)
+    tls = config.bus if config is not None else None
+    return Address(
+        servers=given.servers,
+        user=name or given.user,
+        password=password,
+        ca=given.ca or (tls.tls_ca if tls else ""),
+        cert=given.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
+        key=given.key or (tls.tls_key if tls and tls.tls_verify else ""),
+    ).line()
+
+
+def viewer_line(
+    url: str, environment: Mapping[str, str], root: Path | None = None, bus: Mapping[str, Any] | None = None, *, user: str = VIEWER
+) -> str:
+    """The address for whoever only looks, or operates: as ``address_line``, with ``user``'s password where the run in ``root`` has it.
+
+    ``bus`` is the section of that name of the run's configuration. Raises ValueError as ``address_line`` does.
+    """
+    settings = bus or {}
+    if root is not None and settings.get("auth") and not user_of_environment(environment)[0]:
+        name, password = _user_of_run(Path(settings.get("auth_dir") or root / AUTH_DIR), user)
+        environment = {"TIDEMILL_BUS_USER": name, "TIDEMILL_BUS_PASSWORD": password}
+    line = parse(address_line(url, None, user, environment))
+    shown = settings if settings.get("tls_verify") else {}
+    return replace(
+        line,
+        ca=line.ca or settings.get("tls_ca", ""),
+        cert=line.cert or shown.get("tls_cert", ""),
+        key=line.key or shown.get("tls_key", ""),
+    ).line()
+
+
+def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
+    """(user, password), empty when it names none. Raises ValueError for half of it, and for a file that cannot be used."""
+    from bus.server.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
+
+    if file := environment.get(CREDENTIALS_VARIABLE):
+        return read_credentials(Path(file))
+    name, password = environment.get(USER_VARIABLE, ""), environment.get(PASSWORD_VARIABLE, "")
+    if bool(name) != bool(password):
+        raise ValueError(f"{USER_VARIABLE}, {PASSWORD_VARIABLE}: want both or none")
+    return name, password
+
+
+def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: Iterable[str] = ()) -> tuple[str, ...]:
+    """What the bus may name of this machine: ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell) together.
+
+    Settings whose paths are in ``replaced`` are set on this machine: their values on the bus are not used, and so not refused.
+    Raises ValueError for what no setting can fit.
+    """
+    from actors.allowed import checked
+
+    given = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
+    return (*given, *(f"{path}[.=]*" for path in replaced))
+
+
+def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
+    from bus.server.auth import credentials_file, read_credentials
+
+    file = credentials_file(directory, user)
+    if not file.exists():
+        raise ValueError(f"{file}: no such user of the bus; raise bus.auth_users, or give TIDEMILL_BUS_CREDENTIALS=FILE")
+    return read_credentials(file)

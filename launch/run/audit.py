@@ -1,0 +1,344 @@
+"""The books of a run, from what is written down: the streams, the registry and the last checkpoint. Asks no process and trusts no counter.
+
+SAMPLES  what was published            TASKS  what was handed out         registry            which weights a version was
+PLAN     what was trained or dropped   checkpoint's cursor  what the model claims to have behind it
+
+Every sequence from 1 to the last of SAMPLES is accounted for; of those that were trimmed (kept checkpoints are past them), by PLAN and
+the cursor alone.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bus.errors import WireError
+from bus.streams.connection import Bus
+from bus.wire.codec import check_sample
+from bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from learner.data.groups import mismatch
+from learner.data.ledger import count_of, field_of
+
+EVERYTHING = 1 << 62
+_MAX_PROBLEMS = 20
+
+Place = tuple[int, int]
+"""(task, index): what is trained at most once, whichever of its samples it is."""
+
+
+@dataclass(slots=True)
+class Books:
+    """What the streams say."""
+
+    published: int = 0
+    """Logical training samples, the trimmed ones that PLAN names included; parts of large ones count once."""
+    trained: int = 0
+    """Samples named by plans."""
+    trained_twice: int = 0
+    """Samples, or places, that are named more than once."""
+    lost: int = 0
+    """Samples that are gone, or behind the cursor, or of a trained task, without any record of their place."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """By reason: stale, filtered, empty, dead, lost, failed, aborted. What comes late for a task given up has that task's reason."""
+    duplicates: int = 0
+    """Another sample of the place was trained."""
+    invalid: int = 0
+    """Undecodable, against the invariants, or of no task or version of this run."""
+    invalid_by_field: Counter[str] = field(default_factory=Counter)
+    invalid_by_actor: Counter[str] = field(default_factory=Counter)
+    buffered: int = 0
+    """Neither trained nor given up yet, and not claimed by the cursor."""
+    eval: int = 0
+    trimmed: int = 0
+    """Sequences before the first one that is still there; counts of tokens know only what is still there."""
+    tasks_issued: int = 0
+    tasks_open: int = 0
+    tasks_given_up: Counter[str] = field(default_factory=Counter)
+    """By reason: stale, filtered, empty, dead, lost."""
+    aborted: int = 0
+    multi_version: int = 0
+    """Trained samples whose tokens come from more than one version."""
+    max_lag_trained: int = 0
+    lag_tokens: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by lag."""
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    trained_here: int = 0
+    """Of the trained ones, those whose samples were published (found, or trimmed)."""
+    unrecorded: int = 0
+    """Of the lost ones, those still in the stream."""
+    problems: list[str] = field(default_factory=list)
+    """What is wrong, in words, the first few."""
+
+    def balance(self) -> bool:
+        """published = trained + dropped + duplicates + invalid + buffered + lost."""
+        fates = self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
+        return self.published == fates
+
+    def refuse(self, wrong: str, actor: str) -> None:
+        """One sample is invalid: its wrong field, and the actor of its subject."""
+        self.invalid += 1
+        count_of(self.invalid_by_field, wrong)
+        count_of(self.invalid_by_actor, actor)
+
+    def complain(self, text: str) -> None:
+        if len(self.problems) < _MAX_PROBLEMS:
+            self.problems.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What the last checkpoint's cursor claims to be settled."""
+
+    floor: int
+    settled: frozenset[int]
+    step: int = 0
+    """Of the checkpoint: what plans up to it name must be settled."""
+
+    def __contains__(self, seq: int) -> bool:
+        return seq <= self.floor or seq in self.settled
+
+
+Progress = Callable[[int, int], None]
+"""(messages of SAMPLES read, how many there are)."""
+
+
+async def audit(
+    bus: Bus,
+    claims: Claims | None = None,
+    *,
+    versions: Mapping[int, int] | None = None,
+    after: Mapping[int, int] | None = None,
+    vocab_size: int | None = None,
+    progress: Progress = lambda done, total: None,
+) -> tuple[Books, list[Done]]:
+    """Read everything there is; the books, and the outcomes of the steps in the order they were recorded.
+
+    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not to be held against it;
+    ``after``: sequences that samples of a version come after (0 where it is missing).
+    """
+    reading = _Audit(claims, versions, after or {}, vocab_size)
+    async for _, record in bus.plans.scan():
+        reading.record(record)
+    async for task in bus.tasks.scan():
+        if task.kind is Kind.TRAIN:
+            reading.task(task)
+    await reading.samples(bus, progress)
+    reading.close()
+    return reading.books, reading.outcomes
+
+
+class _Audit:
+    """One reading of a run, in this order: records, tasks, samples, close."""
+
+    def __init__(self, claims: Claims | None, versions: Mapping[int, int] | None, after: Mapping[int, int], vocab_size: int | None) -> None:
+        self._claims, self._versions, self._after, self._vocab_size = claims, versions, after, vocab_size
+        self.books = Books()
+        self.outcomes: list[Done] = []
+        self._plans: dict[int, Plan] = {}
+        self._step_of_seq: dict[int, int] = {}
+        self._step_of_task: dict[int, int] = {}
+        self._dropped_seq: dict[int, str] = {}
+        self._dropped_task: dict[int, str] = {}
+        self._planned: dict[int, Place] = {}
+        """Place of each trained sequence as its plan has it: samples of a group stand in the order of their index."""
+        self._found: dict[int, Place] = {}
+        """Place of each trained sequence as its sample has it."""
+        self._late: dict[int, Place] = {}
+        """Samples of trained tasks that no record names."""
+        self._tasks: dict[int, Task] = {}
+
+    # ---- PLAN and TASKS
+
+    def record(self, record: object) -> None:
+        if isinstance(record, Plan):
+            self._plan(record)
+        elif isinstance(record, Settle):
+            self.books.tasks_given_up[record.reason] += len(record.tasks)
+            for task in record.tasks.tolist():
+                self._dropped_task[task] = record.reason
+            for seq in record.seqs.tolist():
+                if seq in self._step_of_seq:
+                    self._twice(f"sample {seq} is given up ({record.reason}) and trained in step {self._step_of_seq[seq]}")
+                self._dropped_seq[seq] = record.reason
+        elif isinstance(record, Done):
+            self.outcomes.append(record)
+
+    def _plan(self, plan: Plan) -> None:
+        if plan.step in self._plans:
+            self.books.complain(f"step {plan.step} was planned twice")
+        self._plans[plan.step] = plan
+        for version, step in plan.version_steps.items():
+            if self._versions is not None and self._versions.get(version) != step:
+                known = self._versions.get(version, "none")
+                self.books.complain(f"step {plan.step} takes version {version} for weights of step {step}; the registry says {known}")
+        for task in plan.tasks.tolist():
+            if task in self._step_of_task or task in self._dropped_task:
+                self.books.complain(f"task {task} is in step {plan.step} and was settled before")
+            self._step_of_task[task] = plan.step
+        places = [(task, index) for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True) for index in range(size)]
+        for seq, place in zip(plan.seqs.tolist(), places, strict=True):
+            if seq in self._step_of_seq or seq in self._dropped_seq:
+                self._twice(f"sample {seq} is in step {plan.step} and was settled before")
+            self._step_of_seq[seq], self._planned[seq] = plan.step, place
+        self.books.trained += len(plan.seqs)
+
+    def task(self, task: Task) -> None:
+        self._tasks[task.id] = task
+        self.books.tasks_issued += 1
+        self.books.tasks_open += task.id not in self._step_of_task and task.id not in self._dropped_task
+
+    # ---- SAMPLES
+
+    async def samples(self, bus: Bus, progress: Progress) -> None:
+        state = await bus.samples.info()
+        self._trimmed(max(0, state.first_seq - 1))
+        if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
+            self._lost(f"{gone} sequences are gone from the middle of the stream", gone)
+        async for received in bus.samples.tail(last=EVERYTHING, follow=False):
+            progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
+            if isinstance(received.sample, WireError):
+                self.books.published += 1
+                self.books.refuse(field_of(received.sample), received.actor)
+            elif received.sample.kind is Kind.EVAL:
+                self.books.eval += 1
+            else:
+                self._sample(received.seq, received.sample, received.actor)
+
+    def _trimmed(self, last: int) -> None:
+        """Sequences 1 .. ``last`` are no longer there: PLAN names them, or the cursor has them behind it."""
+        self.books.trimmed = last
+        unclaimed = 0
+        for seq in range(1, last + 1):
+            if seq in self._step_of_seq:
+                self.books.published += 1
+                self.books.trained_here += 1
+                self._found[seq] = self._planned[seq]
+            elif seq in self._dropped_seq:
+                self.books.published += 1
+                self.books.dropped[self._dropped_seq[seq]] += 1
+            else:
+                unclaimed += self._claims is None or seq not in self._claims
+        for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
+            self.books.max_lag_trained = max(self.books.max_lag_trained, _largest_lag(plan))
+        if unclaimed:
+            self._lost(f"{unclaimed} trimmed sequences are named by no record and not behind the checkpoint's cursor", unclaimed)
+
+    def _sample(self, seq: int, sample: Sample, actor: str) -> None:
+        """Find what became of one sample."""
+        books = self.books
+        books.published += 1
+        books.tokens_generated += sample.response_length
+        books.aborted += sample.status is Status.ABORTED
+        if seq in self._step_of_seq:
+            books.trained_here += 1
+            self._found[seq] = (sample.task, sample.index)
+            self._count_trained(sample, self._plans[self._step_of_seq[seq]])
+        elif seq in self._dropped_seq:
+            books.dropped[self._dropped_seq[seq]] += 1
+        elif sample.status in (Status.FAILED, Status.ABORTED):
+            books.dropped[sample.status.value] += 1
+        elif wrong := self._wrong(seq, sample):
+            books.refuse(wrong, actor)
+        elif sample.task in self._dropped_task:
+            books.dropped[self._dropped_task[sample.task]] += 1
+        elif sample.task in self._step_of_task:
+            self._late[seq] = (sample.task, sample.index)
+        elif self._claims is not None and seq in self._claims:
+            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and no record names it")
+        else:
+            books.buffered += 1
+
+    def _wrong(self, seq: int, sample: Sample) -> str:
+        """The field for which nobody could have trained it; empty = one could. A task that is gone from TASKS was settled long ago: what
+        became of it decides."""
+        task = self._tasks.get(sample.task)
+        if task is None:
+            return "" if sample.task in self._step_of_task or sample.task in self._dropped_task else "task"
+        try:
+            check_sample(sample, vocab_size=self._vocab_size)
+        except WireError as error:
+            return field_of(error)
+        if sample.status is Status.PENDING:
+            return "status"
+        return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
+
+    def _names_no_version(self, seq: int, sample: Sample) -> bool:
+        known = self._versions
+        return known is not None and any(one.version not in known or seq <= self._after.get(one.version, 0) for one in sample.spans)
+
+    def _count_trained(self, sample: Sample, plan: Plan) -> None:
+        books = self.books
+        books.multi_version += len({span.version for span in sample.spans}) > 1
+        start = 0
+        for span in sample.spans:
+            tokens = int(sample.loss_mask[start : start + span.num_tokens].sum())
+            start += span.num_tokens
+            step = plan.version_steps.get(span.version)
+            if step is None:
+                books.complain(f"step {plan.step} trains tokens of version {span.version}, whose step its plan does not know")
+                continue
+            if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
+                continue
+            lag = plan.step - 1 - step
+            books.lag_tokens[lag] += tokens
+            books.tokens_trained += tokens
+            books.max_lag_trained = max(books.max_lag_trained, lag)
+
+    # ---- everything against everything
+
+    def close(self) -> None:
+        trained: dict[Place, int] = {}
+        for seq, step in self._step_of_seq.items():
+            place = self._found.get(seq)
+            if place is None:
+                self._lost(f"sample {seq} was trained in step {step} and is not in the stream")
+                continue
+            if place in trained:
+                self._twice(f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}")
+            elif place != self._planned[seq]:
+                self.books.complain(f"sample {seq} is task {place[0]}, index {place[1]}; its plan has it for {self._planned[seq]}")
+            trained[place] = seq
+            if self._claims is not None and step <= self._claims.step and seq not in self._claims:
+                self._twice(f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it would be trained again")
+        for seq, place in self._late.items():
+            if place in trained:
+                self.books.duplicates += 1
+            else:
+                self._unrecorded(f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out when it was trained")
+
+    def _twice(self, text: str) -> None:
+        self.books.trained_twice += 1
+        self.books.complain(text)
+
+    def _lost(self, text: str, count: int = 1) -> None:
+        self.books.lost += count
+        self.books.complain(text)
+
+    def _unrecorded(self, text: str) -> None:
+        self.books.unrecorded += 1
+        self._lost(text)
+
+
+def _largest_lag(plan: Plan) -> int:
+    """Of the tokens a plan may train; an upper bound, for samples that cannot be looked into any more."""
+    oldest = min(plan.version_steps.values(), default=plan.step - 1)
+    return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
+
+
+def read_claims(checkpoints: Path) -> Claims | None:
+    """The cursor in the newest checkpoint of a directory."""
+    from learner import checkpoints as kept
+    from learner.data.datasource import read_state
+
+    path, _ = kept.latest_valid(one.path for one in kept.listed(checkpoints))
+    if path is None:
+        return None
+    state = read_state(kept.read_state(path))
+    return Claims(int(state["samples"]["floor"]), frozenset(state["samples"]["settled"]), int(state["step"]))
+
+
+def mean(values: list[float]) -> float:
+    """0 for none."""
+    return math.fsum(values) / len(values) if values else 0.0

@@ -1,0 +1,117 @@
+"""The bus of a run that is over, started for one command: on the run's own store, for reading alone, gone when the command is.
+
+    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (the kernel sees to it after kill -9)
+
+The viewer may create nothing but consumers in memory, so the streams stay as they are. The run itself comes first: when it is started
+again, its bus sends SIGTERM to this process, which stops the server at once, whatever it is doing.
+"""
+
+import os
+import secrets
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+
+import yaml
+
+from bus.client.address import parse
+from bus.config import BusConfig
+from bus.errors import ServerFailed
+from bus.server.auth import VIEWER
+from bus.server.cluster import EmbeddedBus
+from bus.server.embedded import in_use
+from launch.run.access import AUTH_DIR, viewer_line
+from launch.run.roles import BUS_URL_FILE
+from launch.settings.loader import from_map
+
+CONFIG_FILE, BUS_DIR = "config.yaml", "bus"
+"""In the run's directory: its settings, and its embedded bus with the streams."""
+_PASSWORD_BYTES = 24
+
+
+class RunGoesOn(ValueError):
+    """SIGTERM came: the run was started again, and needs its store."""
+
+    def __init__(self) -> None:
+        super().__init__("ended by SIGTERM, which a run that is started again sends; look again")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedBus:
+    """The settings and places with which it is started."""
+
+    directory: Path
+    auth_dir: Path
+    run: str
+    config: BusConfig
+
+    @classmethod
+    def of(cls, root: Path) -> "EndedBus | None":
+        """Find that of the run in ``root``; None while a bus of the run answers. Raises ValueError when its streams are not there."""
+        file = root / CONFIG_FILE
+        config = from_map(yaml.safe_load(file.read_text()), str(file))
+        bus, directory = config.bus, root / BUS_DIR
+        if bus.url or ((root / BUS_URL_FILE).exists() and _running(directory)):
+            return None
+        if bus.server_name:
+            raise ValueError(f"{root}: its bus is a cluster of several machines; start it with `tidemill bus --config {file}` on them")
+        if not (directory / ("n0/store" if bus.cluster > 1 else "store")).is_dir():
+            raise ValueError(f"{root}: no bus is running here, and {directory} does not hold the streams of a run")
+        own = Path(bus.auth_dir) if bus.auth_dir else root / AUTH_DIR
+        plain = replace(bus, host="127.0.0.1", port=-1, tls_cert="", tls_key="", tls_verify=False)
+        return cls(directory=directory, auth_dir=own, run=config.run, config=plain)
+
+
+def _running(directory: Path) -> bool:
+    """Whether a server has the store open. The address file alone does not show it: a kill leaves that behind."""
+    return any(in_use(one) for one in (directory, *directory.glob("n[0-9]")))
+
+
+@contextmanager
+def started(ended: EndedBus) -> Iterator[str]:
+    """Address of the bus while entered, with the viewer's password in it: not to be shown.
+
+    Raises ValueError when the server cannot be started, RunGoesOn on SIGTERM.
+    """
+    password = "" if ended.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
+    try:
+        servers = EmbeddedBus(ended.directory, ended.run, ended.config, ended.auth_dir, read_only=True, viewer=password)
+    except OSError as error:
+        raise ValueError(f"{ended.auth_dir}: the users of the bus cannot be read: {error.strerror}") from None
+    asked = False
+
+    def give_way(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        servers.stop()  # here and now: this process may be blocked by a pager that reads no further
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is put into the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, give_way)
+    try:
+        url = _start(servers)
+        yield replace(parse(url), user=VIEWER, password=password).line() if password else _with_user(url, ended)
+    except BaseException:
+        if asked:
+            raise RunGoesOn from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        servers.stop()
+
+
+def _start(servers: EmbeddedBus) -> str:
+    try:
+        return servers.start()
+    except ServerFailed as error:
+        raise ValueError(str(error)) from None
+    except OSError as error:
+        raise ValueError(f"{error.filename}: the store of the run cannot be opened: {error.strerror}") from None
+
+
+def _with_user(url: str, ended: EndedBus) -> str:
+    return viewer_line(url, os.environ, ended.directory, {"auth": True, "auth_dir": str(ended.auth_dir)})

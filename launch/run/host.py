@@ -1,0 +1,197 @@
+"""What one machine runs of a run: engines and actors, as many as are wanted of it, kept by the supervisor.
+
+Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row that says which; waits for a change, and looks
+every second besides; unblocked by the bus or the next look. Without the bus it leaves everything as it is.
+
+A child ends with its host, however that ends (the kernel sees to it), so a host that starts finds nothing to adopt or to double.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from bus.client.waiter import Waiter
+from bus.errors import BusError
+from bus.liveness.live import Heartbeat, LiveView, processes
+from bus.server.auth import CREDENTIALS_VARIABLE
+from bus.streams.connection import Bus
+from bus.wire.messages import LiveRow
+from launch.run import wanted
+from launch.run.supervisor import Supervisor
+from launch.run.wanted import ROLES, Place
+
+log = logging.getLogger(__name__)
+
+ROLE = "host"
+LOOK_EVERY_S = 1.0
+SETTLE_S = 3.0
+"""After the bus was away, every host needs a moment to say again that it lives."""
+LOCK_FILE = ".lock"
+
+
+class HostThere(ValueError):
+    """Another host of this name is alive: two would run twice what is wanted."""
+
+
+class Host:
+    """Keeps the engines and actors of one machine as they are wanted."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        supervisor: Supervisor,
+        *,
+        name: str,
+        pool: str = "",
+        prefix: str = "",
+        arguments: Callable[[str, str], Sequence[str]],
+        drain_s: float,
+        users: Mapping[str, Sequence[Path]] | None = None,
+    ) -> None:
+        """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``.
+
+        ``users``: on a bus that wants to know who comes, files with the credentials of this host's processes, by role: each process
+        is named after its user then, and there are no more of them than users.
+        """
+        self._bus, self._supervisor, self._place = bus, supervisor, Place(name, pool)
+        self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
+        self._users = users
+        self._view = LiveView(bus)
+        self._draining: dict[str, asyncio.Task[object]] = {}
+        self._said: set[str] = set()
+        """Given up, and told."""
+        self._revision = -1
+        self.counts: dict[str, int] = {}
+        """Wanted of this host, by role, as last read."""
+
+    async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
+        """Until ``draining`` is set; then its processes drain (unless their end is somebody else's: not ``drain``)."""
+        waiter, trusted_from = Waiter(), 0.0
+        row = LiveRow(role=ROLE, id=self._place.name, host=socket.gethostname(), pid=os.getpid(), phase="working", pool=self._place.pool)
+        async with Heartbeat(self._bus, row) as heartbeat, self._woken(waiter.wake, draining):
+            while not draining.is_set():
+                try:
+                    rows, hosts = await wanted.read(self._bus), await self._hosts()
+                    if time.monotonic() >= trusted_from:
+                        self.reconcile(rows.of(self._place, hosts), rows.revision)
+                except BusError as error:
+                    log.info("what is wanted is not known, all stays as it is error=%s", error)
+                    trusted_from = time.monotonic() + SETTLE_S
+                self._tell(heartbeat)
+                await waiter.wait(LOOK_EVERY_S)
+            if drain:
+                heartbeat.update(phase="draining")
+                for role in reversed(ROLES):  # engines last: actors need them to finish
+                    await self.settled()
+                    await self._supervisor.end(self._supervisor.names(role), within_s=self._drain_s)
+
+    @contextlib.asynccontextmanager
+    async def _woken(self, wake: Callable[[], None], draining: asyncio.Event) -> AsyncIterator[None]:
+        """While entered, ``wake`` is called at changes of what is wanted, and when ``draining`` is set."""
+        rows, told = self._bus.rows("wanted"), asyncio.create_task(draining.wait(), name="draining")
+        told.add_done_callback(lambda _: wake())
+        try:
+            async with rows.noticing("*", wake), rows.noticing("*.*", wake):
+                yield
+        finally:
+            told.cancel()
+
+    async def _hosts(self) -> list[Place]:
+        found = {row.id: Place(row.id, row.pool) for row in await self._view.alive(ROLE)}
+        return list({**found, self._place.name: self._place}.values())
+
+    def reconcile(self, counts: dict[str, int], revision: int) -> None:
+        """Start what is missing, drain the surplus, newest first; what was given up gets another chance when the numbers change."""
+        if counts != self.counts:
+            log.info("wanted %s", ", ".join(f"{role}s={counts[role]}" for role in ROLES))
+        self.counts = counts
+        slots = {role: self._slots(role) for role in ROLES}
+        kept = [name for role in ROLES for name in self._supervisor.names(role)]
+        given_up = self._supervisor.given_up
+        for name in kept:
+            if name not in slots["engine"] + slots["actor"] or (name in given_up and revision != self._revision):
+                self._drain(name)
+        for role in ROLES:
+            for name in slots[role]:
+                if name not in kept:  # one that drains is kept until it has ended
+                    self._supervisor.keep(name, self._arguments(role, name), always=True, environment=self._environment(role, name))
+        for name in given_up.keys() - self._said:
+            log.error("%s", given_up[name])
+        self._said = set(given_up)
+        self._revision = revision
+
+    def _slots(self, role: str) -> list[str]:
+        """Names of the processes that there shall be."""
+        wanted = self.counts[role]
+        if self._users is None:
+            return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
+        return [file.stem for file in self._users[role][:wanted]]
+
+    def _environment(self, role: str, name: str) -> dict[str, str]:
+        if self._users is None:
+            return {}
+        (file,) = [file for file in self._users[role] if file.stem == name]
+        return {CREDENTIALS_VARIABLE: str(file)}
+
+    def _drain(self, name: str) -> None:
+        """A name that is wanted again meanwhile is started again when it has ended: never two of one name."""
+        if name in self._draining:
+            return
+        self._draining[name] = asyncio.create_task(self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}")
+        self._draining[name].add_done_callback(lambda _: self._draining.pop(name))
+
+    async def settled(self) -> None:
+        """Wait for the processes that are draining."""
+        await asyncio.gather(*self._draining.values(), return_exceptions=True)
+
+    def _tell(self, heartbeat: Heartbeat) -> None:
+        running, given_up = self._supervisor.running, self._supervisor.given_up
+        load = {f"{role}s_wanted": float(self.counts.get(role, 0)) for role in ROLES}
+        load |= {f"{role}s": float(sum(name in running for name in self._supervisor.names(role))) for role in ROLES}
+        load |= {"draining": float(len(self._draining)), "restarted": float(sum(self._supervisor.restarted.values()))}
+        lost = [f"{name} given up: {error.cause}" for name, error in sorted(given_up.items())]
+        lost += [
+            f"{self.counts[role]} {role}s wanted, credentials for {len(files)} of them here"
+            for role, files in (self._users or {}).items()
+            if self.counts.get(role, 0) > len(files)
+        ]
+        heartbeat.update(load=load, waits_for="; ".join(lost))
+
+
+def users_in(directory: Path) -> dict[str, list[Path]]:
+    """Files with credentials of engines and actors, by role, as ``tidemill bus --auth`` made them. Raises ValueError for none."""
+    found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
+    if not any(found.values()):
+        raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, there are none")
+    return found
+
+
+@contextlib.contextmanager
+def only_one(directory: Path, name: str) -> Iterator[None]:
+    """The directory of a host, for nobody else on this machine meanwhile. Raises HostThere."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise HostThere(f"--name: host {name} is at work in {directory} (process {lock.read().strip() or 'unknown'})") from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+async def refuse_another(bus: Bus, name: str) -> None:
+    """Raise HostThere when a host of this name lives elsewhere. Takes two seconds when one has been there lately."""
+    if (await bus.rows("live").standing(f"{ROLE}.{wanted.token(name)}"))[0] is None:
+        return
+    for row, age in await processes(bus):
+        if row.role == ROLE and row.id == name and age == 0:
+            raise HostThere(f"--name: host {name} of run {bus.run} lives on {row.host} (process {row.pid}); give this one another name")

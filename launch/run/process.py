@@ -1,0 +1,77 @@
+"""How every process of the system starts, drains and stops, and how its children are started.
+
+The first SIGTERM or SIGINT drains; another one a second later or more, or the deadline, cancels. (Those that follow at once are the same:
+timeout(1) signals its child, and then the group that the child is in.) Exit codes: ``bus/exit_codes.py``.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bus import exit_codes
+from bus.client.patience import cancellable
+from bus.exit_codes import DONE, NOT_IN_TIME
+from bus.system.coroutines import first_error
+from bus.system.loop import new_event_loop
+from bus.system.processes import Child
+
+log = logging.getLogger(__name__)
+
+SAME_SIGNAL_S = 1.0
+"""Signals to end that come so soon after the first are the first one again."""
+
+
+def run(
+    main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True, same_signal_s: float = SAME_SIGNAL_S
+) -> int:
+    """Run ``main(draining)`` to its end; the exit code."""
+    with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
+        return runner.run(_supervised(main, drain_s, same_signal_s))
+
+
+async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], drain_s: float, same_signal_s: float) -> int:
+    loop, draining = asyncio.get_running_loop(), asyncio.Event()
+    work = loop.create_task(cancellable(main(draining)), name="main")
+    first_s = 0.0
+
+    def on_signal(number: int) -> None:
+        nonlocal first_s
+        if draining.is_set():
+            if loop.time() - first_s >= same_signal_s:
+                work.cancel(f"second {signal.Signals(number).name}")
+            return
+        first_s = loop.time()
+        log.info("%s: draining for at most %.0f s", signal.Signals(number).name, drain_s)
+        draining.set()
+        loop.call_later(drain_s, work.cancel, f"not drained after {drain_s:.0f} s")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        await work
+    except asyncio.CancelledError as stop:
+        log.error("stopped before it was drained: %s", stop)
+        return NOT_IN_TIME
+    except Exception as error:
+        return exit_codes.report(first_error(error), log)
+    return DONE
+
+
+def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
+    """One line an event, on stderr: time, level, who, where, what."""
+    who = f"{role} {id}".strip()
+    logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {who}: %(name)s: %(message)s", force=True)
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.link says it better
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
+    for noisy in ("aiohttp.access", "asyncio"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+def launched(name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> Child:
+    """Return the child that runs ``python -m launch ARGUMENTS``, its output in ``log_file``."""
+    command = (sys.executable, "-m", "launch", *arguments)
+    return Child(name, command, log_file, {"PYTHONUNBUFFERED": "1", **(environment or {})})

@@ -1,0 +1,401 @@
+"""The body of every process, made from the run's configuration: the one place where settings become arguments."""
+
+import asyncio
+import dataclasses
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bus.errors import BusError
+from bus.system.coroutines import first_of
+from bus.system.files import write_whole
+from launch.run.access import LEARNER, address_line, auth_dir
+from launch.settings.config import RunConfig
+from launch.settings.loader import SettingsError
+
+if TYPE_CHECKING:
+    from actors.router.config import RouterConfig
+    from bus.liveness.live import Heartbeat
+    from bus.streams.connection import Bus
+    from launch.settings.loader import Setting
+    from learner.feed.feed_keys import FeedKeys
+
+log = logging.getLogger(__name__)
+
+BUS_URL_FILE = "bus.url"
+"""In the run's directory: where its embedded bus answers."""
+CHECK_SERVER_S = 0.2
+HOST_RESTART_WINDOW_S = 300.0
+LONG_WAIT_S = 300.0
+"""How long a process that was started first waits for the bus."""
+
+
+def run_prepare(config: RunConfig) -> int:
+    """Make model and prompts, if the configuration asks for it."""
+    if config.prepare is not None:
+        from launch.settings.prepare import prepare
+
+        config.root.mkdir(parents=True, exist_ok=True)
+        with (config.root / "prepare.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # scripts of several processes may ask at the same time; the second finds it done
+            prepare(config.prepare, config.root / "prepared")
+    return 0
+
+
+async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
+    """The embedded nats-server, or three: started again at once, on the same port, whenever one ends; stopped when drained."""
+    from bus.liveness.live import Heartbeat
+    from bus.server.cluster import EmbeddedBus
+    from bus.streams.connection import connect
+    from bus.wire.messages import LiveRow
+
+    servers = EmbeddedBus(config.root / "bus", config.run, config.bus, auth_dir(config))
+    url = await asyncio.to_thread(servers.start)
+    try:
+        async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
+            await bus.jet.retry_for_ever(bus.create_layout)
+            write_whole(config.root / BUS_URL_FILE, url)
+            log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
+            id = config.bus.server_name or "bus"
+            row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
+            async with Heartbeat(bus, row) as heartbeat:
+
+                async def keep_up() -> None:
+                    while True:
+                        await asyncio.sleep(CHECK_SERVER_S)
+                        for server in servers.ended():
+                            log.warning("nats-server ended and is started again; its last words:\n%s", server.log_tail(5))
+                            await asyncio.to_thread(server.start)
+                            heartbeat.update(pid=servers.pid)
+
+                await first_of(keep_up(), draining.wait())
+    finally:
+        (config.root / BUS_URL_FILE).unlink(missing_ok=True)
+        await asyncio.to_thread(servers.stop)
+
+
+def own_address(config: RunConfig, url: str) -> str:
+    """For processes that belong to the run's own machine and may do everything: the address with the learner's password."""
+    return address_line(url, config, LEARNER, os.environ)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """Settings of an engine's or actor's own machine, which stand above the configuration that the run has written to the bus."""
+
+    allowed: Sequence[str] = ()
+    """What of that configuration may name code and files of this machine (``actors/allowed.py``)."""
+    changed: "Mapping[str, Setting]" = field(default_factory=dict)
+    """Settings given here, by path: they replace those of the run."""
+    host: str = ""
+    """Where to listen; empty = as the configuration of this machine says."""
+    advertise: str = ""
+
+
+async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
+    """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
+    from bus.client.address import parse
+    from bus.client.link import linked
+
+    async def reached() -> None:
+        async with linked(bus_url, name, wait_s):
+            pass
+
+    log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
+    await first_of(reached(), draining.wait())
+
+
+async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+    """Serve a model. Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner.
+
+    ``host`` and ``advertise`` of a configuration from the bus are never taken. Raises NotAllowed.
+    """
+    from actors.scratch import Scratch
+    from actors.serving import engine_process
+    from bus.client.reach import AUTO
+    from launch.settings.wiring import engine_factory
+
+    with Scratch("model") as fetched:
+        if config is None:
+            run = run or await found_run(bus_url, "engine", draining)
+            config = await config_on_bus(run, bus_url, "engine", draining, own) if run else None
+            if config is None:
+                return
+            # an engine that the learner's machine did not start shares nothing with it
+            given = config.engine
+            host = given.host if "engine.host" in own.changed else AUTO
+            advertise = given.advertise if "engine.advertise" in own.changed else ""
+            elsewhere = dataclasses.replace(given, colocated=False, host=host, advertise=advertise)
+            config = dataclasses.replace(config, engine=elsewhere)
+        engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
+        model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
+        if model is None:
+            return
+        places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id)
+        limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
+        await engine_process.run_engine(places, engine, draining, factory=engine_factory(engine), limits=limits)
+
+
+async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
+    """The configuration that the learner wrote, with what is changed here; None when ``draining`` is set first. Raises NotAllowed."""
+    from contextlib import AsyncExitStack
+
+    from actors.engines.membership import CONFIG_KEY, config_of_run, connected
+    from bus.config import BusConfig
+    from launch.settings.loader import from_map
+
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
+        told = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
+    return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}", own.changed)
+
+
+async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
+    """The model's directory when it is on this machine, else a snapshot fetched from the learner; None when ``draining`` is set first."""
+    from contextlib import AsyncExitStack
+
+    from actors.engines.membership import connected
+    from weightstore.catchup.joining import fetch_model
+
+    model = Path(config.model.path)
+    if (model / "config.json").exists():
+        return model
+    log.info("no model on this machine path=%s; it is asked for over the bus", model)
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, config.run, config.bus, name=name, draining=draining)
+        if bus is None:
+            return None
+        await first_of(fetch_model(bus, into, engine=name), draining.wait())
+    return None if draining.is_set() else into
+
+
+async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+    """Work on a run's tasks. Without ``config``, that of the run is read from the bus."""
+    from actors.rollout import actor_process
+
+    run = run or await found_run(bus_url, "actor", draining)
+    if not run:
+        return
+    if config is None and own.changed:
+        config = await config_on_bus(run, bus_url, "actor", draining, own)
+        if config is None:
+            return
+    actor, bus = (None, None) if config is None else (config.actor, config.bus)
+    await actor_process.run_actor(bus_url, run, actor, bus, draining, id or None, allowed=own.allowed)
+
+
+async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+    """One address for the engines of a run, and for those named in ``config``."""
+    from actors.router import process
+
+    if bus_url:
+        run = run or await found_run(bus_url, "router", draining)
+        if not run:
+            return
+    await process.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
+
+
+async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
+    """The one run that a bus carries, waited for; empty when ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
+    from bus.client.discovery import find_run
+
+    found = ""
+
+    async def find() -> None:
+        nonlocal found
+        found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
+
+    await first_of(find(), draining.wait())
+    if found:
+        log.info("run found run=%s", found)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine as a host of a run, as its command line describes it."""
+
+    name: str
+    pool: str
+    own: Mapping[str, int]
+    """Engines and actors that this machine wants for itself; empty = its share of those wanted of all."""
+    directory: Path
+    drain_s: float
+    restarts: int
+    users: Mapping[str, Sequence[Path]] | None
+    allowed: Sequence[str]
+    engine_words: Sequence[str]
+    """Arguments passed on to its engines."""
+
+    def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
+        """Return the arguments behind ``python -m launch`` of one of its processes."""
+        passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
+        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *(self.engine_words if role == "engine" else ())]
+
+
+async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
+    """Run engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
+    from contextlib import AsyncExitStack
+
+    from actors.engines.membership import connected
+    from bus.config import BusConfig
+    from bus.errors import Forbidden
+    from launch.run import wanted
+    from launch.run.host import Host, refuse_another
+    from launch.run.supervisor import Supervisor
+
+    name, directory = machine.name, machine.directory
+    address = address_line(bus_url, None, name, os.environ)
+    run = run or await found_run(address, "host", draining)
+    if not run:
+        return
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, address, run, BusConfig(), name=f"host {name}", draining=draining)
+        if bus is None:
+            return
+        await refuse_another(bus, name)
+        if machine.own:
+            try:
+                await wanted.change(bus, wanted.host_key(name), machine.own)
+            except Forbidden as error:
+                words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
+                raise ValueError(f"{error}; let the operator say it: tidemill scale {words} --host {name}") from None
+        host = Host(
+            bus,
+            Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
+            name=name,
+            pool=machine.pool,
+            prefix=f"{name}-",
+            arguments=partial(machine.command, bus_url=bus_url, run=run),
+            drain_s=machine.drain_s,
+            users=machine.users,
+        )
+        log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
+        await host.run(draining)
+
+
+async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
+    """Feeder and ranks, the run's configuration for actors that know only the bus, and a live row: what it does is in the feeder's.
+
+    Its own names the engines that take no pushes.
+    """
+    from bus.liveness.keys import make_keys
+    from bus.liveness.live import Heartbeat
+    from bus.streams.connection import connect
+    from bus.wire.messages import LiveRow
+    from launch.run.access import write_keys
+    from launch.settings.loader import to_map
+    from learner.ranks.process import run_learner
+
+    num_ranks = config.learner.data_parallel * config.learner.tensor_parallel
+    async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
+        await bus.create_layout()
+        await bus.rows("run").put("config", to_map(config))
+        write_keys(auth_dir(config), await make_keys(bus))
+        row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
+        async with Heartbeat(bus, row) as heartbeat:
+            telling = asyncio.create_task(tell_evicted(bus, heartbeat), name="evicted engines")
+            try:
+                await run_learner(
+                    arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
+                )
+            finally:
+                telling.cancel()
+                await asyncio.gather(telling, return_exceptions=True)
+
+
+async def tell_evicted(bus: "Bus", heartbeat: "Heartbeat") -> None:
+    """For ever: the learner's live row names the engines that it does not push to, and why."""
+    from weightstore.store.registry import EVICTED, VersionRegistry
+
+    async for _ in bus.rows("weights").watch(EVICTED):
+        with suppress(BusError):
+            evicted = await VersionRegistry(bus).evicted()
+            heartbeat.update(waits_for="; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items())))
+
+
+async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
+    from bus.wire.messages import Sampling
+    from launch.checks.resume import model_identity
+    from learner.data.prompts import PromptFile, model_tokenizer
+    from learner.feed import feeder
+    from learner.feed.places import FeederPlaces
+
+    model = Path(config.model.path)
+    vocab_size, max_context = model_shape(model)
+    sampling = Sampling(
+        temperature=config.sampling.temperature,
+        top_p=config.sampling.top_p,
+        top_k=config.sampling.top_k,
+        max_new_tokens=config.sampling.max_new_tokens,
+        stop=config.sampling.stop,
+    )
+    tokenize = model_tokenizer(str(model), apply_chat_template=config.data.apply_chat_template)
+    data = config.data
+    prompts = PromptFile(
+        Path(data.path),
+        tokenize=tokenize,
+        max_tokens=data.max_prompt_tokens or max_context - config.sampling.max_new_tokens,
+        keys=(data.prompt_key, data.label_key, data.metadata_key),
+        template=data.template,
+        shuffle=data.shuffle,
+        seed=data.seed,
+    )
+    places = FeederPlaces(run=config.run, bus_url=bus_url, bus=config.bus, listen=feeder_url, keys=keys, checkpoints=config.checkpoints)
+    await feeder.run_feeder(
+        places,
+        prompts,
+        model=feeder.ModelFacts(vocab_size=vocab_size, max_context=max_context, eos_ids=eos_ids(model), identity=model_identity(model)),
+        learner=config.learner,
+        staleness=config.staleness,
+        sampling=sampling,
+        push_every=config.weights.push_every,
+        draining=draining,
+    )
+
+
+def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
+    from learner.feed.places import RankPlaces
+    from learner.ranks import rank
+
+    places = RankPlaces(
+        run=config.run,
+        bus_url=bus_url,
+        feeder_url=feeder_url,
+        feeder_keys=keys,
+        model_dir=Path(config.model.path),
+        checkpoints=config.checkpoints,
+        snapshots=config.root / "snapshots",
+        final_dir=config.root / "final",
+    )
+    return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus)
+
+
+def model_shape(model: Path) -> tuple[int, int]:
+    """Tokens in the vocabulary, and of a context. Raises SettingsError for a directory that holds no model."""
+    import json
+
+    file = model / "config.json"
+    if not file.exists():
+        raise SettingsError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
+    values = json.loads(file.read_text())
+    return int(values["vocab_size"]), int(values["max_position_embeddings"])
+
+
+def eos_ids(model: Path) -> frozenset[int]:
+    """Tokens that end a response, of the model's configuration and of its generation settings; empty when they name none."""
+    import json
+
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if (model / name).exists():
+            ids = json.loads((model / name).read_text()).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)

@@ -1,0 +1,136 @@
+"""What a run leaves: summary.json from its books, metrics.jsonl from its outcomes, and whether its promises were kept."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bus.system.files import write_whole
+from bus.wire.messages import Done, VersionRow
+from launch.run.audit import Books, mean
+
+LAST_STEPS = 10
+"""Rewards of the end are means over so many steps: a peak proves nothing."""
+REWARD = "data/reward_mean"
+SKIPPED = "train/skipped_minibatches"
+
+
+def metric_lines(outcomes: Sequence[Done]) -> list[dict[str, Any]]:
+    """One flat map a step, in order; of a step that was taken again after a restart the newest outcome counts."""
+    newest = {done.step: done for done in outcomes}
+    return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Facts of a run that are in none of its streams: its settings, and what was seen while it ran."""
+
+    run: str
+    max_lag: int
+    seconds: float
+    seconds_to_reward: float | None
+    """Until the mean reward first reached 0.9; None = it has not."""
+    loads: Mapping[str, Mapping[str, float]]
+    """The last counters that each process reported, by ``role.id``."""
+    troubles: Mapping[str, str] = field(default_factory=dict)
+    """Failures that each process has met again and again, by ``role.id``."""
+    aborted_by_pushes: int
+    restarts: Mapping[str, int]
+
+
+def summarize(books: Books, lines: Sequence[Mapping[str, Any]], versions: Sequence[VersionRow], observed: Observed) -> dict[str, Any]:
+    """Return everything that summary.json holds, in its order."""
+    rewards = [float(line[REWARD]) for line in lines if REWARD in line]
+    loads = observed.loads
+    actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
+    return {
+        "run": observed.run,
+        "steps": len(lines),
+        "minibatches_skipped": int(sum(line.get(SKIPPED, 0.0) for line in lines)),
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
+        "seconds": round(observed.seconds, 2),
+        "seconds_to_reward_0.9": observed.seconds_to_reward,
+        **_samples(books),
+        "requests_aborted_by_pushes": observed.aborted_by_pushes,
+        "multi_version_samples": books.multi_version,
+        "max_lag": observed.max_lag,
+        "max_lag_trained": books.max_lag_trained,
+        "lag_histogram_tokens": {str(lag): books.lag_tokens[lag] for lag in sorted(books.lag_tokens)},
+        "learner_wait_share": float(lines[-1].get("train/wait_share", 0.0)) if lines else None,
+        "actor_wait_share": mean(actors) if actors else None,
+        "tokens_generated": books.tokens_generated,
+        "tokens_trained": books.tokens_trained,
+        "versions": len(versions),
+        "pushes": sum(row.version > 0 and row.state == "published" for row in versions),
+        **_pushes(lines),
+        "tasks_issued": books.tasks_issued,
+        "tasks_open": books.tasks_open,
+        "tasks_given_up": dict(sorted(books.tasks_given_up.items())),
+        "prompts_too_long": int(loads.get("feeder.feeder", {}).get("prompts_too_long", 0)),
+        "troubles": dict(observed.troubles),
+        "restarts": dict(observed.restarts),
+        "problems": books.problems,
+    }
+
+
+def _samples(books: Books) -> dict[str, Any]:
+    return {
+        "samples_published": books.published,
+        "samples_trained": books.trained,
+        "samples_lost": books.lost,
+        "samples_trained_twice": books.trained_twice,
+        "samples_dropped": dict(sorted(books.dropped.items())),
+        "samples_duplicate": books.duplicates,
+        "samples_invalid": books.invalid,
+        "samples_invalid_by_field": dict(sorted(books.invalid_by_field.items())),
+        "samples_invalid_by_actor": dict(sorted(books.invalid_by_actor.items())),
+        "samples_buffered": books.buffered,
+        "samples_trimmed": books.trimmed,
+        "samples_aborted": books.aborted,
+        "books_balance": books.balance(),
+    }
+
+
+def _pushes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Means over pushes, each of which several steps may have reported."""
+    pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
+    return {
+        "push_seconds_mean": mean([line["push/seconds"] for line in pushes if "push/seconds" in line]),
+        "stall_seconds_mean": mean([line["push/stall_seconds_max"] for line in pushes if "push/stall_seconds_max" in line]),
+    }
+
+
+def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> list[str]:
+    """What a run must not end with, in words; empty = all is well."""
+    wrong = [
+        f"{name} = {summary[name]}, want 0"
+        for name in ("samples_lost", "samples_trained_twice", "requests_aborted_by_pushes")
+        if summary[name] != 0
+    ]
+    if not summary["books_balance"]:
+        wrong.append("the books of the stream SAMPLES do not balance")
+    if summary["problems"]:
+        wrong.append(f"problems found by the audit: {len(summary['problems'])}, the first: {summary['problems'][0]}")
+    if summary["max_lag_trained"] > summary["max_lag"]:
+        wrong.append(f"max_lag_trained = {summary['max_lag_trained']}, want <= {summary['max_lag']}")
+    if summary["reward_last"] is None or summary["reward_last"] < require_reward:
+        wrong.append(f"reward_last = {summary['reward_last']}, want >= {require_reward}")
+    return wrong
+
+
+def seconds_of_steps(file: Path) -> dict[int, float]:
+    """When each step was done, as an earlier start of this run noted it; a line cut short by a kill is passed over."""
+    seconds: dict[int, float] = {}
+    for text in file.read_text().splitlines() if file.exists() else ():
+        with contextlib.suppress(json.JSONDecodeError, KeyError):
+            line = json.loads(text)
+            seconds.setdefault(int(line["step"]), float(line["seconds"]))
+    return seconds
+
+
+def write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+    """JSON lines, whole or not at all."""
+    write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))

@@ -1,0 +1,139 @@
+"""Keeps the processes of one machine as they are wanted: starts them, starts them again when they end badly, and gives up loudly.
+
+One *keeper* a process. Consumes the ends of its child; produces a running child; waits for the child, and between two starts for a
+back-off; unblocked by the child's end or by the supervisor's.
+"""
+
+import asyncio
+import logging
+import re
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from bus import exit_codes
+from bus.system.processes import Child
+from launch.run.process import launched
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 15.0
+LOOK_EVERY_S = 1.0
+
+
+class GaveUp(RuntimeError):
+    """A process ended badly more often than its budget allows, or once with a code that is final."""
+
+    def __init__(self, name: str, code: int, times: int, window_s: float, last_lines: str, reason: str = "") -> None:
+        """``reason``: the message of the error that ended it, where it wrote one."""
+        super().__init__(name, code, times, window_s, last_lines, reason)
+        self.name, self.code, self.times, self.window_s = name, code, times, window_s
+        self.last_lines, self.reason = last_lines, reason
+
+    @property
+    def exit_code(self) -> int:
+        """Of the run that cannot go on without this process."""
+        return exit_codes.CONFIG if self.code == exit_codes.CONFIG else exit_codes.CRASHED
+
+    @property
+    def cause(self) -> str:
+        """In one line."""
+        return self.reason or next((line.strip() for line in reversed(self.last_lines.splitlines()) if line.strip()), "it wrote nothing")
+
+    def __str__(self) -> str:
+        if self.code == exit_codes.CONFIG:  # a command that found it before it began has written all of it, behind its name
+            return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
+        often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
+        ended = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
+        return f"{ended}{': ' + self.reason if self.reason else ''}; its last lines:\n{self.last_lines}"
+
+
+class Supervisor:
+    """The processes of a run on this machine."""
+
+    def __init__(self, logs: Path, *, restarts: int, window_s: float, on_event: Callable[[str], None] = log.warning) -> None:
+        """``on_event`` is told, in words, of every restart."""
+        self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
+        self._children: dict[str, Child] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self.restarted: dict[str, int] = {}
+        """Times each process was started again."""
+
+    def keep(
+        self, name: str, arguments: Sequence[str], *, always: bool = False, environment: Mapping[str, str] | None = None
+    ) -> asyncio.Task[None]:
+        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: with that, too, it is started again, until ``end``).
+
+        The task raises GaveUp.
+        """
+        assert name not in self._keepers, f"{name} is kept already"
+        self._children[name] = launched(name, arguments, self._logs / f"{name}.log", environment)
+        self._keepers[name] = asyncio.create_task(self._keep(self._children[name], always), name=f"keep {name}")
+        return self._keepers[name]
+
+    async def _keep(self, child: Child, always: bool) -> None:
+        bad_ends: deque[float] = deque()
+        while True:
+            await child.start()
+            log.info("started process=%s pid=%d", child.name, child.pid)
+            code = await child.wait()
+            if code == 0 and not always:
+                log.info("ended process=%s", child.name)
+                return
+            reason = child.reason()
+            if code in exit_codes.FINAL:
+                raise GaveUp(child.name, code, 1, 0.0, child.last_lines(), reason)
+            now = time.monotonic()
+            bad_ends.append(now)
+            while now - bad_ends[0] > self._window_s:
+                bad_ends.popleft()
+            if len(bad_ends) > self._restarts:
+                raise GaveUp(child.name, code, len(bad_ends), self._window_s, child.last_lines(), reason)
+            backoff_s = min(FIRST_BACKOFF_S * 2 ** (len(bad_ends) - 1), LONGEST_BACKOFF_S)
+            self.restarted[child.name] = self.restarted.get(child.name, 0) + 1
+            how = f"{child.name} {exit_codes.how(code)}" + (f": {reason}" if reason else "")
+            self._on_event(f"{how}; started again in {backoff_s:.1f} s (log: {child.log_file})")
+            await asyncio.sleep(backoff_s)
+
+    async def failed(self) -> None:
+        """Wait until some process has been given up; raises its GaveUp. Returns when all have ended well."""
+        while True:
+            kept = list(self._keepers.values())
+            if kept:
+                await asyncio.wait(kept, return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_EVERY_S)
+            if self.given_up:
+                raise next(iter(self.given_up.values()))
+            if kept and all(keeper.done() for keeper in self._keepers.values()):
+                return
+            if not kept or any(keeper.done() for keeper in kept):
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    @property
+    def given_up(self) -> dict[str, GaveUp]:
+        """Processes that are not started again, and why."""
+        ended = {name: keeper for name, keeper in self._keepers.items() if keeper.done() and not keeper.cancelled()}
+        return {name: error for name, keeper in ended.items() if isinstance(error := keeper.exception(), GaveUp)}
+
+    async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
+        """Ask processes to drain, all at once; kill those that do not in time. Their exit codes. They are kept no longer."""
+        for name in names:
+            self._keepers[name].cancel()
+        await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
+        codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
+        for name, code in zip(names, codes, strict=True):
+            if code == -signal.SIGKILL:
+                self._on_event(f"{name} did not drain within {within_s:.0f} s and was killed (log: {self._children[name].log_file})")
+            del self._keepers[name], self._children[name]
+        return dict(zip(names, codes, strict=True))
+
+    def names(self, role: str) -> list[str]:
+        """Processes of a role: the role itself, or ``role-...``."""
+        return [name for name in self._keepers if name == role or name.startswith(f"{role}-")]
+
+    @property
+    def running(self) -> dict[str, int]:
+        """Process ids by name."""
+        return {name: child.pid for name, child in self._children.items() if child.running}

@@ -1,0 +1,393 @@
+"""``tidemill up``: all of a run on this machine, shown working, and its books at the end.
+
+    prepare -> bus -> engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
+            -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
+
+Consumes the end of the learner; waits for it, for a process that cannot be kept, or for Ctrl-C, which drains in the order actors and
+learner, engines, bus: then ``--resume`` goes on.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import IO
+
+import yaml
+from rich.console import Console
+
+from bus import exit_codes
+from bus.errors import BusError, ServerFailed
+from bus.server.embedded import end_reader
+from bus.streams.connection import Bus, connect
+from bus.system.coroutines import first_of
+from bus.system.files import write_whole
+from bus.wire.messages import VersionRow
+from launch.checks.findings import CheckFailed
+from launch.checks.run import Purpose, check
+from launch.run import audit_progress, process, roles, summary, view, wanted
+from launch.run.audit import audit, read_claims
+from launch.run.host import Host
+from launch.run.supervisor import GaveUp, Supervisor
+from launch.run.watch import Watch
+from launch.settings import extras
+from launch.settings.config import CONFIG_FILE, RunConfig
+from launch.settings.loader import Loaded, to_map
+from learner.feed.restart import CHECKPOINT_KEY
+
+log = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+LOCK_FILE = ".lock"
+"""In the run's directory: locked by the one `up` that works in it, and holding its process id."""
+WRONG_USE = 2
+BUS_START_S = 60.0
+LATER_STARTS_S = 86_400.0
+REPORTED = (
+    "steps",
+    "reward_first",
+    "reward_last",
+    "seconds",
+    "samples_published",
+    "samples_trained",
+    "samples_lost",
+    "samples_trained_twice",
+    "samples_dropped",
+    "tasks_given_up",
+    "requests_aborted_by_pushes",
+    "multi_version_samples",
+    "max_lag_trained",
+    "pushes",
+    "restarts",
+)
+"""What of the summary is said at the end."""
+HOST = "up"
+"""Its name among the hosts of the run."""
+BROKEN_PROMISE = 3
+"""Exit code when the run went through and its books or its reward are not as promised."""
+
+
+class CannotBegin(ValueError):
+    """The run's directory, or what stands on its bus, is not what the command needs."""
+
+
+def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
+    """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken, 78 settings or
+    data that no restart can cure.
+    """
+    if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
+        kept = config.learner.from_checkpoint
+        raise CannotBegin(f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)")
+    console = Console(highlight=False, soft_wrap=True)
+    log_file = config.root / "logs" / "up.log"
+    with directory_of_one(config.root, resume=resume, fresh=fresh):
+        log_to_file(log_file)
+        run = Up(config, console, resume=resume)
+        code = process.run(run.run, drain_s=config.up.drain_s * 4 + 60, uvloop=False)
+    if code and not run.failure:
+        run.failure = "not drained in time" if code == process.NOT_IN_TIME else f"crashed; the reason is in {log_file}"
+    if run.failure:
+        console.print(run.failure, style="red", markup=False)
+    return code or run.code
+
+
+@contextlib.contextmanager
+def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]:
+    """The run's directory, for nobody else meanwhile. Raises CannotBegin with the cure; a run that is under way is never touched."""
+    there = (root / CONFIG_FILE).exists()
+    ours = there or (root / LOCK_FILE).exists()
+    if resume and not there:
+        raise CannotBegin(f"--resume: want a run in {root}, there is none")
+    if fresh and not ours and root.exists() and any(root.iterdir()):
+        raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / LOCK_FILE).open("a+") as lock:
+        _lock(lock, root)
+        if there and not resume and not fresh:
+            raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
+        _end_look(root)
+        if fresh:
+            _clear(root)
+        yield
+
+
+def _lock(lock: IO[str], root: Path) -> None:
+    """The kernel gives the lock back when this process ends, however it ends; children do not inherit it."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        who = lock.read().strip()
+        raise CannotBegin(f"{root}: `tidemill up` (process {who}) is at work in it; end that first, or set another directory") from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+
+
+def _end_look(root: Path) -> None:
+    """A command that looks at the run while it is over has its store open (``launch.run.ended``): that must end first."""
+    try:
+        for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
+            end_reader(directory)
+    except ServerFailed as error:
+        raise CannotBegin(str(error)) from None
+
+
+def _clear(root: Path) -> None:
+    """Everything but the lock; what marks the directory as ours goes last."""
+    found = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
+    for path in found:
+        if path.name == LOCK_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def log_to_file(file: Path) -> None:
+    """Everything this process logs goes to a file; the terminal belongs to the view."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.getLogger("nats").setLevel(logging.CRITICAL)
+
+
+class Up:
+    """One start of a run on this machine."""
+
+    def __init__(self, config: RunConfig, console: Console, *, resume: bool) -> None:
+        self._config, self._console, self._resume = config, console, resume
+        self._root = config.root
+        self._supervisor = Supervisor(
+            self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self._event
+        )
+        self._watch: Watch | None = None
+        self._host: Host | None = None
+        self.code = process.DONE
+        self.failure = ""
+
+    def _event(self, text: str) -> None:
+        self._watch.event(text) if self._watch is not None else log.warning("%s", text)
+
+    async def run(self, draining: asyncio.Event) -> None:
+        """From the first process to the last."""
+        self._write_config()
+        self._say(f"{self._config.run}: files and logs in {self._root}")
+        try:
+            await self._prepare()
+            await self._check_prepared()
+            url = await self._start_bus()
+            address = roles.own_address(self._config, url)
+            async with connect(address, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
+                await bus.create_layout()
+                await self._refuse_another_run(bus, url)
+                await self._train(bus, url, draining)
+        except asyncio.CancelledError:
+            self.failure = f"not drained in time; at work still: {', '.join(self._supervisor.running) or 'no process'}"
+            raise
+        except (CannotBegin, CheckFailed) as error:
+            self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
+        except (GaveUp, BusError) as error:
+            self.code, self.failure = exit_codes.of(error), str(error)
+        finally:
+            await self._drain()
+            await self._supervisor.end(self._supervisor.names("bus"), within_s=self._config.up.drain_s)
+
+    async def _refuse_another_run(self, bus: Bus, url: str) -> None:
+        """A bus that outlives its runs (``bus.url``) may hold one of this name: to train into its streams would mix the two."""
+        if not self._resume and await bus.tasks.last_id() > 0:
+            raise CannotBegin(
+                f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)"
+            )
+
+    def _say(self, text: str) -> None:
+        log.info("%s", text)
+        self._console.print(text, markup=False)
+
+    def _write_config(self) -> None:
+        write_whole(self._root / CONFIG_FILE, yaml.safe_dump(to_map(self._config), sort_keys=False))
+
+    def _arguments(self, command: str) -> list[str]:
+        return [command, "--config", str(self._root / CONFIG_FILE)]
+
+    async def _prepare(self) -> None:
+        """In a process of its own: it loads torch, this one never does."""
+        if self._config.prepare is None:
+            return
+        child = process.launched("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
+        await child.start()
+        code = await child.wait()
+        if code:
+            raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
+
+    async def _check_prepared(self) -> None:
+        """Check what could not be checked before it was made. Raises CheckFailed."""
+        if self._config.prepare is None:
+            return
+        report = await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())
+        report.refuse()
+
+    async def _start_bus(self) -> str:
+        if self._config.bus.url:
+            return self._config.bus.url
+        address = self._root / roles.BUS_URL_FILE
+        address.unlink(missing_ok=True)
+        keeper = self._supervisor.keep("bus", self._arguments("bus"))
+        deadline = time.monotonic() + BUS_START_S
+        while not address.exists():
+            if keeper.done():
+                keeper.result()
+            if time.monotonic() > deadline:
+                raise GaveUp("bus", -1, 1, BUS_START_S, f"no address in {address} after {BUS_START_S:.0f} s; see {self._root}/logs/bus.log")
+            await asyncio.sleep(0.02)
+        return address.read_text().strip()
+
+    async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
+        metrics = self._root / METRICS_FILE
+        earlier = summary.seconds_of_steps(metrics)
+        metrics.unlink(missing_ok=True)
+        self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
+        async with self._shown():
+            learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked"])
+            self._host = Host(
+                bus,
+                self._supervisor,
+                name=HOST,
+                arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
+                drain_s=self._config.up.drain_s,
+            )
+            await self._want(bus)
+            enough = asyncio.Event()
+            hosting = asyncio.create_task(self._host.run(enough, drain=False), name="host")
+            try:
+                ended = await self._until({learner, hosting}, draining)
+            finally:
+                enough.set()
+                await asyncio.gather(hosting, return_exceptions=True)
+            finished = ended and await self._trained_to_the_end(bus)
+            await self._drain()
+        if not finished:
+            cure = f"go on with: tidemill up {self._root / CONFIG_FILE} --resume"
+            self._say(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
+            return
+        await self._close_books(bus, self._watch.elapsed_s)
+
+    @contextlib.asynccontextmanager
+    async def _shown(self) -> AsyncIterator[None]:
+        """The watch and the view run meanwhile."""
+        assert self._watch is not None
+        live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
+        title = f"tidemill {self._config.run}"
+        shown = view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
+        tasks = [asyncio.create_task(self._watch.run(), name="watch"), asyncio.create_task(shown, name="view")]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Exception):
+                    log.error("nobody saw the rest: %s", result, exc_info=result)
+
+    async def _trained_to_the_end(self, bus: Bus) -> bool:
+        """The last step is in a checkpoint. A learner that somebody told to drain ends as well as one that is done."""
+        row = await bus.rows("run").get(CHECKPOINT_KEY)
+        return row is not None and int(row[0]["step"]) >= self._config.learner.steps
+
+    async def _want(self, bus: Bus) -> None:
+        """As many engines and actors as the configuration says; in a run that goes on, what `tidemill scale` said last stays."""
+        counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
+        there, _ = await bus.rows("wanted").standing(wanted.ALL) if self._resume else (None, 0)
+        if there is None:
+            await wanted.change(bus, wanted.ALL, counts)
+        elif there != counts:
+            self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there.items())))
+
+    async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
+        """True when one of ``works`` (the learner) has ended well, False when told to drain. Raises what they raise, and GaveUp."""
+        await first_of(*map(asyncio.shield, works), self._supervisor.failed(), draining.wait())
+        return any(work.done() for work in works)
+
+    async def _drain(self) -> None:
+        """Actors and learner first, then the engines they use: nobody loses what it needs to finish."""
+        within_s = self._config.up.drain_s
+        if self._host is not None:
+            await self._host.settled()
+        await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
+        await self._supervisor.end(self._supervisor.names("engine"), within_s=within_s)
+
+    async def _close_books(self, bus: Bus, seconds: float) -> None:
+        assert self._watch is not None
+        claims = await asyncio.to_thread(read_claims, self._config.checkpoints)
+        rows = await bus.rows("weights").all()
+        fields = VersionRow.__dataclass_fields__
+        versions = [
+            VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
+        ]
+        vocab_size, _ = roles.model_shape(Path(self._config.model.path))
+        steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
+        async with audit_progress.shown(bus, self._say) as progress:
+            books, outcomes = await audit(bus, claims, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
+        reached = self._watch.reached_s
+        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
+        summary.write_lines(self._root / METRICS_FILE, lines)
+        observed = summary.Observed(
+            run=self._config.run,
+            seconds=seconds,
+            seconds_to_reward=_seconds_to(lines, 0.9),
+            max_lag=self._config.staleness.max_lag,
+            loads=self._watch.loads,
+            troubles=self._watch.troubles,
+            aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
+            restarts=self._supervisor.restarted,
+        )
+        result = summary.summarize(books, lines, versions, observed)
+        broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
+        result |= {"promises_broken": broken, "config_digest": self._config.digest()}
+        write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
+        title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
+        picture = await asyncio.to_thread(_draw, lines, self._root / "curves.png", title)
+        self._report(result, broken, picture)
+
+    def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
+        self._say("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
+        for who, trouble in self._watch.troubles.items() if self._watch is not None else ():
+            self._say(f"  {who}: {trouble}")
+        self._say(f"  model {self._root}/final, picture {picture}, books {self._root}/summary.json")
+        if broken:
+            self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {count}" for name, count in value.items()) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
+    """Draw the curves of a run; return the file, or why there is none: a run without the extra ``plots`` is as good as any."""
+    from launch.run.curves import draw
+
+    try:
+        extras.require("plots")
+    except extras.PackagesMissing as missing:
+        return f"not drawn ({missing})"
+    draw(lines, file, title=title)
+    return str(file)
+
+
+def _seconds_to(lines: list[dict[str, object]], reward: float, *, over: int = 5) -> float | None:
+    """Seconds at which the mean reward of ``over`` steps first reached ``reward``."""
+    values = [float(line.get(summary.REWARD, 0.0)) for line in lines]  # type: ignore[arg-type]
+    for end in range(over, len(values) + 1):
+        if sum(values[end - over : end]) / over >= reward:
+            return float(lines[end - 1]["seconds"])  # type: ignore[arg-type]
+    return None

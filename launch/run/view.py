@@ -1,0 +1,248 @@
+"""How a run looks on a terminal, and as plain lines where there is none."""
+
+import asyncio
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from bus.wire.messages import LiveRow, Sample
+from launch.run.watch import Watch
+
+REFRESH_S = 0.5
+PLAIN_EVERY_S = 5.0
+PLOT_HEIGHT = 9
+NUM_NUMBERS = 9
+"""Lines of the block of numbers."""
+NUMBERS_WIDTH = 38
+AXIS_WIDTH = 7
+NUM_EVENTS = 3
+COMFORTABLE_HEIGHT = 30
+WIDEST = 140
+SILENT_S = 5.0
+"""A process whose row has not changed for so long is shown as silent."""
+_BARS = " ▁▂▃▄▅▆▇█"
+_DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
+"""Braille dots of a cell from bottom to top, left and right."""
+
+
+async def show_live(watch: Watch, title: str, console: Console) -> None:
+    """Draw until cancelled, and once more then."""
+
+    def fitted() -> Panel:
+        return picture(watch, title, width=min(console.width, WIDEST), height=console.height)
+
+    with Live(console=console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False) as live:
+        try:
+            while True:
+                live.update(fitted(), refresh=True)
+                await asyncio.sleep(REFRESH_S)
+        finally:
+            live.update(fitted(), refresh=True)
+
+
+async def show_plain(watch: Watch, console: Console) -> None:
+    """A line every few seconds in which a step was done, and every event once."""
+    told: set[str] = set()
+    told_step = -1
+    while True:
+        for event in [event for event in watch.events if event not in told]:
+            told.add(event)
+            console.print(event, markup=False, highlight=False)
+        if watch.step > told_step and watch.outcomes:
+            told_step = watch.step
+            words = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
+            console.print(f"{watch.elapsed_s:5.0f} s   {words}", markup=False, highlight=False, soft_wrap=True)
+        elif not watch.outcomes:
+            console.print(f"{watch.elapsed_s:5.0f} s   {waiting_words(watch)}", markup=False, highlight=False, soft_wrap=True)
+        await asyncio.sleep(PLAIN_EVERY_S)
+
+
+def waiting_words(watch: Watch) -> str:
+    """Who waits for what, before the first step is done."""
+    troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
+    rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
+    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has said anything yet")
+
+
+def picture(watch: Watch, title: str, *, width: int = 100, height: int = 32) -> Panel:
+    """The whole view, no larger than this. What does not fit is left out from the bottom of its own block, never from the others'."""
+    inner = width - 4
+    events = list(watch.events)[-NUM_EVENTS:]
+    plot_height = PLOT_HEIGHT if height >= COMFORTABLE_HEIGHT else NUM_NUMBERS - 1
+    room = height - 9 - (plot_height + 1) - len(events)
+    blocks: list[Table | Text] = [
+        _progress(watch),
+        Text(),
+        _middle(watch, inner, plot_height),
+        Text(),
+        _processes(watch, max(2, room)),
+        Text(),
+        _sample(watch.sample),
+    ]
+    return Panel(Group(*blocks, *map(_event, events)), title=f"[bold]{title}[/]", border_style="cyan", padding=(0, 1), width=width)
+
+
+def _progress(watch: Watch) -> Table:
+    left = watch.left_s()
+    row = Table.grid(expand=True, padding=(0, 1))
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(justify="right", no_wrap=True)
+    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (f", {timedelta(seconds=int(left))} left" if left is not None else "")
+    row.add_row(
+        Text(f"step {watch.step}/{watch.steps}", style="bold"),
+        ProgressBar(total=watch.steps, completed=watch.step),
+        Text(clock, style="dim"),
+    )
+    return row
+
+
+def _middle(watch: Watch, inner: int, plot_height: int) -> Table:
+    both = Table.grid(padding=0)
+    both.add_column(width=inner - NUMBERS_WIDTH, no_wrap=True, overflow="crop")
+    both.add_column(width=NUMBERS_WIDTH)
+    both.add_row(_reward(watch, max(10, inner - NUMBERS_WIDTH - AXIS_WIDTH - 3), plot_height), _numbers(watch))
+    return both
+
+
+def _reward(watch: Watch, width: int, height: int) -> Text:
+    rewards = watch.series("data/reward_mean")
+    text = Text()
+    if not rewards:
+        lines = textwrap.wrap(waiting_words(watch), width + AXIS_WIDTH)[:height]
+        return Text("\n".join(["reward", *lines, *[""] * (height - len(lines))]), style="dim")
+    low, high = min(0.0, *rewards), max(1.0, *rewards)
+    text.append(f"reward {rewards[-1]:.3f}", style="bold green")
+    text.append(f"   first {rewards[0]:.3f}, best {max(rewards):.3f}", style="dim")
+    lines = plot(rewards, width=width, height=height, low=low, high=high, total=watch.steps)
+    for place, line in enumerate(lines):
+        level = high if place == 0 else low if place == len(lines) - 1 else None
+        text.append(f"\n{level:5.2f}" if level is not None else "\n     ", style="dim")
+        text.append(" ┤" if level is not None else " │", style="dim")
+        text.append(line, style="green")
+    return text
+
+
+def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float, total: int) -> list[str]:
+    """A curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill the width."""
+    columns, levels = width * 2, height * 4
+    cells = [[0] * width for _ in range(height)]
+    span = (high - low) or 1.0
+    total = max(total, len(values))
+    for column in range(columns):
+        start = column * total // columns
+        end = max(start + 1, (column + 1) * total // columns)
+        part = values[start:end]
+        if not part:
+            break
+        value = sum(part) / len(part)
+        level = min(levels - 1, max(0, round((value - low) / span * (levels - 1))))
+        cells[height - 1 - level // 4][column // 2] |= _DOTS[level % 4][column % 2]
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def _numbers(watch: Watch) -> Table:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", justify="right", no_wrap=True, width=9)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for name, value in _facts(watch):
+        table.add_row(name, value)
+    return table
+
+
+def _facts(watch: Watch) -> list[tuple[str, str | Text]]:
+    """``NUM_NUMBERS`` of them."""
+    actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
+    feeder, stream = watch.load("feeder"), watch.samples
+    lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(_lags(watch))
+    return [
+        ("lag", lag),
+        ("|Δ log p|", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f}, k3 {watch.newest('offpolicy/k3'):.4f}"),
+        ("entropy", f"{watch.newest('train/entropy'):.3f} nats"),
+        ("tokens/s", f"{watch.rate_generated:.0f} made, {watch.rate_trained:.0f} trained"),
+        ("waiting", f"learner {watch.newest('train/wait_share'):.0%}" + (f", actors {actors:.0%}" if actors is not None else "")),
+        ("tasks", f"{waiting} waiting, {leased} leased"),
+        ("buffer", f"{feeder.get('buffered', 0):.0f} samples of {feeder.get('open_tasks', 0):.0f} tasks"),
+        ("stream", f"{stream.last_seq} samples, {stream.bytes / 1e6:.1f} MB" if stream is not None else ""),
+        ("push", _push(watch)),
+    ]
+
+
+def _push(watch: Watch) -> str:
+    if watch.newest("push/version", -1) < 0:
+        return "none yet"
+    seconds, stall = watch.newest("push/seconds"), watch.newest("push/stall_seconds_max")
+    return f"v{watch.newest('push/version'):.0f}, {_duration(seconds)}, stall {_duration(stall)}"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
+
+
+def _lags(watch: Watch) -> Text:
+    """Shares of the trained tokens by lag, as bars."""
+    text = Text()
+    for lag in range(16):
+        share = watch.newest(f"offpolicy/lag_share/{lag}", -1.0)
+        if share >= 0:
+            text.append(f"{lag}", style="dim").append(_BARS[round(share * (len(_BARS) - 1))] + " ", style="cyan")
+    return text
+
+
+def _processes(watch: Watch, lines: int) -> Table:
+    """As many as fit in ``lines`` besides the header: those that need looking at first, the others summed up."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
+    for name, options in (("process", {}), ("phase", {}), ("version", {"justify": "right"}), ("waits for", {"ratio": 1})):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", **options)  # type: ignore[arg-type]
+    shown = watch.rows
+    if len(shown) > lines:
+        first = {role: place for place, role in reversed(list(enumerate(row.role for row, _ in shown)))}
+        order = sorted(range(len(shown)), key=lambda place: (_well(*shown[place]), first[shown[place][0].role] != place))
+        shown = [watch.rows[place] for place in sorted(order[: lines - 1])]
+    for row, age in shown:
+        phase = f"silent for {age:.0f} s" if age > SILENT_S else row.phase
+        style = "red" if age > SILENT_S else "green" if _well(row, age) else "yellow"
+        version = str(row.version) if row.version >= 0 else ""
+        waits_for = Text(row.trouble, style="red") if row.trouble else Text(row.waits_for)
+        table.add_row(Text(f"{row.role} {row.id}"), Text(phase, style=style), version, waits_for)
+    if len(shown) < len(watch.rows):
+        names = {id(row) for row, _ in shown}
+        more = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)
+        table.add_row(Text("and more", style="dim"), "", "", Text(", ".join(f"{n} {what}" for what, n in more.items()), style="dim"))
+    return table
+
+
+def _well(row: LiveRow, age: float) -> bool:
+    return age <= SILENT_S and row.phase in ("serving", "working") and not row.trouble
+
+
+def _sample(sample: Sample | None) -> Text:
+    if sample is None:
+        return Text("no sample yet", style="dim")
+    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", "")) if sample.prompt else ""
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append("last sample ", style="dim")
+    text.append(_one_line(prompt, 60))
+    text.append(" → ", style="dim")
+    text.append(_one_line(sample.response, 60) or "(nothing)", style="bold")
+    text.append(f"   reward {sample.score:.2f}", style="green" if sample.score > 0.99 else "yellow")
+    if sample.label is not None:
+        text.append(f"   wanted {_one_line(str(sample.label), 24)}", style="dim")
+    return text
+
+
+def _one_line(text: str, length: int) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= length else f"{flat[: length - 1]}…"
+
+
+def _event(event: str) -> Text:
+    return Text(event, style="yellow", no_wrap=True, overflow="ellipsis")

@@ -1,0 +1,94 @@
+"""How many engines and actors are wanted, and where: rows of the bucket ``wanted``, and the share of each host.
+
+A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the other hosts
+together. For each role the first that names it counts, in this order; a total is shared out evenly among the hosts that live.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bus.client.rows import Row, Value
+from bus.streams.connection import Bus
+from bus.wire.subjects import token
+
+ROLES = ("engine", "actor")
+"""In the order in which they are started."""
+ALL = "all"
+MOST = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host that lives."""
+
+    name: str
+    pool: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """All rows, as they were read together."""
+
+    rows: Mapping[str, Row]
+
+    def of(self, host: Place, hosts: Sequence[Place]) -> dict[str, int]:
+        """Processes that ``host`` is to run, by role; ``hosts`` are those that live, it among them."""
+        return {role: self._of(role, host, hosts) for role in ROLES}
+
+    @property
+    def revision(self) -> int:
+        """Rises with every change of any row."""
+        return max((revision for _, revision in self.rows.values()), default=0)
+
+    def _of(self, role: str, host: Place, hosts: Sequence[Place]) -> int:
+        row = self._row_for(role, host)
+        if row == host_key(host.name):
+            return self._count(row, role)
+        sharing = sorted((one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name))
+        total, place = self._count(row, role), sharing.index(host.name)
+        return total // len(sharing) + (place < total % len(sharing))
+
+    def _row_for(self, role: str, host: Place) -> str:
+        for key in (host_key(host.name), pool_key(host.pool)):
+            if key in self.rows and role in self.rows[key][0]:
+                return key
+        return ALL
+
+    def _count(self, key: str, role: str) -> int:
+        count = self.rows[key][0].get(role, 0) if key in self.rows else 0
+        return max(0, min(MOST, count)) if isinstance(count, int) else 0
+
+
+def host_key(host: str) -> str:
+    return f"host.{token(host)}"
+
+
+def pool_key(pool: str) -> str:
+    return f"pool.{token(pool)}"
+
+
+async def read(bus: Bus) -> Wanted:
+    """What is wanted now. Raises BusUnavailable."""
+    return Wanted(await bus.rows("wanted").all())
+
+
+async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+    """Set the numbers of some roles in one row, the others stay: (before, after). Raises BusUnavailable."""
+
+    def changed(before: Value | None) -> Value:
+        return {**(before or {}), **counts}
+
+    before, after = await bus.rows("wanted").change(key, changed, replace_unreadable=True)
+    return before or {}, after
+
+
+def parse(words: Sequence[str]) -> dict[str, int]:
+    """Numbers by role from words such as ``actors=8``. Raises ValueError."""
+    counts: dict[str, int] = {}
+    for word in words:
+        name, equals, number = word.partition("=")
+        role = name.removesuffix("s")
+        if not equals or role not in ROLES or not number.isdecimal() or int(number) > MOST:
+            raise ValueError(f"want actors=N and/or engines=N with N from 0 to {MOST}, got {word!r}")
+        counts[role] = int(number)
+    return counts

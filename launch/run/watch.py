@@ -1,0 +1,183 @@
+"""What an onlooker on this machine knows of a run: collected from the bus, never asked of a process.
+
+Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces ``Watch``'s fields, which views read when they like.
+Waits for the bus; whatever is not there yet is None.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bus.client.jetstream import StreamState
+from bus.errors import BusError
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus
+from bus.wire.messages import Done, LiveRow, Sample
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+NUM_EVENTS = 6
+RECENT_STEPS = 20
+
+
+class Watch:
+    """The present state of a run, as far as it is known."""
+
+    def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:
+        """``earlier``: seconds at which earlier starts of this run had done their steps; time goes on from there."""
+        self._bus, self.steps, self._metrics_file = bus, steps, metrics_file
+        self._resumed_at = max(earlier or {}, default=0)
+        self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
+        self.outcomes: dict[int, Done] = {}
+        """Newest outcome of every step."""
+        self.reached_s: dict[int, float] = dict(earlier or {})
+        """Seconds since the run began at which a step's outcome was first seen."""
+        self.rows: list[tuple[LiveRow, float]] = []
+        """(row, seconds since it changed)."""
+        self.loads: dict[str, dict[str, float]] = {}
+        """The last counters of every process that was ever seen, by ``role.id``."""
+        self.troubles: dict[str, str] = {}
+        """What goes wrong again and again, in words, as every process last reported it, by id."""
+        self.aborted_by_pushes: dict[tuple[str, int], float] = {}
+        """Requests that pushes ended, as every engine process (id, pid) last told."""
+        self.samples: StreamState | None = None
+        self.backlog: tuple[int, int] | None = None
+        """Tasks (waiting, leased)."""
+        self.sample: Sample | None = None
+        """A recent one."""
+        self.events: deque[str] = deque(maxlen=NUM_EVENTS)
+        self.rate_generated = 0.0
+        """Tokens per second, all actors."""
+        self._refused: set[str] = set()
+        self._generated: deque[tuple[float, float]] = deque(maxlen=10)
+
+    @property
+    def step(self) -> int:
+        return max(self.outcomes, default=0)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def series(self, name: str) -> list[float]:
+        """A metric over the steps that have it."""
+        return [self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics]
+
+    def newest(self, name: str, otherwise: float = 0.0) -> float:
+        return self.outcomes[self.step].metrics.get(name, otherwise) if self.outcomes else otherwise
+
+    def _recent(self) -> list[tuple[int, float]]:
+        """(step, seconds) of the last steps of this start; the pause before it is no part of their pace."""
+        return sorted(item for item in self.reached_s.items() if item[0] > self._resumed_at)[-RECENT_STEPS:]
+
+    @property
+    def rate_trained(self) -> float:
+        """Trainable tokens per second of the clock, over the last steps: to be compared with ``rate_generated``."""
+        seen = self._recent()
+        if len(seen) < 2:
+            return 0.0
+        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in seen[1:] if step in self.outcomes)
+        passed_s = max(seen[-1][1], self.elapsed_s) - seen[0][1]
+        return tokens / passed_s if passed_s > 0 else 0.0
+
+    def left_s(self) -> float | None:
+        """Time left, by the pace of the last steps."""
+        seen = self._recent()
+        if len(seen) < 3:
+            return None
+        pace_s = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        return pace_s * (self.steps - self.step)
+
+    def event(self, text: str) -> None:
+        """Something an onlooker should know."""
+        log.warning("%s", text)
+        self.events.append(f"{self.elapsed_s:5.0f} s  {text}")
+
+    async def run(self) -> None:
+        """Watch for ever."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._follow_outcomes(), name="outcomes")
+            group.create_task(self._look_around(), name="look around")
+
+    async def _follow_outcomes(self) -> None:
+        async for _, record in self._bus.plans.follow():
+            if isinstance(record, Done):
+                self.outcomes[record.step] = record
+                self.reached_s.setdefault(record.step, self.elapsed_s)
+                self._note(record)
+
+    def _note(self, done: Done) -> None:
+        """A line in metrics.jsonl at once; the file is written anew, in order, at the end."""
+        if self._metrics_file is None:
+            return
+        with self._metrics_file.open("a") as lines:
+            line = {"step": done.step, "epoch": done.epoch, "seconds": round(self.reached_s[done.step], 3), **done.metrics}
+            lines.write(json.dumps(line) + "\n")
+
+    async def _look_around(self) -> None:
+        view = LiveView(self._bus)
+        while True:
+            try:
+                self._take_rows(await view.refresh())
+                self.samples = await self._bus.samples.info()
+                self.backlog = await self._bus.tasks.backlog()
+                if self.samples.messages:
+                    self.sample = await self._bus.samples.fetch(self.samples.last_seq)
+            except BusError as error:
+                log.info("not known now: %s", error)
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _take_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
+        self.rows = rows
+        for row, _ in rows:
+            self.loads[f"{row.role}.{row.id}"] = row.load
+            self._take_trouble(row)
+            if row.role == "engine":
+                self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
+        self._note_refused()
+        generated = sum(load.get("tokens_generated", 0.0) for who, load in self.loads.items() if who.startswith("actor."))
+        self._generated.append((time.monotonic(), generated))
+        (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
+        self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
+
+    def _take_trouble(self, row: LiveRow) -> None:
+        """The first of a process is an event; the newest stands in its row, and in the summary."""
+        if not row.trouble:
+            return
+        if row.id not in self.troubles:
+            self.event(f"{row.id}: {row.trouble}")
+        self.troubles[row.id] = row.trouble
+
+    def _note_refused(self) -> None:
+        """An event for every actor that the feeder has begun to refuse."""
+        for key in self.load("feeder"):
+            kind, _, actor = key.partition("/")
+            if kind == "refused" and actor not in self._refused:
+                self._refused.add(actor)
+                self.event(f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)")
+
+    def share(self, role: str) -> float | None:
+        """Mean waiting share that processes of a role tell of."""
+        shares = [row.load["waiting_share"] for row, _ in self.rows if row.role == role and "waiting_share" in row.load]
+        return sum(shares) / len(shares) if shares else None
+
+    def load(self, role: str) -> dict[str, float]:
+        """Counters of the first process of a role; empty for none."""
+        return next((row.load for row, _ in self.rows if row.role == role), {})
+
+    def flat(self) -> dict[str, Any]:
+        """What a plain line says."""
+        return {
+            "step": f"{self.step}/{self.steps}",
+            "reward": f"{self.newest('data/reward_mean'):.3f}",
+            "lag": f"{self.newest('offpolicy/lag_mean'):.2f} (max {self.newest('offpolicy/lag_max'):.0f})",
+            "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
+            "learner waits": f"{self.newest('train/wait_share'):.0%}",
+            "actors wait": f"{self.share('actor') or 0:.0%}",
+        }

@@ -1,0 +1,1 @@
+"""Configuration: sections, files, prepared data and models."""

@@ -1,0 +1,215 @@
+"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and what follows from them.
+
+Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no torch.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.config import ActorConfig, EngineConfig
+from bus.config import RUN_NAME, BusConfig
+from launch.settings.prepare_config import PrepareConfig
+from learner.algorithms.alarms import refuse_unknown
+from learner.config import DataConfig, LearnerConfig, StalenessConfig
+from learner.data.rules import refuse_rare_pushes, refuse_sampling
+from weightstore.config import WeightsConfig
+
+CONFIG_FILE = "config.yaml"
+"""In a run's directory: all settings of its last start."""
+SAMPLE_BYTES_PER_TOKEN = 9
+"""int32 token, float32 log-prob, uint8 mask."""
+SAMPLE_BYTES = 1024
+"""Text, names and headers of a short sample, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to train."""
+
+    path: str = ""
+    """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """The distribution actors sample from; it travels with every sample."""
+
+    temperature: float = 1.0
+    """Sampling temperature; the learner divides its logits by the same value."""
+    top_p: float = 1.0
+    """Nucleus sampling; only 1 is accepted: the correction needs the log-probs of the whole distribution."""
+    top_k: int = -1
+    """-1 = the whole vocabulary; only -1 is accepted, as with ``top_p``."""
+    max_new_tokens: int = 128
+    """Longest response, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a response."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens <= 0:
+            raise ValueError(f"max_new_tokens: want > 0, got {self.max_new_tokens}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """``tidemill up``: everything on this machine."""
+
+    engines: int = 1
+    """Engines that ``tidemill up`` starts on this machine."""
+    actors: int = 1
+    """Actors that ``tidemill up`` starts on this machine."""
+    restarts: int = 5
+    """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its log."""
+    restart_window_s: float = 300.0
+    """Window in which ``restarts`` are counted."""
+    drain_s: float = 30.0
+    """Seconds for every process to drain. A learner whose engine has just frozen needs twice ``weights.phase_deadline_s``."""
+    view: str = "auto"
+    """live | plain | auto (live on a terminal)."""
+    require_reward: float = -1e30
+    """The run fails when the mean reward of its last ten steps is below this."""
+
+    def __post_init__(self) -> None:
+        if self.engines < 0 or self.actors < 0 or self.restarts < 0:
+            raise ValueError("engines, actors, restarts: want >= 0")
+        if self.view not in ("live", "plain", "auto"):
+            raise ValueError(f"view: want live, plain or auto, got {self.view!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All settings of a run."""
+
+    run: str = ""
+    """Name of the run, in every subject and key; derived from the file's name."""
+    seed: int = 0
+    """Seed of the order of prompts, of sampling and of the learner, unless they have a seed of their own."""
+    directory: str = ""
+    """Directory of the run's files; derived: runs/<run>."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model to train."""
+    prepare: PrepareConfig | None = None
+    """A small model and prompts to make first."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The prompts."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """The sampling distribution of the rollouts."""
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    """The bound on the age of data."""
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    """The learner."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """Weight pushes."""
+    bus: BusConfig = field(default_factory=BusConfig)
+    """The bus."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """The inference engines."""
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    """The rollout actors."""
+    up: UpConfig = field(default_factory=UpConfig)
+    """Settings of ``tidemill up`` itself."""
+
+    def __post_init__(self) -> None:
+        _refuse_contradictions(self)
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.learner.groups_per_step * self.learner.group_size
+
+    @property
+    def root(self) -> Path:
+        return Path(self.directory)
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    def stream_bytes(self, max_prompt_tokens: int) -> int:
+        """What SAMPLES must be able to hold (kept checkpoints, lag and history), by the longest samples there can be."""
+        per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * (self.sampling.max_new_tokens + max_prompt_tokens)
+        interval = self.learner.checkpoint_every or self.learner.steps
+        steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
+        history = min(self.bus.history_samples, self.learner.steps * self.samples_per_step)
+        return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
+
+    def digest(self) -> str:
+        """SHA-256 of the settings that decide what is trained; not of places, machines and names."""
+        parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
+        del parts["learner"]["colocated"]
+        parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
+        parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
+        parts["reward"] = (self.actor.reward, self.actor.reward_options)
+        parts["push_every"] = self.weights.push_every
+        return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _refuse_contradictions(config: RunConfig) -> None:
+    """Raise ValueError for settings that are right one by one and wrong together."""
+    if config.run and not RUN_NAME.fullmatch(config.run):
+        raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {config.run!r}")
+    _refuse_sharing(config)
+    _refuse_stale(config)
+    _refuse_rewards(config)
+    try:
+        refuse_unknown(config.learner.algorithm.alarms)
+    except ValueError as bad:
+        raise ValueError(f"learner.algorithm.{bad}") from None
+    processes = max(config.up.actors, config.up.engines)
+    if config.bus.auth and config.bus.auth_users < processes:
+        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors or engines, got {config.bus.auth_users}")
+
+
+def _refuse_sharing(config: RunConfig) -> None:
+    """Refuse what cannot be where learner and engines share an accelerator."""
+    if config.engine.colocated and not config.learner.colocated:
+        raise ValueError("engine.colocated: follows from learner.colocated; want that one to be said")
+    if config.learner.colocated and config.weights.overlap:
+        raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
+    if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
+        raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+
+
+def _refuse_stale(config: RunConfig) -> None:
+    """Refuse data that is too old, or from a distribution that cannot be corrected for."""
+    algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
+    if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
+        raise ValueError(
+            f"learner.algorithm.correction: {algorithm.correction} with staleness.max_lag = {lag} trains on stale data as if it were "
+            "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or say "
+            "learner.algorithm.train_without_correction: true as well"
+        )
+    refuse_sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k)
+    refuse_rare_pushes(push_every, max_lag=lag)
+    if config.learner.checkpoint_every % push_every:
+        raise ValueError(
+            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
+        )
+
+
+def _refuse_rewards(config: RunConfig) -> None:
+    """Refuse rewards from which nothing is learnt, and terms that would outweigh them."""
+    algorithm = config.learner.algorithm
+    if config.staleness.filter_zero_variance and config.learner.group_size == 1:
+        raise ValueError(
+            "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
+            "group would be dropped; turn it off, or raise learner.group_size"
+        )
+    if algorithm.distill_coef and not algorithm.kl.reference:
+        raise ValueError(
+            f"learner.algorithm.distill_coef: want learner.algorithm.kl.reference, the directory of the teacher, got "
+            f"{algorithm.distill_coef!r} without one: the teacher would be the model that the run starts from"
+        )
+    if algorithm.overlong_buffer > config.sampling.max_new_tokens:
+        raise ValueError(
+            f"learner.algorithm.overlong_buffer: want <= sampling.max_new_tokens = {config.sampling.max_new_tokens}, got "
+            f"{algorithm.overlong_buffer}: every response would lose reward; lower it"
+        )
+    if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
+        raise ValueError(
+            f"learner.algorithm.kl.horizon: want > 0.2 x samples per step = {0.2 * config.samples_per_step:g}, got "
+            f"{algorithm.kl.horizon:g}: one step could turn the sign of the coefficient"
+        )

@@ -1,0 +1,74 @@
+"""Prompt files: JSONL with one ``{"prompt": ..., "label": ...}`` a line. Knows the digits game and the shipped GSM8K."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from launch.settings.prepare_config import PrepareConfig
+
+DATA = Path(__file__).parents[1] / "data"
+GOLD_MARKER = "####"
+FILLER = "."
+
+
+def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
+    """Give the prompts that ``config`` asks for, the same ones every time."""
+    if config.kind == "gsm8k":
+        return islice(gsm8k_prompts(DATA / "gsm8k" / f"{config.split}.jsonl"), config.count or None)
+    return digits_prompts(config)
+
+
+def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
+    """Give ``482=`` and what the task makes of 482: its largest digit, itself, its reverse, or its digits in order."""
+    rng = random.Random(config.seed)
+    for _ in range(config.count):
+        length = rng.randint(config.min_digits, config.max_digits)
+        digits = "".join(rng.choice("0123456789") for _ in range(length))
+        filler = FILLER * (config.max_digits - length) if config.fill else ""
+        yield {"prompt": f"{digits}{filler}=", "label": solve(config.task, digits)}
+
+
+def solve(task: str, digits: str) -> str:
+    """Give the right response to a prompt of the digits game."""
+    match task:
+        case "largest":
+            return max(digits)
+        case "copy":
+            return digits
+        case "reverse":
+            return digits[::-1]
+        case "sort":
+            return "".join(sorted(digits))
+    raise ValueError(f"task: want largest, copy, reverse or sort, got {task!r}")
+
+
+def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
+    """Turn GSM8K's question/answer lines into the question and the number after ``####``.
+
+    Raises ValueError naming the line that has no such number.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            row = json.loads(line)
+            _, marker, gold = row["answer"].rpartition(GOLD_MARKER)
+            if not marker or not gold.strip():
+                raise ValueError(f"{path}:{number}: answer: want text that ends in '{GOLD_MARKER} number', got {row['answer']!r}")
+            yield {"prompt": row["question"], "label": gold.strip()}
+
+
+def gsm8k_texts(split: str) -> Iterator[str]:
+    """Give questions and worked answers as they are, for a tokenizer to be trained on."""
+    with (DATA / "gsm8k" / f"{split}.jsonl").open(encoding="utf-8") as lines:
+        for line in lines:
+            row = json.loads(line)
+            yield row["question"]
+            yield row["answer"]
+
+
+def write_prompts(path: Path, rows: Iterable[dict[str, str]]) -> int:
+    """Write prompts to a JSONL file; gives their number."""
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    path.write_text("".join(lines), encoding="utf-8")
+    return len(lines)

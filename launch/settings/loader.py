@@ -1,0 +1,348 @@
+"""Turns words into a typed tree of dataclasses: defaults, YAML files, ``--set path.to.key=value``, the environment, derived values.
+
+Every value remembers where it came from; every error says where, what was wanted, what came and the nearest name.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launch.settings import yaml_file
+from launch.settings.config import RunConfig
+from launch.settings.yaml_file import SettingsError, shown
+from learner.algorithms.config import unset_names
+
+ENVIRONMENT_PREFIX = "TIDEMILL_"
+NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
+"""Secrets, and what this machine allows: read by ``launch/run/access.py``, never part of a configuration."""
+NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
+"""What cannot be part of a run's name."""
+REMOVED: Mapping[str, str] = {"weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"}
+"""Settings of earlier releases, and the reason why each is gone."""
+_NONE = type(None)
+KINDS: Mapping[Any, str] = {
+    int: "a whole number, such as 3",
+    float: "a number, such as 0.5",
+    bool: "true or false",
+    str: "text, in quotes if it looks like something else",
+    tuple: "a list, such as [a, b]",
+    dict: "a map, such as {name: value}",
+}
+"""How the types of settings are called in messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A value as it came, and from where."""
+
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The configuration of a run, and where each value that is not a default came from."""
+
+    config: RunConfig
+    origins: Mapping[str, str]
+
+
+def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Loaded:
+    """Make the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` < ``environment`` < derived.
+
+    Raises SettingsError.
+    """
+    settings: dict[str, Setting] = {}
+    files = [files] if isinstance(files, Path) else files
+    for file in files:
+        _take(settings, read_yaml(file))
+    _take(settings, changes(overrides, environment or {}).items())
+    _derive(settings, files)
+    config = _build(RunConfig, settings, "")
+    presets = {f"learner.algorithm.{name}": f"preset {config.learner.algorithm.correction}" for name in unset_names()}
+    return Loaded(config, presets | {path: setting.origin for path, setting in settings.items()})
+
+
+def from_map(values: Mapping[str, Any], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
+    """Make a configuration from a nested map, such as the row that a run keeps on the bus, and ``changes``. Raises SettingsError."""
+    settings: dict[str, Setting] = {}
+    _take(settings, _flatten(RunConfig, values, "", lambda _: origin))
+    _take(settings, (changed or {}).items())
+    return typing.cast(RunConfig, _build(RunConfig, settings, ""))
+
+
+def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
+    """Give what ``--set`` and the environment change, for a configuration that comes later. Raises SettingsError for unknown settings."""
+    settings: dict[str, Setting] = {}
+    _take(settings, [_override(text) for text in overrides])
+    _take(settings, _from_environment(environment))
+    return settings
+
+
+def to_map(config: Any) -> dict[str, Any]:
+    """Give the configuration as plain maps, lists and values."""
+    return {
+        f.name: to_map(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
+        for f in dataclasses.fields(config)
+        for value in [getattr(config, f.name)]
+    }
+
+
+# ---- sources
+
+
+def read_yaml(file: Path) -> list[tuple[str, Setting]]:
+    """Give every leaf of a YAML file with its line. Raises SettingsError."""
+    values, lines = yaml_file.read(file)
+    return [] if values is None else list(_flatten(RunConfig, values, "", lambda path: f"{file}:{lines.get(path, 1)}"))
+
+
+def _override(text: str) -> tuple[str, Setting]:
+    path, equals, value = text.partition("=")
+    if not equals or not path:
+        raise SettingsError(f"--set {text}: want path.to.key=value")
+    return path.strip(), Setting(yaml_file.value(value, f"--set {path}"), "--set")
+
+
+def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Setting]]:
+    for name, value in sorted(environment.items()):
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NOT_SETTINGS:
+            path = name.removeprefix(ENVIRONMENT_PREFIX).lower().replace("__", ".")
+            _refuse_single_underscores(name, path)
+            yield path, Setting(yaml_file.value(value, name), f"environment {name}")
+
+
+def _refuse_single_underscores(name: str, path: str) -> None:
+    """Raise SettingsError for TIDEMILL_LEARNER_STEPS, naming the variable that was meant."""
+    known = list(_paths(RunConfig, ""))
+    meant = next((one for one in known if one.replace(".", "_") == path.replace(".", "_")), None)
+    if meant is not None and path not in known:
+        variable = ENVIRONMENT_PREFIX + meant.replace(".", "__").upper()
+        raise SettingsError(f"environment {name}: want two underscores where a dot is in {meant}, got one; did you mean {variable}?")
+
+
+def _paths(section: type, prefix: str) -> Iterator[str]:
+    """Every setting and every section, by its dotted path."""
+    for name, kind in typing.get_type_hints(section).items():
+        yield f"{prefix}{name}"
+        if (inner := _section(kind)) is not None:
+            yield from _paths(inner, f"{prefix}{name}.")
+
+
+def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
+    """What follows from the rest, where it is not said."""
+
+    def given(path: str) -> Any:
+        return settings[path].value if path in settings else None
+
+    def follow(path: str, value: Any, why: str) -> None:
+        if given(path) in (None, ""):
+            settings[path] = Setting(value, f"derived: {why}")
+
+    follow("run", NOT_IN_NAME.sub("-", "-".join(file.stem for file in files))[:64] or "run", "name of the file")
+    follow("directory", f"runs/{given('run')}", "runs/<run>")
+    if given("learner.colocated") is True:
+        follow("engine.colocated", True, "learner.colocated")
+        follow("weights.overlap", False, "learner.colocated")
+    prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
+    if prepares:
+        follow("model.path", f"{given('directory')}/prepared/model", "made by prepare")
+        follow("data.path", f"{given('directory')}/prepared/prompts.jsonl", "made by prepare")
+    for path in ("data.seed", "learner.seed", "prepare.seed"):
+        if given("seed") is not None and (prepares or not path.startswith("prepare")):
+            follow(path, given("seed"), "seed")
+
+
+# ---- the tree
+
+
+def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Setting]]) -> None:
+    """Let ``found`` win over what was there: a value over all below it, a map over what it names."""
+    for path, setting in found:
+        kind, value = _kind_of(path, setting.origin), setting.value
+        is_map = _section(kind) is not None and isinstance(value, Mapping)
+        if is_map and value:
+            _take(settings, list(_flatten(kind, value, path, lambda _, origin=setting.origin: origin)))  # type: ignore[misc]
+            continue
+        if not is_map:
+            for below in [known for known in settings if known.startswith(f"{path}.")]:
+                del settings[below]
+        settings[path] = setting
+
+
+def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], str]) -> Iterator[tuple[str, Setting]]:
+    """Leaves of a nested map, as deep as the dataclasses go."""
+    section = _section(kind)
+    if section is None or values is None or (path and values == {}):
+        yield path, Setting(values, origin(path))
+        return
+    if not isinstance(values, Mapping):
+        raise SettingsError(f"{origin(path)}: {path or 'the file'}: {_not_a_map(section, values)}")
+    kinds = typing.get_type_hints(section)
+    for key, value in values.items():
+        child = f"{path}.{key}" if path else str(key)
+        if key not in kinds:
+            raise SettingsError(f"{origin(child)}: {_unknown(section, path, str(key))}")
+        yield from _flatten(kinds[key], value, child, origin)
+
+
+def _kind_of(path: str, origin: str) -> Any:
+    """The type of the setting that ``path`` names. Raises where there is none."""
+    kind: Any = RunConfig
+    walked: list[str] = []
+    for key in path.split("."):
+        section = _section(kind)
+        if section is None:
+            if _bare(kind) is dict:
+                return Any
+            raise SettingsError(f"{origin}: {path}: {'.'.join(walked)} is a single value, it has no {key!r}")
+        kinds = typing.get_type_hints(section)
+        if key not in kinds:
+            raise SettingsError(f"{origin}: {_unknown(section, '.'.join(walked), key)}")
+        kind = kinds[key]
+        walked.append(key)
+    return kind
+
+
+def _unknown(section: type, path: str, key: str) -> str:
+    names = [f.name for f in dataclasses.fields(section)]
+    prefix = f"{path}." if path else ""
+    if reason := REMOVED.get(prefix + key):
+        return f"{prefix}{key}: this setting was removed: {reason}; delete it"
+    near = difflib.get_close_matches(key, names, n=1)
+    return f"{prefix}{key}: no such setting" + (f"; did you mean {prefix}{near[0]}?" if near else f"; there are {', '.join(names)}")
+
+
+def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
+    values: dict[str, Any] = {}
+    for name, kind in typing.get_type_hints(section).items():
+        path = f"{prefix}{name}"
+        below = any(known.startswith(f"{path}.") for known in settings)
+        inner = _section(kind)
+        if inner is not None:
+            if path in settings and settings[path].value not in (None, {}):
+                raise SettingsError(f"{settings[path].origin}: {path}: {_not_a_map(inner, settings[path].value)}")
+            if below:
+                values[name] = _build(inner, settings, f"{path}.")
+            elif path in settings:
+                values[name] = None if settings[path].value is None and _NONE in typing.get_args(kind) else inner()
+            continue
+        if path in settings:
+            values[name] = _coerce(kind, settings[path], path)
+        if below:
+            values[name] = _with_below(values.get(name, {}), settings, f"{path}.")
+    try:
+        return section(**values)
+    except ValueError as bad:
+        where = _origin([prefix + name for name in str(bad).partition(":")[0].split(", ")], settings)
+        raise SettingsError(f"{where + ': ' if where else ''}{prefix}{bad}") from None
+
+
+def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
+    """Where the first of the settings called ``names`` was set, itself or as a part of a map; empty for defaults."""
+    for name in names:
+        for known, setting in settings.items():
+            if known == name or name.startswith(f"{known}."):
+                return setting.origin
+    below = {setting.origin for known, setting in settings.items() if any(known.startswith(f"{name}.") for name in names)}
+    return below.pop() if len(below) == 1 else ""
+
+
+def _with_below(there: dict[str, Any], settings: Mapping[str, Setting], prefix: str) -> dict[str, Any]:
+    """A free map with the entries that were set one by one; dots go deeper."""
+    result = copy.deepcopy(there)
+    for known, setting in settings.items():
+        if known.startswith(prefix):
+            *parents, last = known.removeprefix(prefix).split(".")
+            place = result
+            for walked, key in enumerate(parents):
+                place = place.setdefault(key, {})
+                if not isinstance(place, dict):
+                    where = prefix + ".".join(parents[: walked + 1])
+                    raise SettingsError(f"{setting.origin}: {known}: {where} is a single value, it has no {last!r}")
+            place[last] = setting.value
+    return result
+
+
+def _coerce(kind: Any, setting: Setting, path: str) -> Any:
+    value, bare = setting.value, _bare(kind)
+    if value is None and _NONE in typing.get_args(kind):
+        return None
+    if bare is float and isinstance(value, int | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(value)  # YAML reads 1e-3 as a word
+    if isinstance(value, float) and not math.isfinite(value):
+        raise SettingsError(f"{setting.origin}: {path}: want a finite number, got {value!r}; take the setting away for its default")
+    if bare is tuple and isinstance(value, list):
+        item = typing.get_args(_without_none(kind))[0]
+        return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))
+    if bare is str and isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    if bare is Any or (isinstance(value, bare) and not (isinstance(value, bool) and bare is not bool)):
+        return value
+    raise SettingsError(f"{setting.origin}: {path}: want {KINDS.get(bare, str(bare))}, got {shown(value)}")
+
+
+def _not_a_map(section: type, value: Any) -> str:
+    first = dataclasses.fields(section)[0].name
+    return f"want a map of settings, such as {{{first}: ...}}, got {shown(value)}"
+
+
+def _section(kind: Any) -> type | None:
+    """The dataclass a field holds, None for a field with a value."""
+    for one in (kind, *typing.get_args(kind)):
+        if dataclasses.is_dataclass(one) and isinstance(one, type):
+            return one
+    return None
+
+
+def _bare(kind: Any) -> Any:
+    kind = _without_none(kind)
+    return typing.get_origin(kind) or kind
+
+
+def _without_none(kind: Any) -> Any:
+    return next(one for one in typing.get_args(kind) if one is not _NONE) if isinstance(kind, types.UnionType) else kind
+
+
+# ---- print
+
+
+def render(loaded: Loaded) -> str:
+    """The whole configuration as YAML, each line with its origin, the derived numbers behind it."""
+    lines = list(_lines(loaded.config, "", 0, loaded.origins))
+    config = loaded.config
+    lines += [
+        "",
+        f"# samples per step = groups_per_step x group_size = {config.learner.groups_per_step} x {config.learner.group_size} = "
+        f"{config.samples_per_step}",
+        f"# tasks handed out at most = (max_lag + 1) x groups_per_step = {(config.staleness.max_lag + 1) * config.learner.groups_per_step}",
+        f"# samples of the run = {config.samples_per_step * config.learner.steps}",
+        f"# stream SAMPLES may hold {config.bus.samples_max_bytes} bytes (`tidemill check` counts what it must hold)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * depth
+    for f in dataclasses.fields(section):
+        value, path = getattr(section, f.name), f"{prefix}{f.name}"
+        if dataclasses.is_dataclass(value):
+            yield f"{indent}{f.name}:"
+            yield from _lines(value, f"{path}.", depth + 1, origins)
+            continue
+        text = yaml.safe_dump(list(value) if isinstance(value, tuple) else value, default_flow_style=True, width=10_000)
+        text = text.removesuffix("\n").removesuffix("\n...").strip()
+        came = dict.fromkeys(origin for known, origin in origins.items() if known == path or known.startswith(f"{path}."))
+        yield f"{indent + f.name + ': ' + text:<48} # {', '.join(came) or 'default'}"

@@ -1,0 +1,101 @@
+"""Makes what a run needs before it starts, once: ``model/`` and ``prompts.jsonl``, with a record of what they were made from."""
+
+import dataclasses
+import hashlib
+import json
+import logging
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bus.system.files import write_whole
+from launch.settings.datasets import prompts, write_prompts
+from launch.settings.prepare_config import PrepareConfig
+
+logger = logging.getLogger(__name__)
+
+RECORD = "prepared.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Where the files are."""
+
+    model: Path
+    prompts: Path
+
+    @classmethod
+    def in_(cls, directory: Path) -> "Prepared":
+        return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
+
+
+class PreparedOtherwise(ValueError):
+    """The directory holds files made from another config, or files that were not made here."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(directory, reason)
+        self.directory, self.reason = directory, reason
+
+    def __str__(self) -> str:
+        return f"{self.directory}: {self.reason}; remove the directory, or choose another one"
+
+
+def prepare(config: PrepareConfig, directory: Path) -> Prepared:
+    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they are there already; a half-made directory is made anew.
+
+    Raises PreparedOtherwise, naming what differs, when they were made from another config.
+    """
+    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    if refuse_other(config, directory):
+        return prepared
+    directory.mkdir(parents=True, exist_ok=True)
+    _write_record(directory, wanted, complete=False)
+    _make(config, prepared)
+    _write_record(directory, wanted, complete=True)
+    return prepared
+
+
+def refuse_other(config: PrepareConfig, directory: Path) -> bool:
+    """Whether what ``config`` asks for is there already. Raises PreparedOtherwise for files made from another config, or by others."""
+    prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
+    record = _read_record(directory)
+    if record is None and (prepared.model.exists() or prepared.prompts.exists()):
+        raise PreparedOtherwise(directory, f"has a model or prompts but no {RECORD}: they were not made by this program")
+    if record is not None and record["config"] != wanted:
+        raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], wanted)}")
+    return record is not None and bool(record["complete"])
+
+
+def digest(config: dict[str, Any]) -> str:
+    """Give the SHA-256 of a config, the same for the same values in any order."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def _make(config: PrepareConfig, prepared: Prepared) -> None:
+    from launch.settings.tiny_model import make_model
+
+    shutil.rmtree(prepared.model, ignore_errors=True)
+    count = write_prompts(prepared.prompts, prompts(config))
+    logger.info("prompts written file=%s count=%d", prepared.prompts, count)
+    make_model(prepared.model, config)
+    logger.info("model written directory=%s layers=%d hidden=%d", prepared.model, config.layers, config.hidden)
+
+
+def _read_record(directory: Path) -> dict[str, Any] | None:
+    path = directory / RECORD
+    if not path.exists():
+        return None
+    record = json.loads(path.read_text())
+    if record["digest"] != digest(record["config"]):
+        raise PreparedOtherwise(directory, f"{RECORD} was changed by hand")
+    return dict(record)
+
+
+def _write_record(directory: Path, config: dict[str, Any], *, complete: bool) -> None:
+    write_whole(directory / RECORD, json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n")
+
+
+def _differences(there: dict[str, Any], wanted: dict[str, Any]) -> str:
+    names = sorted({*there, *wanted})
+    return ", ".join(f"{n}: there {there.get(n)!r}, wanted {wanted.get(n)!r}" for n in names if there.get(n) != wanted.get(n))

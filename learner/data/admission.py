@@ -1,0 +1,124 @@
+"""Admission control: bounds the number of tasks in flight, and chooses the next prompt."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bus.wire.messages import Task
+from learner.data.rules import DataRules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDemand:
+    """The next task to issue."""
+
+    prompt_epoch: int
+    offset: int
+    """Offset of the prompt; for a new prompt, the first usable one at or after this offset."""
+    min_version: int
+    issue_step: int
+    reissue_of: int | None = None
+    reissues: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reissue:
+    """A prompt that is to be issued again."""
+
+    root: int
+    """Id of the first task of the prompt."""
+    count: int
+    """Number of this reissue, from 1."""
+    prompt_epoch: int
+    offset: int
+
+    @classmethod
+    def of(cls, task: Task) -> "Reissue":
+        root = task.id if task.reissue_of is None else task.reissue_of
+        return cls(root=root, count=task.reissues + 1, prompt_epoch=task.prompt_epoch, offset=task.offset)
+
+    def answers(self, task: Task) -> bool:
+        """Return whether ``task`` is this reissue."""
+        return (task.reissue_of, task.reissues) == (self.root, self.count)
+
+
+class Admission:
+    """Admits at most ``rules.admitted`` tasks: the open ones, and those trained by a step that is not published yet."""
+
+    def __init__(self, rules: DataRules) -> None:
+        self._rules = rules
+        self.head: tuple[int, int] | None = None
+        """(version, step) of the newest published weights."""
+        self._position = (0, 0)
+        self._pending_reissues: list[Reissue] = []
+        self._unpublished: dict[int, int] = {}
+
+    def out(self, num_open: int) -> int:
+        """Return the number of tasks that count against the limit."""
+        return num_open + sum(self._unpublished.values())
+
+    def wanted(self, *, num_open: int, step: int) -> TaskDemand | None:
+        """Return the next task, given ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
+        needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
+        if self.head is None or needed <= 0 or self.out(num_open) >= self._rules.admitted:
+            return None
+        version, issue_step = self.head
+        if not self._pending_reissues:
+            epoch, offset = self._position
+            return TaskDemand(prompt_epoch=epoch, offset=offset, min_version=version, issue_step=issue_step)
+        again = self._pending_reissues[0]
+        return TaskDemand(
+            prompt_epoch=again.prompt_epoch,
+            offset=again.offset,
+            min_version=version,
+            issue_step=issue_step,
+            reissue_of=again.root,
+            reissues=again.count,
+        )
+
+    def issued(self, task: Task) -> None:
+        """Register an issued task: it advances the position of new prompts, or completes a pending reissue."""
+        if task.reissues:
+            self._pending_reissues = [again for again in self._pending_reissues if not again.answers(task)]
+        else:
+            self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
+
+    def schedule_reissue(self, task: Task, open_tasks: list[Task]) -> bool:
+        """Schedule another task for the prompt of ``task``, unless one is open already, as it may be at a restart.
+
+        Returns False if the prompt has been issued again ``max_reissues`` times.
+        """
+        again = Reissue.of(task)
+        if again.count > self._rules.max_reissues:
+            return False
+        self.schedule_requeue(again, open_tasks)
+        return True
+
+    def schedule_requeue(self, again: Reissue, open_tasks: list[Task]) -> None:
+        """Schedule a prompt that an operator has requeued; ``max_reissues`` does not apply."""
+        if not any(again.answers(other) for other in open_tasks):
+            self._pending_reissues.append(again)
+
+    def planned(self, step: int, num_groups: int) -> None:
+        """Register the groups of a plan, which count against the limit until the weights of ``step`` are published."""
+        if self.head is None or self.head[1] < step:
+            self._unpublished[step] = num_groups
+
+    def published(self, version: int, step: int) -> bool:
+        """Register a published version. Returns False if it is not newer than the head."""
+        if self.head is not None and version <= self.head[0]:
+            return False
+        self.head = (version, step)
+        self._unpublished = {trained: count for trained, count in self._unpublished.items() if trained > step}
+        return True
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "position": list(self._position),
+            "owed": [asdict(again) for again in self._pending_reissues],
+            "unpublished": sorted(self._unpublished.items()),
+        }
+
+    def load(self, data: dict[str, Any]) -> None:
+        self._position = (data["position"][0], data["position"][1])
+        self._pending_reissues = [Reissue(**again) for again in data["owed"]]
+        self._unpublished = {step: count for step, count in data["unpublished"]}

@@ -1,0 +1,274 @@
+"""Training batches of the data-parallel ranks: one StepBatch per step and rank, and its encoding as ZMQ frames.
+
+Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the logits at t).
+Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples of the step on all ranks,
+L = tokens of one sample (prompt and response), R = tokens of its response. Knows numpy, no torch, no bus.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.wire.messages import Plan, Sample, Status
+from learner.errors import FeedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Samples packed into one row. One without samples is a single masked sequence, so that all ranks run the same number of rows."""
+
+    tokens_T: NDArray[np.int64]
+    targets_T: NDArray[np.int64]
+    """The next token; 0 at the last token of a sequence and in padding (never trainable)."""
+    position_ids_T: NDArray[np.int64]
+    """Positions from 0 within each sequence."""
+    cu_seqlens: NDArray[np.int32]
+    """Starts of the sequences and the end of the last, [S + 1]; padding, if any, is the last sequence."""
+    sample_T: NDArray[np.int32]
+    """Index of the token's sample in the step, 0..N-1; -1 in padding."""
+    loss_mask_T: NDArray[np.bool_]
+    """True where the target was sampled by the model and is not masked by the gate."""
+    rollout_log_probs_T: NDArray[np.float32]
+    """Log-prob (nats) of the target under the distribution it was sampled from; 0 where not trainable."""
+    lag_T: NDArray[np.int32]
+    """Step of the weights being trained less step of the version that made the target; -1 where not trainable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """The batch of one step for one data-parallel rank."""
+
+    step: int
+    """Step from 1; it trains the weights of step - 1."""
+    dp_rank: int
+    recorded: bool
+    """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after the last."""
+    micro_batches: tuple[MicroBatch, ...]
+    """The same number on every rank."""
+    num_tokens: int
+    """Trainable tokens of the step on all ranks, after the gate."""
+    num_minibatches: int
+    """Optimizer steps; each takes the same number of micro-batches, in order."""
+    temperature: float
+    """Sampling temperature of every sample in the step, at which log-probs are computed."""
+    max_new_tokens: int
+    """Largest ``max_new_tokens`` of the samples."""
+    rewards_N: NDArray[np.float32]
+    groups_N: NDArray[np.int64]
+    """Task id of each sample; samples of one group are neighbours."""
+    response_lengths_N: NDArray[np.int32]
+    truncated_N: NDArray[np.bool_]
+    unended_N: NDArray[np.bool_]
+    """True for a completed sample whose last token is no end token: the end token is lost (never True with stop strings)."""
+    trainable_N: NDArray[np.int32]
+    """Trainable tokens of each sample after the gate; the loss is normalised by them."""
+    minibatches_N: NDArray[np.int32]
+    """Minibatch that trains each sample."""
+    state: bytes
+    """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
+
+
+_ROWS = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N")
+_TOKENS = tuple(field.name for field in fields(MicroBatch))
+_DTYPES: Mapping[str, str] = {
+    "tokens_T": "<i8",
+    "targets_T": "<i8",
+    "position_ids_T": "<i8",
+    "cu_seqlens": "<i4",
+    "sample_T": "<i4",
+    "loss_mask_T": "|b1",
+    "rollout_log_probs_T": "<f4",
+    "lag_T": "<i4",
+    "rewards_N": "<f4",
+    "groups_N": "<i8",
+    "response_lengths_N": "<i4",
+    "truncated_N": "|b1",
+    "unended_N": "|b1",
+    "trainable_N": "<i4",
+    "minibatches_N": "<i4",
+}
+
+
+def build_batches(
+    plan: Plan,
+    samples: Sequence[Sample],
+    *,
+    recorded: bool = False,
+    state: bytes = b"",
+    pad_to: int = 1,
+    eos_ids: frozenset[int] = frozenset(),
+) -> tuple[StepBatch, ...]:
+    """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
+
+    ``pad_to``: every row's length becomes a multiple of it (tensor parallelism with sequence parallelism needs that).
+    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known.
+    """
+    assert len(samples) == len(plan.seqs), f"plan {plan.step}: {len(plan.seqs)} sequences, {len(samples)} samples"
+    temperatures = {sample.sampling.temperature for sample in samples}
+    assert len(temperatures) == 1, f"plan {plan.step}: samples of several temperatures: {temperatures}"
+    aligned = [_align(sample, row, plan) for row, sample in enumerate(samples)]
+    with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
+        rewards_N = np.array([sample.score for sample in samples], np.float32)
+    rows: dict[str, NDArray[Any]] = {
+        "rewards_N": rewards_N,
+        "groups_N": np.repeat(plan.tasks, plan.group_sizes).astype(np.int64),
+        "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
+        "truncated_N": np.array([sample.status == Status.TRUNCATED for sample in samples], np.bool_),
+    }
+    rows["unended_N"] = np.array([_unended(sample, eos_ids) for sample in samples], np.bool_)
+    rows["trainable_N"] = np.array([part.loss_mask_T.sum() for part in aligned], np.int32)
+    rows["minibatches_N"] = plan.micro_batches // (plan.num_micro_batches // plan.num_minibatches)
+    num_tokens = int(rows["trainable_N"].sum())
+    return tuple(
+        StepBatch(
+            step=plan.step,
+            dp_rank=rank,
+            recorded=recorded,
+            micro_batches=_pack_rank(plan, aligned, rank, pad_to),
+            num_tokens=num_tokens,
+            num_minibatches=plan.num_minibatches,
+            temperature=samples[0].sampling.temperature,
+            max_new_tokens=max(sample.sampling.max_new_tokens for sample in samples),
+            state=state,
+            **rows,
+        )
+        for rank in range(plan.data_parallel)
+    )
+
+
+def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
+    if not eos_ids or sample.sampling.stop or sample.status is not Status.COMPLETED:
+        return False
+    return int(sample.tokens[-1]) not in eos_ids and int(sample.tokens[-1]) not in sample.sampling.stop_token_ids
+
+
+def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, oldest_step: int | None) -> NDArray[np.int32]:
+    """Return the lag of every response token when step ``step`` trains it, [R]; -1 where the sample's or the gate's mask excludes it."""
+    steps_R = np.repeat(
+        np.array([version_steps[span.version] for span in sample.spans], np.int64), [span.num_tokens for span in sample.spans]
+    )
+    trainable_R = sample.loss_mask.astype(np.bool_)
+    if oldest_step is not None:
+        trainable_R &= steps_R >= oldest_step
+    lags_R = step - 1 - steps_R
+    assert not (trainable_R & (lags_R < 0)).any(), f"step {step}: task {sample.task} index {sample.index} has tokens of a later step"
+    return np.where(trainable_R, lags_R, -1).astype(np.int32)
+
+
+def _align(sample: Sample, row: int, plan: Plan) -> MicroBatch:
+    """Return one sample as a row of its own."""
+    length, start = len(sample.tokens), len(sample.tokens) - sample.response_length - 1
+    assert start >= 0, f"task {sample.task} index {sample.index}: no prompt token"
+    targets = np.zeros(length, np.int64)
+    targets[:-1] = sample.tokens[1:]
+    lags = np.full(length, -1, np.int32)
+    lags[start:-1] = trainable_lags(sample, plan.version_steps, plan.step, plan.oldest_step)
+    log_probs = np.zeros(length, np.float32)
+    log_probs[start:-1] = sample.rollout_log_probs
+    return MicroBatch(
+        tokens_T=sample.tokens.astype(np.int64),
+        targets_T=targets,
+        position_ids_T=np.arange(length, dtype=np.int64),
+        cu_seqlens=np.array([0, length], np.int32),
+        sample_T=np.full(length, row, np.int32),
+        loss_mask_T=lags >= 0,
+        rollout_log_probs_T=np.where(lags >= 0, log_probs, np.float32(0)),
+        lag_T=lags,
+    )
+
+
+def _padding(length: int) -> MicroBatch:
+    return MicroBatch(
+        tokens_T=np.zeros(length, np.int64),
+        targets_T=np.zeros(length, np.int64),
+        position_ids_T=np.arange(length, dtype=np.int64),
+        cu_seqlens=np.array([0, length], np.int32),
+        sample_T=np.full(length, -1, np.int32),
+        loss_mask_T=np.zeros(length, np.bool_),
+        rollout_log_probs_T=np.zeros(length, np.float32),
+        lag_T=np.full(length, -1, np.int32),
+    )
+
+
+def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int) -> tuple[MicroBatch, ...]:
+    bins: list[list[MicroBatch]] = [[] for _ in range(plan.num_micro_batches)]
+    for row in np.flatnonzero(plan.ranks == rank):
+        bins[int(plan.micro_batches[row])].append(aligned[int(row)])
+    return tuple(_concatenate(parts, pad_to) for parts in bins)
+
+
+def _concatenate(parts: Sequence[MicroBatch], pad_to: int) -> MicroBatch:
+    length = sum(len(part.tokens_T) for part in parts)
+    missing = -length % pad_to if parts else pad_to
+    padded = [*parts, _padding(missing)] if missing else list(parts)
+    arrays = {name: np.concatenate([getattr(part, name) for part in padded]) for name in _TOKENS if name != "cu_seqlens"}
+    lengths = [len(part.tokens_T) for part in padded]
+    return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
+
+
+def encode(batch: StepBatch) -> list[bytes | NDArray[Any]]:
+    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch, as raw bytes."""
+    header = {
+        "type": "batch",
+        "step": batch.step,
+        "dp_rank": batch.dp_rank,
+        "recorded": batch.recorded,
+        "num_tokens": batch.num_tokens,
+        "num_minibatches": batch.num_minibatches,
+        "temperature": batch.temperature,
+        "max_new_tokens": batch.max_new_tokens,
+        "num_micro_batches": len(batch.micro_batches),
+    }
+    frames: list[bytes | NDArray[Any]] = [msgpack.packb(header), batch.state]
+    frames += [_raw(batch, name) for name in _ROWS]
+    frames += [_raw(micro_batch, name) for micro_batch in batch.micro_batches for name in _TOKENS]
+    return frames
+
+
+def decode(header: Mapping[str, Any], frames: Sequence[Any]) -> StepBatch:
+    """Return the batch from its unpacked header and the frames after it; arrays are views of the frames where aligned.
+
+    Raises FeedError when frames are missing or truncated.
+    """
+    wanted = 1 + len(_ROWS) + header["num_micro_batches"] * len(_TOKENS)
+    if len(frames) != wanted:
+        raise FeedError(f"batch {header['step']}", f"{wanted} frames", len(frames))
+    state, rest = bytes(frames[0]), list(frames[1:])
+    rows = {name: _array(name, rest.pop(0)) for name in _ROWS}
+    groups = [rest[at : at + len(_TOKENS)] for at in range(0, len(rest), len(_TOKENS))]
+    return StepBatch(
+        step=header["step"],
+        dp_rank=header["dp_rank"],
+        recorded=header["recorded"],
+        num_tokens=header["num_tokens"],
+        num_minibatches=header["num_minibatches"],
+        temperature=header["temperature"],
+        max_new_tokens=header["max_new_tokens"],
+        micro_batches=tuple(_micro_batch(header["step"], group) for group in groups),
+        state=state,
+        **rows,
+    )
+
+
+def _raw(owner: StepBatch | MicroBatch, name: str) -> NDArray[Any]:
+    return np.ascontiguousarray(getattr(owner, name), np.dtype(_DTYPES[name]))
+
+
+def _array(name: str, frame: Any) -> NDArray[Any]:
+    dtype = np.dtype(_DTYPES[name])
+    view = memoryview(frame)
+    if view.nbytes % dtype.itemsize:
+        raise FeedError(f"batch frame {name}", f"a multiple of {dtype.itemsize} bytes", view.nbytes)
+    return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
+
+
+def _micro_batch(step: int, frames: Sequence[Any]) -> MicroBatch:
+    micro_batch = MicroBatch(**{name: _array(name, frame) for name, frame in zip(_TOKENS, frames, strict=True)})
+    lengths = {name: len(getattr(micro_batch, name)) for name in _TOKENS if name != "cu_seqlens"}
+    if len(set(lengths.values())) != 1 or micro_batch.cu_seqlens[-1] != lengths["tokens_T"]:
+        raise FeedError(f"batch {step}", f"arrays of {micro_batch.cu_seqlens[-1]} tokens", lengths)
+    return micro_batch

@@ -1,0 +1,517 @@
+"""Sample buffer: decides which tasks to issue and which groups form the next step, and accounts for every sample.
+
+A pure state machine: no input or output, no clock (``now`` is an argument, monotonic seconds). Only a *record* (a Plan, Settle or
+Requeue) settles tasks and samples: ``plan`` proposes one, the caller writes it to the log, and ``apply`` changes the state. A restart
+reads the same records and samples and calls the same ``apply``, so live and replayed histories cannot differ.
+
+Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step of the version that made it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import msgpack
+
+from bus.errors import WireError
+from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
+from learner.data.admission import Admission, Reissue, TaskDemand
+from learner.data.groups import BufferedSample, Group, mismatch
+from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, field_of
+from learner.data.plans import GENESIS, chain_of
+from learner.data.rules import DataRules
+from learner.data.selection import age, drop_reason, make_plan, make_settle, urgent
+from learner.errors import ConfigRefused, ReplayMismatch
+
+SCHEMA = 1
+"""Version of the snapshot format."""
+
+REISSUED = frozenset({"stale", "lost"})
+"""Reasons to settle a task that are not caused by its prompt, which is issued again."""
+
+EARLY_IDS = 64
+"""A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no task."""
+EARLY_SAMPLES = 1024
+"""Most samples that are kept for tasks whose issue is not confirmed yet; further ones are invalid. It bounds the memory that samples of
+invented tasks can take."""
+
+
+class Disposition(StrEnum):
+    """Classification of a sample when it is read."""
+
+    BUFFERED = "buffered"
+    DUPLICATE = "duplicate"
+    INVALID = "invalid"
+    DROPPED = "dropped"
+    EVAL = "eval"
+    SEEN = "seen"
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Result of ``DataSource.add``."""
+
+    name: Disposition
+    reason: str = ""
+    """Reason for which the sample is invalid or dropped; else empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Description of the event that the next plan waits for."""
+
+    text: str
+    """For status and logs: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
+    missing: int
+    """Number of missing groups."""
+    wake_in_s: float | None = None
+    """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
+
+
+class DataSource:
+    """State of tasks, groups and samples (see the module). Methods raise ReplayMismatch when records and samples contradict each other."""
+
+    def __init__(self, rules: DataRules, *, epoch: int = 0, created: str = "", floor: int = 0) -> None:
+        """``created`` identifies the stream SAMPLES; reading begins after sequence ``floor``."""
+        self.rules, self.epoch = rules, epoch
+        self.step = 0
+        """Last planned step."""
+        self.chain = GENESIS
+        self.plan_seq = 0
+        """Sequence of the last applied record in the log PLAN."""
+        self.changes = 0
+        """Counter that increases whenever the result of ``plan`` or ``settlement`` may have changed."""
+        self._created = created
+        self._admission, self._counter = Admission(rules), SampleCounter()
+        self._samples, self._tasks = SettledIds(floor), SettledIds()
+        self._groups: dict[int, Group] = {}
+        self._early: dict[int, list[tuple[int, Sample, str]]] = {}
+        self._evals: dict[int, set[int]] = {}
+        self._eval_sizes: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        """Step of every known version."""
+        self._after: dict[int, int] = {}
+        """By version, once its row was read: no sample up to this sequence can be of it."""
+        self._asked: dict[int, Dead] = {}
+        """Dead tasks whose prompts an operator has requeued, without a record so far."""
+        self._decided_dead: set[int] = set()
+        """Tasks settled as dead, and not requeued since."""
+        self._filtered = 0
+        self._waiting_since: float | None = None
+        self._delayed_since: float | None = None
+
+    # ---- admit
+
+    def wanted(self) -> TaskDemand | None:
+        """Return the next task to issue; None while the staleness budget or the rest of the run admits none."""
+        return self._admission.wanted(num_open=len(self._groups), step=self.step)
+
+    def issued(self, task: Task, now: float) -> None:
+        """Register a task of the stream TASKS (just issued, or read at a restart). Call it in the order of ids.
+
+        Raises ConfigRefused for a task that was issued with other sampling settings.
+        """
+        if not self._tasks.see(task.id):
+            return
+        if task.kind is Kind.EVAL:
+            self._eval_sizes[task.id] = task.group_size
+            self._place_early(task, now)
+            return
+        self._refuse_other_sampling(task)
+        self._counter.issued += 1
+        self._groups[task.id] = Group(task=task, touched_s=now)
+        self._admission.issued(task)
+        self._place_early(task, now)
+
+    def _place_early(self, issued: Task, now: float) -> None:
+        """Samples that came before the issue of this task. Those of smaller ids name no task: ids are issued in order."""
+        for id in [id for id in self._early if id <= issued.id]:
+            for seq, sample, actor in self._early.pop(id):
+                if id == issued.id and issued.kind is Kind.TRAIN:
+                    self._place(seq, sample, now, actor)
+                else:
+                    self._invalid(seq, "task", actor)
+        for id in [id for id in self._evals if id not in self._eval_sizes and id <= issued.id]:
+            del self._evals[id]
+        self._settle_eval(issued.id)
+
+    def _refuse_other_sampling(self, task: Task) -> None:
+        want = (self.rules.temperature, self.rules.top_p, self.rules.top_k)
+        got = (task.sampling.temperature, task.sampling.top_p, task.sampling.top_k)
+        if want != got:
+            raise ConfigRefused("sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want)
+
+    # ---- receive
+
+    def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
+        """Classify a message of SAMPLES; call it in stream order. ``actor`` is that of the subject.
+
+        The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and the sample is
+        invalid.
+        """
+        if not self._samples.see(seq):
+            return Arrival(Disposition.SEEN)
+        if isinstance(sample, Sample) and sample.kind is Kind.EVAL:
+            return self._add_eval(seq, sample)
+        self._counter.published += 1
+        if isinstance(sample, WireError):
+            return self._invalid(seq, field_of(sample), actor)
+        if sample.run != self.rules.run:
+            return self._invalid(seq, "run", actor)
+        if sample.status is Status.PENDING:
+            return self._invalid(seq, "status", actor)
+        if sample.status in (Status.FAILED, Status.ABORTED):
+            self._counter.dropped[sample.status.value] += 1
+            return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
+        if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
+            return self._invalid(seq, "version", actor)
+        if self._tasks.knows(sample.task):
+            return self._place(seq, sample, now, actor)
+        if not self._may_come_early(sample):
+            return self._invalid(seq, "task", actor)
+        self._early.setdefault(sample.task, []).append((seq, sample, actor))
+        return Arrival(Disposition.BUFFERED)
+
+    def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
+        group = self._groups.get(sample.task)
+        if group is None:
+            return self._duplicate(seq)
+        if wrong := mismatch(group.task, sample, self.rules.max_context):
+            return self._invalid(seq, wrong, actor)
+        if sample.index in group.samples:
+            return self._duplicate(seq)
+        group.add(BufferedSample.of(seq, sample))
+        group.touched_s = now
+        self.changes += group.full
+        return Arrival(Disposition.BUFFERED)
+
+    def _add_eval(self, seq: int, sample: Sample) -> Arrival:
+        self._counter.eval += 1
+        size = self._eval_sizes.get(sample.task)
+        if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
+            self._evals.setdefault(sample.task, set()).add(sample.index)
+            self._settle_eval(sample.task)
+        return self._settled(seq, Arrival(Disposition.EVAL))
+
+    def _may_come_early(self, sample: Sample) -> bool:
+        """Whether its task may be one that is just being issued, and there is room to keep it until then."""
+        if sample.task > self._tasks.seen_to + EARLY_IDS:
+            return False
+        evals = sum(len(seen) for id, seen in self._evals.items() if id not in self._eval_sizes)
+        return evals + sum(map(len, self._early.values())) < EARLY_SAMPLES
+
+    def _settle_eval(self, id: int, *, dead: bool = False) -> None:
+        """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as issued."""
+        size = self._eval_sizes.get(id)
+        if size is not None and (dead or len(self._evals.get(id, ())) >= size):
+            self._evals.pop(id, None)
+            del self._eval_sizes[id]
+            self._tasks.settle(id)
+
+    def _invalid(self, seq: int, reason: str, actor: str) -> Arrival:
+        self._counter.refuse(reason, actor)
+        return self._settled(seq, Arrival(Disposition.INVALID, reason))
+
+    def _duplicate(self, seq: int) -> Arrival:
+        self._counter.duplicate += 1
+        return self._settled(seq, Arrival(Disposition.DUPLICATE))
+
+    def _settled(self, seq: int, arrival: Arrival) -> Arrival:
+        self._samples.settle(seq)
+        return arrival
+
+    def dead(self, id: int) -> None:
+        """Mark a task as dead: the next records settle it."""
+        self._abandon(id, "dead")
+
+    def lost(self, id: int) -> None:
+        """Mark a task as acknowledged without all its samples: the next records settle it, and its prompt is issued again."""
+        self._abandon(id, "lost")
+
+    def requeue(self, dead: Dead) -> None:
+        """Requeue the prompt of a dead task with the next records; repeated calls requeue it once."""
+        if dead.root >= 0:
+            self._asked[dead.task] = dead
+            self.changes += 1
+
+    def _abandon(self, id: int, reason: str) -> None:
+        self._settle_eval(id, dead=True)
+        group = self._groups.get(id)
+        if group is not None and not group.abandoned:
+            group.abandoned = reason
+            self.changes += 1
+
+    # ---- versions
+
+    def version(self, version: int, step: int, after: int = 0) -> None:
+        """Register the row of ``version``: it has the weights of ``step``, and no sample up to sequence ``after`` was made by it."""
+        self._note_step(version, step)
+        self._after[version] = after
+
+    def _note_step(self, version: int, step: int) -> None:
+        if self._steps.setdefault(version, step) != step:
+            raise ReplayMismatch(f"version {version}", f"weights of step {self._steps[version]}", f"step {step}")
+
+    def published(self, version: int, step: int) -> None:
+        """Register ``version`` as the head: places of tasks trained up to its step are free again, and new tasks require it."""
+        self._note_step(version, step)
+        self._admission.published(version, step)
+        self.changes += 1
+
+    @property
+    def versions(self) -> dict[int, int]:
+        """Step of every known version."""
+        return dict(self._steps)
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """(version, step) of the newest published weights."""
+        return self._admission.head
+
+    def unread_versions(self, sample: Sample) -> set[int]:
+        """Return the versions of a sample for which ``version`` has not been called."""
+        return {span.version for span in sample.spans if span.version not in self._after}
+
+    # ---- decide
+
+    def settlement(self) -> Settle | Requeue | None:
+        """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts. None without any."""
+        by_reason: dict[str, list[Group]] = {}
+        for group in self._groups.values():
+            reason = group.abandoned or (drop_reason(group, self._steps, self.rules, self.step + 1) if self._ready(group) else "")
+            if reason:
+                by_reason.setdefault(reason, []).append(group)
+        if not by_reason:
+            return self._next_requeue()
+        reason, groups = min(by_reason.items())
+        return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
+
+    def _next_requeue(self) -> Requeue | None:
+        asked = self._asked.keys() & self._decided_dead
+        if not asked:
+            return None
+        dead = self._asked[min(asked)]
+        return Requeue(
+            epoch=self.epoch,
+            task=dead.task,
+            root=dead.root,
+            count=dead.reissues + 1,
+            prompt_epoch=dead.prompt_epoch,
+            offset=dead.offset,
+            step=self.step + 1,
+        )
+
+    def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
+        """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
+        if settle := self.settlement():
+            return settle
+        ready = sorted((group for group in self._groups.values() if self._ready(group)), key=lambda group: age(group, self._steps))
+        wanted = 1 if self.refilled_enough else self.rules.groups_per_step
+        if len(ready) < wanted:
+            return self._waits(now, wanted - len(ready))
+        chosen = ready[: self.rules.groups_per_step]
+        in_flight = (group for group in self._groups.values() if not self._ready(group))
+        if old := urgent(in_flight, chosen, self._steps, self.rules, self.step + 1):
+            self._delayed_since = now if self._delayed_since is None else self._delayed_since
+            left = self._delayed_since + self.rules.order_deadline_s - now
+            if left > 0:
+                return self._waits_for_old(now, old, left)
+        return make_plan(chosen, self._steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
+
+    @property
+    def refilled_enough(self) -> bool:
+        """True if so many groups were filtered for this step that it may run with fewer groups."""
+        return self._filtered >= self.rules.max_filtered
+
+    def _ready(self, group: Group) -> bool:
+        return group.full and not group.abandoned
+
+    def _waits(self, now: float, missing: int) -> Waits:
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        parts = [f"{missing} more group{'s' * (missing > 1)} for step {self.step + 1}, for {now - self._waiting_since:.0f} s"]
+        flying = [group.task.id for group in self._groups.values() if not group.full]
+        touched = [group.touched_s for group in self._groups.values() if not group.full]
+        parts.append(
+            f"{len(flying)} in flight, oldest task {min(flying)}, silent for {now - min(touched):.0f} s" if flying else "none in flight"
+        )
+        if self.head is None:
+            parts.append("no version is published yet")
+        return Waits(text="; ".join(parts), missing=missing)
+
+    def _waits_for_old(self, now: float, old: list[Group], left: float) -> Waits:
+        silent = now - min(group.touched_s for group in old)
+        text = (
+            f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent:.0f} s) that would be "
+            f"too old for step {self.step + 2}; step {self.step + 1} goes without in {left:.0f} s"
+        )
+        return Waits(text=text, missing=len(old), wake_in_s=left)
+
+    # ---- settle
+
+    def lacks(self, record: PlanRecord) -> list[int]:
+        """Return the sequences of a record that have not been read yet. Raises ReplayMismatch if some were read and are not usable."""
+        if not isinstance(record, Plan | Settle):
+            return []
+        buffered = {sample.seq for task in record.tasks if int(task) in self._groups for sample in self._groups[int(task)].samples.values()}
+        missing = [int(seq) for seq in record.seqs if int(seq) not in buffered]
+        if read := [seq for seq in missing if self._samples.knows(seq)]:
+            raise ReplayMismatch(_label(record), "its samples in the stream", f"sequences {read[:5]} cannot be used")
+        return missing
+
+    def apply(self, record: PlanRecord, seq: int) -> None:
+        """Apply a record that is in the log PLAN at ``seq``. Raises ReplayMismatch if it does not continue the state."""
+        if isinstance(record, Plan):
+            self._apply_plan(record)
+        elif isinstance(record, Settle):
+            self._apply_settle(record)
+        elif isinstance(record, Requeue):
+            self._apply_requeue(record)
+        self.plan_seq = seq
+        self.changes += 1
+
+    def _apply_plan(self, plan: Plan) -> None:
+        if plan.step != self.step + 1:
+            raise ReplayMismatch("log PLAN", f"a plan of step {self.step + 1}", f"one of step {plan.step}")
+        if (chain := chain_of(self.chain, plan)) != plan.chain:
+            raise ReplayMismatch(_label(plan), f"chain {plan.chain}", chain)
+        for group in self._open(plan):
+            self._count_tokens(plan, group)
+        self._close(self._open(plan), plan.seqs.tolist(), "trained")
+        self._admission.planned(plan.step, len(plan.tasks))
+        self.step, self.chain, self._filtered = plan.step, plan.chain, 0
+        self._waiting_since = self._delayed_since = None
+
+    def _count_tokens(self, plan: Plan, group: Group) -> None:
+        too_old = plan.step - 1 - self.rules.max_lag
+        for step, count in group.tokens_by_step(plan.version_steps).items():
+            masked = plan.oldest_step is not None and step < plan.oldest_step
+            self._counter.tokens["masked" if masked else "trained"] += count
+            self._counter.tokens["too_old"] += count * (not masked and step < too_old)
+
+    def _apply_settle(self, settle: Settle) -> None:
+        groups = self._open(settle)
+        self._close(groups, settle.seqs.tolist(), settle.reason)
+        self._filtered += len(groups) * (settle.reason == "filtered")
+        if settle.reason == "dead":
+            self._decided_dead.update(group.task.id for group in groups)
+        if settle.reason in REISSUED:
+            still_open = [group.task for group in self._groups.values()]
+            for group in groups:
+                self._counter.given_up += not self._admission.schedule_reissue(group.task, still_open)
+
+    def _apply_requeue(self, record: Requeue) -> None:
+        if record.task not in self._decided_dead:
+            raise ReplayMismatch(f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none")
+        self._decided_dead.remove(record.task)
+        again = Reissue(root=record.root, count=record.count, prompt_epoch=record.prompt_epoch, offset=record.offset)
+        self._admission.schedule_requeue(again, [group.task for group in self._groups.values()])
+
+    def _open(self, record: Plan | Settle) -> list[Group]:
+        closed = [int(task) for task in record.tasks if int(task) not in self._groups]
+        if closed:
+            raise ReplayMismatch(_label(record), "its tasks open", f"tasks {closed[:5]} settled or unknown")
+        return [self._groups[int(task)] for task in record.tasks]
+
+    def _close(self, groups: list[Group], seqs: list[int], reason: str) -> None:
+        """Settle groups: samples in ``seqs`` for ``reason``, others, which were read after the record was made, as duplicates."""
+        named = set(seqs)
+        for group in groups:
+            del self._groups[group.task.id]
+            self._tasks.settle(group.task.id)
+            self._counter.settled[reason] += 1
+            for sample in group.rows:
+                if sample.seq in named:
+                    self._counter.count(reason)
+                    self._samples.settle(sample.seq)
+                else:
+                    self._duplicate(sample.seq)
+
+    # ---- inspect
+
+    def buffered(self) -> set[int]:
+        """Return the sequences of all buffered samples."""
+        early = {seq for waiting in self._early.values() for seq, *_ in waiting}
+        return early | {sample.seq for group in self._groups.values() for sample in group.samples.values()}
+
+    def incomplete(self) -> list[int]:
+        """Return the open training tasks that lack samples."""
+        return [id for id in self._groups if self.lacks_samples(id)]
+
+    def lacks_samples(self, id: int) -> bool:
+        """Return whether a task is open and lacks samples."""
+        group = self._groups.get(id)
+        return group is not None and not group.full and not group.abandoned
+
+    def lack(self, id: int) -> str:
+        """Describe the samples that an open task lacks."""
+        group = self._groups[id]
+        return f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing or invalid"
+
+    def cursor(self) -> Cursor:
+        """Return the position in SAMPLES at which a restart from this state continues reading."""
+        return Cursor(created=self._created, floor=self._samples.floor, settled=self._samples.settled)
+
+    @property
+    def task_floor(self) -> int:
+        """Largest id up to which all tasks are settled."""
+        return self._tasks.floor
+
+    def accounting(self) -> SampleAccounting:
+        return self._counter.accounting(buffered=len(self.buffered()), open_tasks=len(self._groups))
+
+    # ---- persist
+
+    def snapshot(self) -> bytes:
+        """Serialise the state after the last applied plan, without open tasks and buffered samples: a restart reads them again."""
+        cursor = self.cursor()
+        return msgpack.packb(
+            {
+                "schema": SCHEMA,
+                "identity": self.rules.identity,
+                "step": self.step,
+                "chain": self.chain,
+                "plan_seq": self.plan_seq,
+                "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
+                "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
+                "admission": self._admission.dump(),
+                "buried": sorted(self._decided_dead),
+                "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
+                "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
+            }
+        )
+
+    @classmethod
+    def restore(cls, rules: DataRules, data: bytes, *, epoch: int = 0) -> "DataSource":
+        """Restore the state of a snapshot.
+
+        The caller then registers the tasks after ``task_floor``, dead tasks, versions and head, adds the samples from ``cursor()``, and
+        applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run differs, ReplayMismatch for another schema.
+        """
+        state = read_state(data)
+        for name, value in rules.identity.items():
+            if state["identity"].get(name, value) != value:
+                want = f"{state['identity'].get(name)!r}, as in the checkpoint (another one needs another run)"
+                raise ConfigRefused(name, want, value)
+        source = cls(rules, epoch=epoch, created=state["samples"]["created"])
+        source.step, source.chain, source.plan_seq = state["step"], state["chain"], state["plan_seq"]
+        source._samples = SettledIds(state["samples"]["floor"], state["samples"]["settled"])
+        source._tasks = SettledIds(state["tasks"]["floor"], state["tasks"]["settled"])
+        source._admission.load(state["admission"])
+        source._decided_dead = set(state.get("buried", ()))
+        source._evals = {id: set(seen) for id, seen in state["evals"]}
+        source._counter = SampleCounter.load(state["tally"])
+        return source
+
+
+def read_state(data: bytes) -> dict[str, Any]:
+    """Return the map of a snapshot. Raises ReplayMismatch for another schema."""
+    state: dict[str, Any] = msgpack.unpackb(data)
+    if state.get("schema") != SCHEMA:
+        raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))
+    return state
+
+
+def _label(record: Plan | Settle) -> str:
+    return (
+        f"recorded plan {record.step}" if isinstance(record, Plan) else f"recorded settlement ({record.reason}) before step {record.step}"
+    )

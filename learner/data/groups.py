@@ -1,0 +1,100 @@
+"""Open tasks with their buffered samples: the metadata that the DataSource decides on, without tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bus.wire.messages import Sample, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferedSample:
+    """Metadata of a buffered sample: sequence, index, size, score and trainable tokens by version."""
+
+    seq: int
+    index: int
+    num_tokens: int
+    """Tokens of prompt and response."""
+    score: float
+    by_version: tuple[tuple[int, int], ...]
+    """(version, trainable tokens) of each span, zeros included."""
+
+    @staticmethod
+    def of(seq: int, sample: Sample) -> "BufferedSample":
+        ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
+        trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
+        counts = trainable[ends[1:]] - trainable[ends[:-1]]
+        by_version = tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True))
+        return BufferedSample(seq=seq, index=sample.index, num_tokens=len(sample.tokens), score=sample.score, by_version=by_version)
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """An open task and its samples so far."""
+
+    task: Task
+    touched_s: float
+    """Time of its issue or of its last sample (monotonic clock)."""
+    samples: dict[int, BufferedSample] = field(default_factory=dict)
+    """Samples by index."""
+    abandoned: str = ""
+    """Reason to settle the task without training it; empty = none."""
+    _by_step: dict[int, int] | None = None
+    _versions: set[int] | None = None
+
+    def add(self, sample: BufferedSample) -> None:
+        """Add a sample of this task."""
+        self.samples[sample.index], self._versions = sample, None
+
+    @property
+    def full(self) -> bool:
+        return len(self.samples) == self.task.group_size
+
+    @property
+    def rows(self) -> list[BufferedSample]:
+        """Samples in the order of their index."""
+        return [self.samples[index] for index in sorted(self.samples)]
+
+    @property
+    def seqs(self) -> list[int]:
+        return [sample.seq for sample in self.rows]
+
+    @property
+    def versions(self) -> set[int]:
+        """Versions that made its tokens. Cached, because the feeder reads it for all groups at every wake."""
+        if self._versions is None:
+            self._versions = {version for sample in self.samples.values() for version, _ in sample.by_version}
+        return self._versions
+
+    @property
+    def scores(self) -> set[float]:
+        return {sample.score for sample in self.samples.values()}
+
+    def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
+        """Return trainable tokens (> 0) by the step of the weights that made them. Call it for a full group only: it is cached."""
+        if self._by_step is not None:
+            return self._by_step
+        counts: dict[int, int] = {}
+        for sample in self.samples.values():
+            for version, count in sample.by_version:
+                if count:
+                    counts[steps[version]] = counts.get(steps[version], 0) + count
+        self._by_step = counts
+        return counts
+
+
+def mismatch(task: Task, sample: Sample, max_context: int) -> str:
+    """Return the first field of a sample that contradicts its task; empty if none does."""
+    prompt = len(sample.tokens) - sample.response_length
+    if sample.group_size != task.group_size:
+        return "group_size"
+    if not 0 <= sample.index < task.group_size:
+        return "index"
+    if sample.sampling != task.sampling:
+        return "sampling"
+    if not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):
+        return "prompt"
+    if max_context and len(sample.tokens) > max_context:
+        return "length"
+    return ""

@@ -1,0 +1,37 @@
+"""Hash chain of plans: a digest of everything trained so far, by which two histories can be compared."""
+
+import hashlib
+
+import msgpack
+import numpy as np
+
+from bus.wire.messages import Plan
+
+GENESIS = "0" * 64
+"""Value of the chain before the first plan."""
+
+
+def chain_of(previous: str, plan: Plan) -> str:
+    """Return the SHA-256 (hex) of the previous chain and the plan's content, without its epoch and its own ``chain``.
+
+    Each column is little-endian and length-prefixed, so no two different plans have the same bytes.
+    """
+    digest = hashlib.sha256(bytes.fromhex(previous))
+    for part in _columns(plan):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _columns(plan: Plan) -> list[bytes]:
+    scalars = (
+        plan.step,
+        sorted((int(version), int(step)) for version, step in plan.version_steps.items()),
+        plan.oldest_step,
+        plan.data_parallel,
+        plan.num_micro_batches,
+        plan.num_minibatches,
+        plan.config_digest,
+    )
+    columns = ((plan.tasks, "<i8"), (plan.seqs, "<i8"), (plan.group_sizes, "<i4"), (plan.ranks, "<i4"), (plan.micro_batches, "<i4"))
+    return [msgpack.packb(scalars), *(np.ascontiguousarray(column, dtype).tobytes() for column, dtype in columns)]

@@ -1,0 +1,83 @@
+"""Rules of the DataSource: sizes, staleness, layout. Plain values, validated together; knows no configuration file."""
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgpack
+
+from learner.errors import ConfigRefused
+
+
+def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
+    """Raise ConfigRefused for versions so far apart that a step between two of them gets only data that is too old."""
+    if push_every - 1 > max_lag:
+        want = f"<= staleness.max_lag + 1 = {max_lag + 1} (the steps between two versions would wait for samples that are too old for them)"
+        raise ConfigRefused("weights.push_every", want, push_every)
+
+
+def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
+    """Raise ConfigRefused for a sampling distribution that importance weights cannot be computed for."""
+    if temperature <= 0:
+        raise ConfigRefused("sampling.temperature", "> 0 (greedy samples have no distribution to correct for)", temperature)
+    if top_p != 1.0 or top_k not in (-1, 0):
+        want = (
+            "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance weights of a truncated one "
+            "would be wrong)"
+        )
+        raise ConfigRefused("sampling", want, (top_p, top_k))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataRules:
+    """All settings that the DataSource uses, with the meanings of ``learner.config`` and ``bus.wire.messages.Sampling``."""
+
+    run: str
+    steps: int
+    groups_per_step: int
+    max_lag: int = 0
+    gate: str = "mask"
+    max_reissues: int = 3
+    order_deadline_s: float = 30.0
+    filter_zero_variance: bool = False
+    max_refill: float = 4.0
+    push_every: int = 1
+    data_parallel: int = 1
+    max_tokens_per_micro_batch: int = 8192
+    minibatches: int = 1
+    """Optimizer steps per plan."""
+    max_context: int = 0
+    """Longer samples are invalid; 0 = any length."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int = 0
+    """Seed of the order of prompts and of the sampler seeds."""
+    prompts_digest: str = ""
+    model: str = ""
+    """Description of model and tokenizer with their digests; empty = not known."""
+
+    def __post_init__(self) -> None:
+        refuse_rare_pushes(self.push_every, max_lag=self.max_lag)
+        refuse_sampling(self.temperature, self.top_p, self.top_k)
+
+    @property
+    def admitted(self) -> int:
+        """Largest number of tasks that are open, or trained and not yet published."""
+        return (self.max_lag + 1) * self.groups_per_step
+
+    @property
+    def max_filtered(self) -> float:
+        """Number of filtered groups after which a step may run with fewer groups."""
+        return self.max_refill * self.groups_per_step
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Settings that may not change during a run, because samples do not record under which values they were made."""
+        names = ("run", "seed", "prompts_digest", "model", "temperature", "top_p", "top_k")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def digest(self) -> str:
+        """Short digest of all rules, which is recorded with every plan."""
+        return hashlib.sha256(msgpack.packb(sorted(asdict(self).items()))).hexdigest()[:16]

@@ -1,0 +1,90 @@
+"""Selection of complete groups for a step: gate, filter, order. Pure functions of groups, rules and the step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from bus.wire.messages import Plan, Settle
+from learner.data.groups import Group
+from learner.data.packing import assign
+from learner.data.plans import chain_of
+from learner.data.rules import DataRules
+from learner.errors import ReplayMismatch
+
+
+def oldest_step(rules: DataRules, step: int) -> int:
+    """Return the oldest step of weights whose tokens step ``step`` trains with a lag of at most ``max_lag``."""
+    return step - 1 - rules.max_lag
+
+
+def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
+    """Return the reason to drop a complete group when ``step`` is the next one; empty = the group may be trained."""
+    by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
+    if not by_step:
+        return "empty"
+    if rules.gate == "mask" and max(by_step) < oldest:
+        return "stale"
+    if rules.gate == "drop" and min(by_step) < oldest:
+        return "stale"
+    if rules.filter_zero_variance and len(group.scores) == 1:
+        return "filtered"
+    return ""
+
+
+def age(group: Group, steps: Mapping[int, int]) -> tuple[int, int]:
+    """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task id."""
+    return min(group.tokens_by_step(steps)), group.task.id
+
+
+def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, step: int) -> list[Group]:
+    """Return the groups in flight that would be too old for step + 1, and would be chosen now if they were complete."""
+    if step >= rules.steps:
+        return []
+    oldest = oldest_step(rules, step)
+    last = age(chosen[-1], steps) if len(chosen) >= rules.groups_per_step else None
+    return [group for group in in_flight if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)]
+
+
+def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) -> Settle:
+    return Settle(
+        epoch=epoch,
+        reason=reason,
+        tasks=np.array(sorted(group.task.id for group in groups), np.int64),
+        seqs=np.array(sorted(seq for group in groups for seq in group.seqs), np.int64),
+        step=step,
+    )
+
+
+def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
+    """Return the plan of ``step`` over these groups, packed and chained to the plan before. Raises ReplayMismatch."""
+    rows = [sample for group in chosen for sample in group.rows]
+    lengths = [sample.num_tokens for sample in rows]
+    sizes = [group.task.group_size for group in chosen]
+    packed = assign(
+        lengths,
+        data_parallel=rules.data_parallel,
+        max_tokens=rules.max_tokens_per_micro_batch,
+        minibatches=rules.minibatches,
+        group_sizes=sizes,
+    )
+    version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
+    if max(version_steps.values()) >= step:
+        raise ReplayMismatch(f"samples for step {step}", "versions of earlier steps only", f"steps of versions: {version_steps}")
+    plan = Plan(
+        epoch=epoch,
+        step=step,
+        tasks=np.array([group.task.id for group in chosen], np.int64),
+        seqs=np.array([sample.seq for sample in rows], np.int64),
+        group_sizes=np.array(sizes, np.int32),
+        ranks=packed.ranks,
+        micro_batches=packed.micro_batches,
+        version_steps=version_steps,
+        oldest_step=None if rules.gate == "train" else oldest_step(rules, step),
+        data_parallel=rules.data_parallel,
+        num_micro_batches=packed.num_micro_batches,
+        num_minibatches=packed.num_minibatches,
+        config_digest=rules.digest,
+        chain="",
+    )
+    return replace(plan, chain=chain_of(chain, plan))

@@ -1,0 +1,1 @@
+"""The feeder process, and the connection over which ranks get their batches."""

@@ -1,0 +1,132 @@
+"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows ZMQ and the feed's messages; no torch, no bus.
+
+The feeder sends a heartbeat to a waiting rank every second, with the reason of the wait. So a slow batch and a dead feeder differ:
+the deadline is for the silence of the feeder, not for the duration of the wait.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+
+from bus.exit_codes import CRASHED
+from learner.data.batch import StepBatch, decode
+from learner.errors import FeederFailed, FeederLost, FeedError
+from learner.feed.feed_gate import admit_by
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_messages import End, Start, pack, unpack
+
+
+class FeedClient:
+    """One rank's connection to the feeder. Not thread-safe: one thread owns it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        keys: FeedKeys,
+        rank: int,
+        dp_rank: int,
+        dp_size: int,
+        silence_s: float = 60.0,
+        on_wait: Callable[[str], None] | None = None,
+    ) -> None:
+        """``keys``: those of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
+
+        ``on_wait`` is called every second of a wait, with the reason of the wait.
+        """
+        self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
+        self._silence_s, self._on_wait, self._last_reason = silence_s, on_wait, ""
+        self._registered = False
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 2_000)
+        admit_by(self._socket, keys)
+        self._socket.connect(url)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Sign off, send queued messages (for up to 2 s) and close the socket. Further calls do nothing."""
+        if self._socket.closed:
+            return
+        if self._registered:
+            self._send("bye")
+        self._socket.close()
+        self._context.term()
+
+    def hello(self) -> Start:
+        """Register this rank, and return the start of the run, which the feeder sends when it has restored its state.
+
+        Raises FeederLost (silent or unreachable), FeederFailed (it refuses this rank or has failed), FeedError.
+        """
+        self._registered = True
+        self._send("hello", rank=self._rank, dp_rank=self._dp_rank, dp_size=self._dp_size)
+        header, _ = self._receive("start", wanted=("start",))
+        return Start(**{key: value for key, value in header.items() if key != "type"})
+
+    def next(self, step: int) -> StepBatch | End:
+        """Return the batch of ``step`` for this data-parallel rank, or the end of the run. Raises as ``hello``."""
+        self._send("next", step=step, dp_rank=self._dp_rank)
+        header, frames = self._receive(f"batch {step}", wanted=("batch", "end"))
+        if header["type"] == "end":
+            return End()
+        batch = decode(header, frames)
+        if (batch.step, batch.dp_rank) != (step, self._dp_rank):
+            raise FeedError(self._url, f"batch {step} for dp rank {self._dp_rank}", (batch.step, batch.dp_rank))
+        return batch
+
+    def done(self, step: int, metrics: dict[str, float], weights_digest: str | None = None) -> None:
+        """Report that step ``step`` is done, with its metrics (rank 0 only); does not wait."""
+        self._send("done", step=step, metrics={key: float(value) for key, value in metrics.items()}, weights_digest=weights_digest)
+
+    def published(self, version: int, step: int) -> None:
+        """Report that ``version``, the weights of ``step``, is the head in the registry (rank 0 only); does not wait."""
+        self._send("published", version=version, step=step)
+
+    def checkpointed(self, step: int, directory: str) -> None:
+        """Report that the checkpoint of ``step`` is committed to ``directory`` (rank 0 only); does not wait."""
+        self._send("checkpointed", step=step, directory=str(directory))
+
+    def failed(self, reason: str, exit_code: int = CRASHED) -> None:
+        """Report that this rank has failed, which ends the feeder with ``reason`` and ``exit_code``; does not wait."""
+        self._send("failed", rank=self._rank, reason=reason, exit_code=exit_code)
+        self._registered = False
+
+    def _send(self, kind: str, **values: Any) -> None:
+        self._socket.send(pack(kind, **values))
+
+    def _receive(self, asked_for: str, *, wanted: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
+        """Return header and frames of the next message that is not a ``wait``. Raises as ``hello``."""
+        while True:
+            began = time.monotonic()
+            if not self._socket.poll(int(self._silence_s * 1000)):
+                self._give_up()
+                raise FeederLost(self._url, time.monotonic() - began, asked_for, self._last_reason)
+            first, *rest = self._socket.recv_multipart(copy=False)
+            header = unpack(first.buffer, where=self._url)
+            if header["type"] == "wait":
+                self._note_wait(str(header.get("waits_for", "")))
+            elif header["type"] == "error":
+                self._give_up()
+                raise FeederFailed(self._url, str(header.get("reason", "")), int(header.get("exit_code", CRASHED)))
+            elif header["type"] in wanted:
+                return header, [frame.buffer for frame in rest]
+            else:
+                raise FeedError(self._url, f"one of {list(wanted)}", header["type"])
+
+    def _give_up(self) -> None:
+        """Skip the sign-off and the wait for queued messages at ``close``, because the feeder is gone."""
+        self._registered = False
+        self._socket.setsockopt(zmq.LINGER, 0)
+
+    def _note_wait(self, waits_for: str) -> None:
+        self._last_reason = waits_for
+        if self._on_wait is not None:
+            self._on_wait(waits_for)

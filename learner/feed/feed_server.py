@@ -1,0 +1,226 @@
+"""Server of the feed, in the feeder: registers ranks, sends batches, queues the reports of rank 0. Knows ZMQ; no bus, no DataSource.
+
+Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``; a rank waits until its batch is
+offered, and gets a heartbeat with the reason every second.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from bus.client.waiter import Waiter
+from bus.exit_codes import CRASHED
+from learner.errors import FeedError, RankFailed
+from learner.feed.feed_gate import Gate
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_messages import Start, pack, unpack_from_rank
+
+log = logging.getLogger(__name__)
+
+Frames = Sequence[Any]
+_HELLO = 0
+"""Value of ``_Rank.waits`` for a rank that waits for its start."""
+_LOG_REFUSED_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A report of rank 0."""
+
+    kind: str
+    """done | published | checkpointed."""
+    values: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rank:
+    rank: int
+    dp_rank: int
+    asked: int = 0
+    """Last step that the rank has requested."""
+    waits: int | None = None
+    """The step that the rank waits for; None = it is working."""
+    since_s: float = field(default_factory=time.monotonic)
+    gone: bool = False
+    """True once the rank has received the end of the run, or has signed off."""
+
+
+class FeedServer:
+    """Server socket at ``listen`` (``tcp://host:*`` = any free port, see ``url``).
+
+    It admits ranks of this start by ``keys``. Other connections and messages are refused: counted, logged once a minute, never an error.
+    """
+
+    def __init__(self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int) -> None:
+        self._world_size, self._data_parallel = world_size, data_parallel
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.LINGER, 1_000)
+        self._gate = Gate(self._context, self._socket, keys)
+        self._socket.bind(listen)
+        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self.waiter = Waiter()
+        """Woken when ``asked`` has increased."""
+        self.asked = 0
+        """Highest step that a rank has requested."""
+        self.all_ended = asyncio.Event()
+        """Set when every rank of the world has registered and has left."""
+        self.deserted = asyncio.Event()
+        """Set while no rank is registered, or all registered ranks have left."""
+        self.deserted.set()
+        self.refused = 0
+        """Number of refused connections and messages."""
+        self._refusal_logged_s = -_LOG_REFUSED_S
+        self._ranks: dict[bytes, _Rank] = {}
+        self._ready: dict[int, Sequence[Frames]] = {}
+        self._start: Start | None = None
+        self._end_after: int | None = None
+
+    async def close(self) -> None:
+        """Send queued messages (for at most a second) and release the port."""
+        self._gate.close()
+        self._socket.close()
+        await asyncio.to_thread(self._context.term)
+
+    async def run(self) -> None:
+        """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed when one fails."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._gate.run(self._refuse), name="gate")
+            while True:
+                identity, *frames = await self._socket.recv_multipart()
+                await self._received(identity, frames)
+
+    async def _received(self, identity: bytes, frames: Frames) -> None:
+        """Handle one message. An invalid one ends the feeder only if an accepted rank sent it; others are refused."""
+        rank = self._ranks.get(identity)
+        try:
+            header = unpack_from_rank(frames[0] if frames else b"", where=f"feed at {self.url}")
+            if header["type"] == "failed":  # also of a rank that fails before its hello
+                raise RankFailed(header["rank"], header["reason"], header["exit_code"])
+            if rank is None:
+                self._hello(identity, header)
+            else:
+                self._handle(rank, header)
+        except FeedError as error:
+            await self._send(identity, pack("error", reason=str(error)))
+            if rank is not None:
+                raise
+            self._refuse(str(error))
+        else:
+            await self._serve()
+
+    def _refuse(self, reason: str) -> None:
+        self.refused += 1
+        now = time.monotonic()
+        if now - self._refusal_logged_s >= _LOG_REFUSED_S:
+            self._refusal_logged_s = now
+            log.warning("feed at %s: refused=%d, the last one because %s", self.url, self.refused, reason)
+
+    async def start(self, start: Start) -> None:
+        """Send ``start`` to the ranks, now or when they register."""
+        self._start, self.asked = start, max(self.asked, start.step)
+        await self._serve()
+
+    async def offer(self, step: int, batches: Sequence[Frames]) -> None:
+        """Make the frames of a step, by data-parallel rank, available to the ranks."""
+        self._ready[step] = batches
+        await self._serve()
+
+    async def end_after(self, step: int) -> None:
+        """Answer requests for a later step with the end of the run."""
+        self._end_after = step
+        await self._serve()
+
+    async def beat(self, waits_for: str) -> None:
+        """Send a heartbeat to waiting ranks, with the reason of the wait."""
+        for identity, rank in self._ranks.items():
+            if rank.waits is not None:
+                await self._send(identity, pack("wait", waits_for=waits_for))
+
+    async def fail(self, reason: str, exit_code: int = CRASHED) -> None:
+        """Send all ranks the error that ends the feeder, and its exit code."""
+        for identity in self._ranks:
+            await self._send(identity, pack("error", reason=reason, exit_code=exit_code))
+
+    def starved_s(self, now: float) -> float:
+        """Return the longest time for which a rank has been waiting for a batch, in seconds; 0 = no rank waits."""
+        waiting = [rank.since_s for rank in self._ranks.values() if rank.waits not in (None, _HELLO)]
+        return now - min(waiting) if waiting else 0.0
+
+    def _handle(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+        kind = header["type"]
+        if kind == "hello":
+            raise FeedError(f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello")
+        if kind == "bye":
+            rank.waits, rank.gone = None, True
+        elif kind == "next":
+            self._requested(rank, header)
+        else:
+            self._reported(rank, kind, header)
+
+    def _hello(self, identity: bytes, header: Mapping[str, Any]) -> None:
+        """Register a rank. Raises FeedError for one that is not of this layout, or is registered already."""
+        if header["type"] != "hello":
+            raise FeedError(f"feed at {self.url}", "hello first", header["type"])
+        rank = _Rank(rank=header["rank"], dp_rank=header["dp_rank"], waits=_HELLO)
+        if header["dp_size"] != self._data_parallel or not 0 <= rank.dp_rank < self._data_parallel:
+            got = (rank.dp_rank, header["dp_size"])
+            raise FeedError(f"hello of rank {rank.rank}", f"dp_rank of dp_size {self._data_parallel}", got)
+        if not 0 <= rank.rank < self._world_size:
+            raise FeedError(f"hello of rank {rank.rank}", f"a rank of {self._world_size}", rank.rank)
+        if any(other.rank == rank.rank for other in self._ranks.values()):
+            raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
+        self._ranks[identity] = rank
+
+    def _requested(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+        step = header["step"]
+        if self._start is None or step != max(rank.asked, self._start.step) + 1:
+            raise FeedError(f"next of rank {rank.rank}", f"the step after {rank.asked}, after the start", step)
+        rank.asked = rank.waits = step
+        rank.since_s = time.monotonic()
+        if step > self.asked:
+            self.asked = step
+            self.waiter.wake()
+
+    def _reported(self, rank: _Rank, kind: str, header: Mapping[str, Any]) -> None:
+        if rank.rank != 0:
+            raise FeedError(f"{kind} of rank {rank.rank}", "it from rank 0", header)
+        self.outcomes.put_nowait(Outcome(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
+
+    async def _serve(self) -> None:
+        """Send start, batch or end to every waiting rank for which it is available."""
+        for identity, rank in list(self._ranks.items()):
+            if rank.waits == _HELLO and self._start is not None:
+                rank.waits, rank.asked = None, self._start.step
+                await self._send(identity, pack("start", **asdict(self._start)))
+            elif rank.waits is not None and rank.waits in self._ready:
+                frames = self._ready[rank.waits][rank.dp_rank]
+                rank.waits = None
+                await self._send(identity, *frames)
+            elif rank.waits is not None and self._end_after is not None and rank.waits > self._end_after:
+                rank.waits, rank.gone = None, True
+                await self._send(identity, pack("end"))
+        self._forget()
+        if not all(rank.gone for rank in self._ranks.values()):
+            self.deserted.clear()
+            return
+        self.deserted.set()
+        if len(self._ranks) == self._world_size:
+            self.all_ended.set()
+
+    def _forget(self) -> None:
+        """Drop the batches that every rank has received."""
+        if len(self._ranks) == self._world_size:
+            served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
+            self._ready = {step: batches for step, batches in self._ready.items() if step > served}
+
+    async def _send(self, identity: bytes, *frames: Any) -> None:
+        await self._socket.send_multipart([identity, *frames], copy=False)

@@ -1,0 +1,98 @@
+"""The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
+
+import asyncio
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bus import exit_codes
+from bus.client.patience import cancellable
+from bus.streams.connection import connect
+from bus.system.coroutines import first_error
+from bus.wire.messages import Sampling
+from learner.config import LearnerConfig, StalenessConfig
+from learner.data.prompts import PromptFile
+from learner.data.rules import DataRules
+from learner.feed.feed_server import FeedServer
+from learner.feed.feeder_loops import Feeder, FeederRules
+from learner.feed.places import FeederPlaces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The facts of the trained model that the data depends on."""
+
+    vocab_size: int | None = None
+    """Samples with other token ids are refused; None = not known."""
+    max_context: int = 0
+    """As ``DataRules.max_context``."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a response; empty = not known."""
+    identity: str = ""
+    """As ``DataRules.model``."""
+
+
+async def run_feeder(
+    places: FeederPlaces,
+    prompts: PromptFile,
+    *,
+    model: ModelFacts,
+    learner: LearnerConfig,
+    staleness: StalenessConfig,
+    sampling: Sampling,
+    push_every: int,
+    draining: asyncio.Event,
+) -> None:
+    """Feed ``data_parallel x tensor_parallel`` ranks until the last step is done and in a checkpoint.
+
+    Once ``draining`` is set, it ends when no rank is left and what they reported is stored.
+    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, RankFailed, FeedError, PromptError; of the bus Fenced (another
+    learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
+    """
+    rules = DataRules(
+        run=places.run,
+        steps=learner.steps,
+        groups_per_step=learner.groups_per_step,
+        data_parallel=learner.data_parallel,
+        max_tokens_per_micro_batch=learner.max_tokens_per_micro_batch,
+        minibatches=learner.minibatches,
+        max_context=model.max_context,
+        push_every=push_every,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=prompts.seed,
+        prompts_digest=prompts.digest,
+        model=model.identity,
+        **asdict(staleness),
+    )
+    feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
+    world_size = learner.data_parallel * learner.tensor_parallel
+    server = FeedServer(places.listen, keys=places.keys, world_size=world_size, data_parallel=learner.data_parallel)
+    try:
+        async with connect(places.bus_url, places.run, places.bus, name="feeder") as connected:
+            await connected.create_layout()
+            await cancellable(Feeder(connected, feeder_rules, rules, prompts, server).run(draining))
+    except BaseException as error:
+        first = first_error(error)
+        ended = isinstance(first, asyncio.CancelledError)
+        await server.fail("it was told to end" if ended else exit_codes.message(first), exit_codes.of(first))
+        raise first from None
+    finally:
+        await server.close()
+
+
+def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfig, sampling: Sampling, *, ahead: int) -> FeederRules:
+    return FeederRules(
+        run=places.run,
+        root=places.checkpoints,
+        sampling=sampling,
+        group_size=learner.group_size,
+        checkpoint_every=learner.checkpoint_every,
+        keep_checkpoints=learner.keep_checkpoints,
+        ahead=ahead,
+        batch_timeout_s=learner.batch_timeout_s,
+        vocab_size=model.vocab_size,
+        pad_to=learner.tensor_parallel,
+        eos_ids=model.eos_ids,
+        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
+    )

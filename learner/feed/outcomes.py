@@ -1,0 +1,202 @@
+"""Reports of rank 0 (steps done, versions published, checkpoints written): records them on the bus, then trims the streams."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.client.rows import Value
+from bus.errors import BusUnavailable, Fenced
+from bus.liveness.epoch import current_epoch
+from bus.streams.connection import Bus
+from bus.streams.cursors import Cursors
+from bus.wire.messages import Done, Plan
+from learner import checkpoints
+from learner.checkpoints import Checkpoint
+from learner.data.batch import StepBatch
+from learner.data.datasource import read_state
+from learner.errors import FeedError
+from learner.feed.feed_server import FeedServer
+from learner.feed.restart import CHECKPOINT_KEY, Resumed
+
+log = logging.getLogger(__name__)
+
+GIVE_UP_HISTORY_FULL = 0.85
+"""Share of the stream SAMPLES in use at which the history window is trimmed too."""
+
+
+class Outcomes:
+    """Consumes ``server.outcomes``; produces Done records and the checkpoint row, trims the streams; sets ``finished`` at the end."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        server: FeedServer,
+        resumed: Resumed,
+        *,
+        epoch: int,
+        steps: int,
+        root: Path,
+        keep_checkpoints: int,
+        on_published: Callable[[int, int], None],
+    ) -> None:
+        """``resumed``: the checkpoint loaded, and the outcomes recorded for the steps after it."""
+        step = resumed.source.step
+        self._bus, self._server, self._epoch, self._steps, self._root = bus, server, epoch, steps, root
+        self._keep, self._earlier, self._on_published = keep_checkpoints, resumed.done, on_published
+        self._done = step
+        self._plans: dict[int, tuple[str, dict[str, float]]] = {}
+        self.checkpoint_step = step
+        """Step of the latest checkpoint."""
+        self.fullness = 0.0
+        """Share of the stream SAMPLES in use, after the last step."""
+        self.finished = asyncio.Event()
+        if step >= steps:
+            self.finished.set()
+
+    def planned(self, plan: Plan, facts: dict[str, float]) -> None:
+        """Register the plan of a batch; call it before the batch is offered."""
+        self._plans[plan.step] = (plan.chain, facts)
+
+    async def run(self) -> None:
+        """Process reports until cancelled. Raises Fenced, and FeedError for a report of an unexpected step or checkpoint."""
+        while True:
+            outcome = await self._server.outcomes.get()
+            if outcome.kind == "done":
+                await self._step_done(**outcome.values)
+            elif outcome.kind == "published":
+                self._on_published(outcome.values["version"], outcome.values["step"])
+            else:
+                await self._checkpointed(outcome.values["step"], Path(outcome.values["directory"]))
+            self._server.outcomes.task_done()
+
+    async def _step_done(self, step: int, metrics: dict[str, float], weights_digest: str | None) -> None:
+        if step != self._done + 1 or step not in self._plans:
+            raise FeedError("done", f"step {self._done + 1}", step)
+        self._done = step
+        before = self._earlier.get(step)
+        if before is not None and weights_digest and before.weights_digest not in (None, weights_digest):
+            log.error("step %d executed again gave OTHER weights: digest %s before, %s now", step, before.weights_digest, weights_digest)
+        numbers = {name: value for name, value in (metrics | self._plans[step][1]).items() if math.isfinite(value)}  # readers write JSON
+        done = Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest)
+        await self._bus.plans.append(done)
+        await self._announce(done)
+        self._plans = {other: kept for other, kept in self._plans.items() if other >= self.checkpoint_step}
+
+    async def _announce(self, done: Done) -> None:
+        """Publish live metrics. A loss is harmless: the Done record has the same numbers."""
+        metric = {"step": done.step, "epoch": done.epoch, "metrics": done.metrics}
+        try:
+            await self._bus.announce("learner", metric)
+            self.fullness = (await self._bus.samples.info()).bytes / self._bus.config.samples_max_bytes
+        except BusUnavailable as error:
+            log.info("metrics unsent error=%s", error)
+
+    async def _checkpointed(self, step: int, path: Path) -> None:
+        one = checkpoints.named(path)
+        here = one.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
+        if not here or one.step != step or step > self._done or step not in self._plans:
+            want = f"a directory of epoch {self._epoch} in {self._root}, of a step up to {self._done}"
+            raise FeedError("checkpointed", want, (step, str(path)))
+        state = read_state(await asyncio.to_thread(checkpoints.read_state, path))
+        chain = self._plans[step][0]
+        if (state["step"], state["chain"]) != (step, chain):
+            raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
+        await self._bus.retry(lambda: self._commit({"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain}))
+        log.info("checkpoint committed step=%d path=%s", step, path)
+        self.checkpoint_step = step
+        try:
+            await self._trim(one, state)
+        except BusUnavailable as error:
+            log.warning("streams not trimmed, the next checkpoint will error=%s", error)
+        if step == self._steps:
+            self.finished.set()
+
+    async def _commit(self, row: dict[str, Any]) -> None:
+        """Write the row. Raises Fenced for a learner that was replaced: by the newest epoch, or by that of the row that stands there."""
+        await self._refuse_if_replaced()
+
+        def committed(found: Value | None) -> Value:
+            _refuse_newer(int((found or {}).get("epoch", 0)), self._epoch)
+            return row
+
+        await self._bus.rows("run").change(CHECKPOINT_KEY, committed, replace_unreadable=True)
+
+    async def _refuse_if_replaced(self) -> None:
+        """Raises Fenced."""
+        _refuse_newer(await current_epoch(self._bus), self._epoch)
+
+    async def _trim(self, latest: Checkpoint, state: dict[str, Any]) -> None:
+        """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
+        await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
+        kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)
+        oldest = read_state(await asyncio.to_thread(checkpoints.read_state, kept[-1].path))
+        history = self._bus.config.history_samples
+        if self.fullness >= GIVE_UP_HISTORY_FULL:
+            log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)
+            history = 0
+        await self._bus.tasks.raise_floor(state["tasks"]["floor"])
+        await self._bus.partials.trim(state["tasks"]["floor"] + 1)
+        if (below := oldest["samples"]["floor"] + 1 - history) >= 2:
+            await self._bus.samples.trim(await self._waited_for(below, oldest["samples"]["created"]))
+        if (below := oldest["tasks"]["floor"] + 1 - history) >= 2:
+            await self._bus.tasks.trim(below)
+
+    async def _waited_for(self, below: int, created: str) -> int:
+        """Return ``below``, or less while a registered reader needs it and the stream is not too full."""
+        cursors = Cursors(self._bus)
+        needed = await cursors.first_needed(created)
+        if needed is None or needed >= below:
+            return below
+        if self.fullness < GIVE_UP_HISTORY_FULL:
+            return needed
+        late = await cursors.give_up(below, created)
+        log.error("SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, ", ".join(late), needed)
+        return below
+
+
+def _refuse_newer(newest: int, epoch: int) -> None:
+    """Raises Fenced."""
+    if newest > epoch:
+        raise Fenced(f"run.{CHECKPOINT_KEY}", epoch, newest)
+
+
+def facts_of(plan: Plan, batches: Sequence[StepBatch]) -> dict[str, float]:
+    """Return the metrics of a step's data, for its Done record."""
+    in_queue, in_flight = lags_of(batches)
+    lags = in_queue + in_flight
+    first = batches[0]
+    packed = sum(len(part.tokens_T) for batch in batches for part in batch.micro_batches)
+    return {
+        "data/groups": float(len(plan.tasks)),
+        "data/samples": float(len(plan.seqs)),
+        "data/tokens": float(first.num_tokens),
+        "data/packed_tokens": float(packed),
+        "data/micro_batches": float(plan.num_micro_batches),
+        "data/reward_mean": float(first.rewards_N.mean()),
+        "data/response_length_mean": float(first.response_lengths_N.mean()),
+        "data/truncated_share": float(first.truncated_N.mean()),
+        "data/lag_mean": float(lags.mean()) if len(lags) else 0.0,
+        "data/lag_max": float(lags.max(initial=0)),
+        "data/lag_in_flight_mean": float(in_flight.mean()) if len(lags) else 0.0,
+        "data/lag_in_queue_mean": float(in_queue.mean()) if len(lags) else 0.0,
+    }
+
+
+def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is ``lag_T``.
+
+    The queue's part is the lag of the newest trainable token of the sample, which has grown since the response was finished. The rest is
+    the token's age relative to it: the versions that were published while the response was in flight.
+    """
+    parts = [part for batch in batches for part in batch.micro_batches]
+    lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])
+    rows = np.concatenate([part.sample_T[part.loss_mask_T] for part in parts])
+    newest = np.full(len(batches[0].rewards_N), np.iinfo(np.int32).max, np.int32)
+    np.minimum.at(newest, rows, lags)
+    return newest[rows], lags - newest[rows]

@@ -1,0 +1,40 @@
+"""Addresses and directories of the learner's processes. Made by their caller; knows no setting of the training."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bus.config import BusConfig
+from learner.feed.feed_keys import FeedKeys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeederPlaces:
+    """Addresses, keys and directories of the feeder."""
+
+    run: str
+    bus_url: str
+    bus: BusConfig = field(default_factory=BusConfig)
+    listen: str
+    """Where ranks connect: tcp://host:port."""
+    keys: FeedKeys
+    """They admit the ranks."""
+    checkpoints: Path
+    """Root of the checkpoints."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlaces:
+    """Addresses, keys and directories of a rank."""
+
+    run: str
+    bus_url: str
+    feeder_url: str
+    feeder_keys: FeedKeys
+    model_dir: Path
+    """Initial weights, configuration and tokenizer, in Hugging Face format."""
+    checkpoints: Path
+    """Root of the checkpoints, as the feeder's."""
+    snapshots: Path
+    """Snapshots of versions are kept here."""
+    final_dir: Path
+    """The trained model is written here, in Hugging Face format, after the last step."""

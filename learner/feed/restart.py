@@ -1,0 +1,151 @@
+"""Restart of a learner: finds the newest usable checkpoint and the records that were written after it."""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bus.streams.connection import Bus
+from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
+from learner import checkpoints
+from learner.data.datasource import DataSource
+from learner.data.rules import DataRules
+from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT_KEY = "checkpoint"
+"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain"}`` of the latest checkpoint."""
+_STORE_BACK = f"put the bus's store back, or {NEW_RUN}"
+
+
+@dataclass(slots=True, kw_only=True)
+class Resumed:
+    """State with which a learner starts."""
+
+    source: DataSource
+    checkpoint: Path | None
+    recorded: deque[tuple[int, Plan | Settle | Requeue]]
+    """(sequence in PLAN, record) after the checkpoint, in order; they must be applied again unchanged."""
+    recorded_until: int
+    """Last recorded step; that of the checkpoint if there is none."""
+    done: dict[int, Done]
+    """Outcomes that earlier starts recorded for steps after the checkpoint (the last one of each)."""
+    versions: dict[int, int]
+    """Step of every version in tasks and plans after the checkpoint and in its own plan: all of them were published."""
+
+
+async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
+    """Restore the data's state. The caller has raised the epoch and fenced PLAN and TASKS before.
+
+    Raises NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
+    """
+    row = await bus.rows("run").get(CHECKPOINT_KEY)
+    checkpoint = None if row is None else await asyncio.to_thread(_usable, root, row[0])
+    if checkpoint is None:
+        cursor = await bus.samples.cursor()
+        source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
+    else:
+        source = DataSource.restore(rules, await asyncio.to_thread(checkpoints.read_state, checkpoint), epoch=epoch)
+    versions = await _register_tasks(bus, source)
+    recorded, done = await _records(bus, source, versions)
+    _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
+    await _refuse_lost_tasks(bus, source, [record for _, record in recorded])
+    for _, record in recorded:
+        _refuse_other_layout(rules, record)
+    steps = [record.step for _, record in recorded if isinstance(record, Plan)]
+    log.info("resumed step=%d recorded=%d checkpoint=%s epoch=%d", source.step, len(steps), checkpoint, epoch)
+    return Resumed(
+        source=source,
+        checkpoint=checkpoint,
+        recorded=recorded,
+        recorded_until=max(steps, default=source.step),
+        done=done,
+        versions=versions,
+    )
+
+
+async def recorded_versions(bus: Bus) -> dict[int, int]:
+    """Return the step of every version in the plans of the run."""
+    versions: dict[int, int] = {}
+    async for _, record in bus.plans.scan():
+        if isinstance(record, Plan):
+            versions |= record.version_steps
+    return versions
+
+
+def _usable(root: Path, row: dict[str, Any]) -> Path:
+    """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt ones are set aside.
+
+    Raises NoCheckpoint if none is valid.
+    """
+    latest = root / Path(row["directory"]).name  # only the name, because the root may have been moved
+    before = [one.path for one in checkpoints.listed(root) if one.step <= row["step"] and one.path.name != latest.name]
+    found, corrupt = checkpoints.latest_valid([latest, *before])
+    if found is None:
+        raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
+    for path in corrupt:
+        checkpoints.set_aside(path)
+    return found
+
+
+def _refuse_lost_plans(run: str, root: Path, *, has_place: bool) -> None:
+    if not has_place and (kept := checkpoints.listed(root)):
+        raise RunLost(run, str(kept[0].path))
+
+
+async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Plan | Settle | Requeue]) -> None:
+    named = [int(task) for record in records if isinstance(record, Plan | Settle) for task in record.tasks]
+    wanted, last = max((source.task_floor, *named)), await bus.tasks.last_id()
+    if last < wanted:
+        raise ReplayMismatch("stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}")
+
+
+async def _register_tasks(bus: Bus, source: DataSource) -> dict[int, int]:
+    """Register the open and the dead tasks in the source. Returns the versions at which tasks were issued, with their steps."""
+    now = time.monotonic()
+    versions: dict[int, int] = {}
+    async for task in bus.tasks.scan(source.task_floor + 1):
+        source.issued(task, now)
+        if task.kind is Kind.TRAIN:
+            versions[task.min_version] = task.issue_step
+    async for _, dead in bus.dead.scan():
+        source.dead(dead.task)
+    return versions
+
+
+async def _records(
+    bus: Bus, source: DataSource, versions: dict[int, int]
+) -> tuple[deque[tuple[int, Plan | Settle | Requeue]], dict[int, Done]]:
+    """Read the records after the state, and add their versions to ``versions``. Returns (records to repeat, outcomes by step).
+
+    Raises ReplayMismatch if the last plan of the state is not in the log.
+    """
+    recorded: deque[tuple[int, Plan | Settle | Requeue]] = deque()
+    done: dict[int, Done] = {}
+    found = source.plan_seq == 0
+    async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
+        if isinstance(record, Plan):
+            versions |= record.version_steps
+        if seq == source.plan_seq:
+            if not isinstance(record, Plan) or record.chain != source.chain:
+                raise ReplayMismatch(f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record)
+        elif isinstance(record, Plan | Settle | Requeue):
+            recorded.append((seq, record))
+        elif isinstance(record, Done):
+            done[record.step] = record
+        found = found or seq == source.plan_seq
+    if not found:
+        want = f"the plan of step {source.step}"
+        raise ReplayMismatch(f"log PLAN at {source.plan_seq}", want, f"nothing: it was made anew; {_STORE_BACK}")
+    return recorded, done
+
+
+def _refuse_other_layout(rules: DataRules, record: Plan | Settle | Requeue) -> None:
+    if isinstance(record, Plan) and record.data_parallel != rules.data_parallel:
+        want = f"{record.data_parallel} until the recorded step {record.step} is in a checkpoint"
+        raise ConfigRefused("learner.data_parallel", want, rules.data_parallel)

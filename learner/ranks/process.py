@@ -1,0 +1,172 @@
+"""Parent process of the learner's feeder and ranks.
+
+It starts them, forwards their output, and ends them all when one of them fails, because a rank without its peers, or without its feeder,
+can only wait. It knows no bus and no model, and loads no torch.
+
+    parent -- feeder            one
+           -- rank 0 .. R-1     data_parallel x tensor_parallel, R = their product
+
+Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then ranks get SIGTERM first (they finish the
+current step), and the feeder when all ranks have ended.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from bus import exit_codes
+from bus.server.ports import KeptPort
+from bus.system.processes import Child
+from learner.errors import LearnerError
+from learner.feed.feed_keys import FeedKeys
+
+log = logging.getLogger(__name__)
+
+STOP_S = 2.0
+"""Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to leave, the ranks
+for their dead peer, and all that was promised to last is stored already."""
+
+
+class ChildFailed(LearnerError):
+    """The feeder or a rank has ended with an error, or was killed (a negative code)."""
+
+    def __init__(self, name: str, code: int, last_lines: tuple[str, ...]) -> None:
+        super().__init__(name, code, last_lines)
+        self.name, self.code, self.last_lines = name, code, last_lines
+        self.reason = exit_codes.reason(last_lines)
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of the learner as a whole."""
+        return self.code if self.code in exit_codes.FINAL else exit_codes.CRASHED
+
+    def __str__(self) -> str:
+        if self.code in exit_codes.FINAL and self.reason:
+            return self.reason
+        first = f"{self.name} {exit_codes.how(self.code)}" + (f": {self.reason}" if self.reason else "")
+        return "\n".join([first, *(f"  {line}" for line in self.last_lines)])
+
+
+async def run_learner(
+    arguments: Sequence[str],
+    *,
+    num_ranks: int,
+    draining: asyncio.Event,
+    threads: int = 1,
+    host: str = "127.0.0.1",
+    drain_s: float = 600.0,
+) -> None:
+    """Run feeder and ranks until all have ended with success, or until ``draining`` is set and they have drained.
+
+    ``arguments`` are those of ``python -m launch feeder`` and ``python -m launch rank``, without ``--feeder-url`` and ``--feeder-keys``.
+    Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
+    that of a child with a final exit code if there is one, because failures of the others follow from it.
+    """
+    command = [sys.executable, "-m", "launch"]
+    children: list[Child] = []
+    keys = FeedKeys.new()
+    with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
+        feeder_url = f"tcp://{host}:{feeder_port.number}"
+        try:
+            children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}, keys.for_feeder()))
+            for rank in range(num_ranks):
+                environment = _rank_environment(rank, num_ranks, host, master_port.number, threads)
+                rank_command = [*command, "rank", *arguments, "--feeder-url", feeder_url]
+                children.append(await _start(f"rank {rank}", rank_command, environment, keys.for_ranks()))
+            await _watch(children[0], children[1:], draining, drain_s)
+        except ChildFailed as first:
+            await _end(children)
+            raise next((_failed(child) for child in children if child.returncode in exit_codes.FINAL), first) from None
+        finally:
+            await _end(children)
+
+
+async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys) -> Child:
+    """Start a child that reads the feeder's keys from a pipe."""
+    descriptor = keys.pipe()
+    child = Child(name, [*command, "--feeder-keys", str(descriptor)], environment={**environment, "PYTHONUNBUFFERED": "1"})
+    try:
+        await child.start(pass_fds=(descriptor,))
+    finally:
+        os.close(descriptor)
+    log.info("started child=%s pid=%d", name, child.pid)
+    return child
+
+
+async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event, drain_s: float) -> None:
+    """Wait until all children have ended with success. Raises ChildFailed for the first that fails."""
+    ends = {asyncio.create_task(child.wait()): child for child in (feeder, *ranks)}
+    drain = asyncio.create_task(draining.wait())
+    left: set[asyncio.Task[int]] = set(ends)
+    deadline: float | None = None
+    loop = asyncio.get_running_loop()
+    try:
+        while left:
+            waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*left, *(() if deadline else (drain,))}
+            timeout = None if deadline is None else max(0.0, deadline - loop.time())
+            done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                late = ends[next(iter(left))]
+                raise ChildFailed(late.name, exit_codes.NOT_IN_TIME, (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines()))
+            if drain in done and deadline is None:
+                deadline = loop.time() + drain_s
+                log.info("draining: the ranks finish their step")
+                _signal(ranks or (feeder,), signal.SIGTERM)
+            for task in [task for task in left if task in done]:
+                left.discard(task)
+                _judge(ends[task], task.result(), drained=deadline is not None)
+            if {ends[task] for task in left} == {feeder} and deadline is not None:
+                _signal((feeder,), signal.SIGTERM)  # all ranks have ended
+    finally:
+        for task in (*ends, drain):
+            task.cancel()
+        await asyncio.gather(*ends, drain, return_exceptions=True)
+
+
+def _judge(child: Child, code: int, *, drained: bool) -> None:
+    log.info("ended child=%s code=%d", child.name, code)
+    if code != 0 and not (drained and code in (exit_codes.NOT_IN_TIME, -signal.SIGTERM)):  # the latter: it had not begun
+        raise _failed(child)
+
+
+def _failed(child: Child) -> ChildFailed:
+    assert child.returncode is not None
+    return ChildFailed(child.name, child.returncode, tuple(child.lines()))
+
+
+def _signal(children: Sequence[Child], number: signal.Signals) -> None:
+    for child in children:
+        child.send(number)
+
+
+async def _end(children: Sequence[Child]) -> None:
+    """End all running children by SIGTERM, and by SIGKILL after ``STOP_S``; read their output to its end, which names the reason."""
+    if not children:
+        return
+    _signal(children, signal.SIGTERM)
+    ends = [asyncio.create_task(child.wait()) for child in children]
+    try:
+        await asyncio.wait(ends, timeout=STOP_S)
+        _signal(children, signal.SIGKILL)
+        await asyncio.gather(*(child.exited() for child in children))
+        await asyncio.wait(ends, timeout=STOP_S)  # a descendant that left the process group may keep the output open
+    finally:
+        for end in ends:
+            end.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+def _rank_environment(rank: int, world: int, host: str, port: int, threads: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(threads),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS reads it when CUDA is initialised
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # gives the order of kernels that Megatron's tensor parallelism relies on
+    }

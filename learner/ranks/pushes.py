@@ -1,0 +1,203 @@
+"""Pushes of weights as new versions, and their reports to the feeder. Knows the publisher and the policy; no batch.
+
+Weights are copied in the trainer's thread and pushed during the next step; at max_lag 0, or without overlap, the step waits for the push.
+On an accelerator that engines share, a version is staged while the learner owns the memory (``take``) and pushed when the engines own it
+(``give``), so that the learner and the engines never work at the same time.
+
+Only rank 0 has a publisher. Its tensor-parallel peers help to gather the weights; the other ranks do nothing here.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import Tensor
+
+from bus.config import BusConfig
+from bus.errors import BusError, Fenced
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import Start
+from learner.feed.places import RankPlaces
+from learner.megatron.model import Policy
+from weightstore.config import WeightsConfig
+from weightstore.errors import PushFailed
+from weightstore.format.manifest import Manifest
+from weightstore.push.publisher import Publisher, PushHandle, PushReport, Staged
+from weightstore.store import snapshot
+
+log = logging.getLogger(__name__)
+
+_AGAIN_S = 1.0
+"""Pause before a failed push is repeated, because a bus may refuse it immediately."""
+
+
+class Pushes:
+    """The pushes of one start of the learner. Every rank calls every method at the same place, except ``collect`` and ``metrics``."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        feed: FeedClient,
+        places: RankPlaces,
+        *,
+        bus: BusConfig,
+        weights: WeightsConfig,
+        wait: bool,
+        colocated: bool = False,
+    ) -> None:
+        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``."""
+        self._policy, self._feed, self._places = policy, feed, places
+        self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
+        self._staged: Staged | None = None
+        """Weights of a push that has not succeeded yet."""
+        self._engines_released = 0
+        self._takes_part = policy.parallel.dp_rank == 0
+        self._leads = self._takes_part and policy.parallel.tp_rank == 0
+        self._publisher: Publisher | None = None
+        self._handle: PushHandle | None = None
+        self._report: PushReport | None = None
+        self.step = -1
+        """Step of the current weights. The code that changes the weights sets it."""
+        self._waited_s = 0.0
+
+    @contextmanager
+    def open(self, start: Start) -> Iterator[None]:
+        """Publish the version that a start needs before its first step: version 0, or head + 1 when no recorded step is to be repeated.
+
+        Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
+        """
+        manifest = Manifest.of(self._policy.export()) if self._takes_part else None
+        if not self._leads:
+            self._begin(start)
+            yield
+            return
+        publisher = Publisher(
+            self._weights,
+            bus_url=self._places.bus_url,
+            run=self._places.run,
+            epoch=start.epoch,
+            directory=self._places.snapshots,
+            model_dir=self._places.model_dir,
+            manifest=manifest,
+            bus_config=self._bus,
+        )
+        try:
+            publisher.start()
+            self._publisher = publisher
+            if self._colocated:
+                self.take()
+            self._begin(start)
+            yield
+        finally:
+            publisher.close()
+
+    def _begin(self, start: Start) -> None:
+        self.step = start.step
+        if start.head_version >= 0:
+            if start.recorded_until == start.step:
+                self.publish()
+        elif start.initial is not None:  # not publish_initial: engines load version 0 from the model directory, which has other weights
+            self.publish()
+        elif self._publisher is not None:
+            row = self._publisher.publish_initial(self._places.model_dir)
+            self._feed.published(row.version, row.step)
+
+    def publish(self) -> None:
+        """Make the current weights the next version, after the previous push has ended. Raises as ``open``."""
+        self.collect(wait=True)
+        if not self._takes_part:
+            return
+        if self._publisher is None:
+            for _ in self._policy.export():  # takes part in the collective that gathers the weights
+                pass
+            return
+        self._staged = self._publisher.stage(self.step, self._policy.export())
+        if not self._colocated:
+            self._handle = self._publisher.push(self._staged)
+            self.collect(wait=self._wait)
+
+    def take(self) -> None:
+        """Wait until the colocated engines have released their memory, also over an outage of the bus. Raises Fenced."""
+        self.collect(wait=True)
+        if self._publisher is not None:
+            self._engines_released = len(_patiently(self._publisher.release))
+
+    def give(self) -> None:
+        """Resume the colocated engines with the staged version, or with the head, and wait until they generate. Raises Fenced."""
+        if self._publisher is None:
+            return
+        if self._staged is None:
+            _patiently(self._publisher.resume)
+        else:
+            self._handle = self._publisher.push(self._staged)
+            self.collect(wait=True)
+
+    def collect(self, *, wait: bool = False) -> None:
+        """Report a push that has ended to the feeder; with ``wait``, wait for the current push first.
+
+        A failed push (it reached fewer engines than required, or the bus was unreachable for too long) is repeated with the staged weights,
+        because this rank alone cannot gather the current ones.
+        """
+        while self._handle is not None and (wait or self._handle.done):
+            began = time.monotonic()
+            try:
+                self._report = self._handle.result()
+            except PushFailed as error:
+                self._handle = self._again(error)
+                if not wait:
+                    return
+                time.sleep(_AGAIN_S)
+            else:
+                self._handle = None
+                if self._staged is not None:
+                    self._staged.release()
+                    self._staged = None
+                self._feed.published(self._report.version, self._report.step)
+            self._waited_s += time.monotonic() - began
+
+    def _again(self, error: PushFailed) -> PushHandle:
+        assert self._publisher is not None and self._staged is not None
+        log.error("pushing again the weights of step %d: %s", self._staged.step, error)
+        return self._publisher.push(self._staged)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the last push that has ended, and the time waited for pushes since the last call; on rank 0."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        turns = {"turn/engines": float(self._engines_released)} if self._colocated else {}
+        if self._report is None:
+            return turns
+        report = self._report
+        return {
+            "push/version": report.version,
+            "push/engines": len(report.engines),
+            "push/engines_verified": len(report.verified),
+            "push/prepare_seconds": report.prepare_s,
+            "push/seconds": report.seconds,
+            "push/transfer_seconds": report.transfer_s,
+            "push/stall_seconds_max": max(report.stall_s.values(), default=0.0),
+            "push/bytes": report.bytes,
+            "push/wait_seconds": waited_s,
+            **turns,
+        }
+
+    def write_model(self, directory: Path) -> None:
+        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer."""
+        if not self._takes_part:
+            return
+        tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
+        if self._leads:
+            version = self._report.version if self._report is not None and self._report.step == self.step else -1
+            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir)
+
+
+def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration. Raises Fenced."""
+    while True:
+        try:
+            return ask()
+        except Fenced:
+            raise
+        except BusError as error:
+            log.error("the turn is not changed, trying on: %s", error)

@@ -1,0 +1,353 @@
+"""The body of one rank: build the model, load the checkpoint, then take steps until the feeder sends the end of the run.
+
+    feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
+
+With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines otherwise (``turns.py``).
+
+Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and checkpoints.
+Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
+the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM: the step is finished, and all ranks leave
+together before the next one.
+"""
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from bus import exit_codes
+from bus.config import BusConfig
+from learner import checkpoints
+from learner.algorithms.alarms import AlarmWatch, Context
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import LearnerConfig, StalenessConfig
+from learner.data.batch import StepBatch
+from learner.errors import AlarmStop, CheckpointUnwritten
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_messages import End, Start
+from learner.feed.places import RankPlaces
+from learner.megatron import parallel, state
+from learner.megatron.memory import open_memory
+from learner.megatron.model import Policy, WeightBackup, build_policy, reference_weights
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel
+from learner.megatron.trainer import Trainer
+from learner.ranks.pushes import Pushes
+from learner.ranks.turns import AllTheTime, TurnByTurn
+from weightstore.config import WeightsConfig
+from weightstore.push.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+
+class Draining(BaseException):
+    """SIGTERM arrived while this rank was waiting for a batch."""
+
+
+def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig) -> int:
+    """Run this rank (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) to the end.
+
+    Returns the exit code of the process: 0 after the last step, or drained after SIGTERM; otherwise that of the error
+    (``bus/exit_codes.py``), which is in the log and was sent to the feeder.
+    """
+    try:
+        with ExitStack() as stack:
+            here = _join(stack, learner)
+            idle = Idle()
+            feed = stack.enter_context(
+                FeedClient(
+                    places.feeder_url,
+                    keys=places.feeder_keys,
+                    rank=here.rank,
+                    dp_rank=here.dp_rank,
+                    dp_size=here.dp_size,
+                    on_wait=idle,
+                )
+            )
+            try:
+                start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
+                memory = open_memory(colocated=learner.colocated, device=here.device)
+                policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here, memory=memory)
+                rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
+                idle.work = rank.pushes.collect
+                rank.run(start)
+            except Exception as error:
+                feed.failed(exit_codes.message(error), exit_codes.of(error))
+                raise
+    except Draining:  # the last step is done, and only the feeder's answer was missing
+        return 0
+    except Exception as error:
+        return exit_codes.report(error, log)
+    return 0
+
+
+def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
+    logging.getLogger("megatron").setLevel(logging.WARNING)  # it logs every parameter
+    torch.manual_seed(learner.seed)
+    torch.set_num_threads(learner.threads)
+    if learner.deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over every new tensor; nothing reads one
+    device = parallel.choose_device(learner.device)
+    timeout_s = learner.batch_timeout_s + 600  # a peer may be waiting for its batch, or writing a checkpoint
+    here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=timeout_s)
+    stack.callback(parallel.leave)
+    return here
+
+
+def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig) -> Start:
+    """Shake hands with the feeder, then wait until colocated engines have released their memory. Raises Fenced, BusUnavailable.
+
+    Returns the feeder's start. It comes before this rank allocates accelerator memory.
+    """
+    start = feed.hello()
+    if here.rank == 0:
+        publisher = Publisher(
+            weights, bus_url=places.bus_url, run=places.run, epoch=start.epoch, directory=places.snapshots, bus_config=bus
+        )
+        try:
+            publisher.start()
+            publisher.release()
+        finally:
+            publisher.close()
+    dist.barrier()
+    return start
+
+
+def _reference(policy: Policy, model_dir: Path, algorithm: AlgorithmConfig) -> WeightBackup | None:
+    """Return the reference model's weights if the algorithm needs them: those of another directory, or the initial ones of the run."""
+    if not algorithm.needs_reference:
+        return None
+    if algorithm.kl.reference:
+        return reference_weights(policy, model_dir, Path(algorithm.kl.reference))
+    return WeightBackup(policy)
+
+
+class Idle:
+    """Callback of every second in which a rank waits for the feeder; it collects a push that may have ended."""
+
+    def __init__(self) -> None:
+        self.work: Callable[[], None] | None = None
+
+    def __call__(self, waits_for: str) -> None:
+        log.debug("waiting for=%s", waits_for)
+        if self.work is not None:
+            self.work()
+
+
+class Rank:
+    """One rank from its handshake to its end."""
+
+    def __init__(
+        self,
+        places: RankPlaces,
+        policy: Policy,
+        feed: FeedClient,
+        *,
+        learner: LearnerConfig,
+        staleness: StalenessConfig,
+        weights: WeightsConfig,
+        bus: BusConfig,
+    ) -> None:
+        self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
+        self._here = policy.parallel
+        self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps)
+        self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
+        self._trainer = Trainer(
+            policy,
+            self._optimizer,
+            learner.algorithm,
+            max_lag=staleness.max_lag,
+            proximal=self._proximal,
+            reference=_reference(policy, places.model_dir, learner.algorithm),
+        )
+        self.pushes = Pushes(
+            policy,
+            feed,
+            places,
+            bus=bus,
+            weights=weights,
+            wait=staleness.max_lag == 0 or not weights.overlap,
+            colocated=learner.colocated,
+        )
+        self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
+        self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=learner.dtype, gate=staleness.gate))
+        self._clock = WaitClock()
+        self._terminated = False
+        self._in_wait = False
+
+    def run(self, start: Start | None = None) -> None:
+        """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""
+        with self._sigterm_noted():
+            start = start or self._feed.hello()
+            if start.checkpoint is not None:
+                _, numbers = state.load(Path(start.checkpoint), policy=self._policy, optimizer=self._optimizer, proximal=self._proximal)
+                self._trainer.kl_scale = numbers["kl_scale"]
+            elif start.initial is not None:
+                self._begin_with(Path(start.initial))
+            log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
+            with self.pushes.open(start):
+                self._turns.give()
+                if self._take_steps(start):
+                    self._end(start)
+
+    def _begin_with(self, directory: Path) -> None:
+        """Load the weights of another run's checkpoint. A reference model keeps those of the model directory."""
+        step = state.load_weights(directory, policy=self._policy, optimizer=self._optimizer)
+        if self._proximal is not None:
+            self._proximal.refresh()
+        log.info("begins with the weights of step=%d checkpoint=%s", step, directory)
+
+    def _take_steps(self, start: Start) -> bool:
+        """Take all steps. Returns False when drained before the last one."""
+        for step in range(start.step + 1, start.steps + 1):
+            batch = self._next(step)
+            if batch is None:
+                log.info("drained rank=%d after step=%d", self._here.rank, step - 1)
+                return False
+            with self._turns.mine():
+                self._step(batch, start)
+        return True
+
+    def _step(self, batch: StepBatch, start: Start) -> None:
+        metrics = self._watched(batch.step, self._trainer.train(batch)) | self._clock.metrics()
+        self.pushes.step = batch.step
+        digest = self._policy.digest() if self._learner.weights_digest else None
+        if self._proximal is not None and batch.step % self._push_every == 0:
+            self._proximal.refresh()
+        push = batch.step % self._push_every == 0 or batch.step == start.steps
+        if batch.recorded:  # an earlier start pushed it; only the weights of the last recorded step become head + 1
+            push = batch.step == start.recorded_until
+        if push:
+            self.pushes.publish()
+        if self._here.rank == 0:
+            self._feed.done(batch.step, metrics | self.pushes.metrics() | self._turns.metrics(), digest)
+            log.info(
+                "step=%d reward=%.4f loss=%.5f grad_norm=%.4f lag=%.2f wait_share=%.3f step_s=%.3f skipped=%d",
+                batch.step,
+                metrics["train/reward_mean"],
+                metrics.get("train/loss", math.nan),
+                metrics.get("train/grad_norm", math.nan),
+                metrics.get("offpolicy/lag_mean", 0.0),
+                metrics["train/wait_share"],
+                metrics["train/step_seconds"],
+                metrics["train/skipped_minibatches"],
+            )
+        if batch.state:
+            self._checkpoint(batch, start.epoch)
+
+    def _watched(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics with the numbers of alarms. Raises AlarmStop, before these weights are published."""
+        alarms = self._alarms.step(metrics)
+        if self._here.rank == 0:
+            for alarm in alarms:
+                log.log(logging.ERROR if alarm.level == "error" else logging.WARNING, "alarm step=%d %s", step, alarm)
+        if self._alarms.stop is not None:
+            raise AlarmStop(step, str(self._alarms.stop))
+        levels = [alarm.level for alarm in alarms]
+        return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
+
+    def _checkpoint(self, batch: StepBatch, epoch: int) -> None:
+        """Write a checkpoint from all ranks; rank 0 adds the data's state, makes it durable and reports it. Raises CheckpointUnwritten."""
+        began = time.monotonic()
+        root, rank = self._places.checkpoints, self._here.rank
+        directory = [str(checkpoints.staging(root, step=batch.step, epoch=epoch))] if rank == 0 else [""]
+        dist.broadcast_object_list(directory)
+        tmp = Path(directory[0])
+        state.save(
+            tmp,
+            step=batch.step,
+            policy=self._policy,
+            optimizer=self._optimizer,
+            proximal=self._proximal,
+            numbers={"kl_scale": self._trainer.kl_scale},
+        )
+        dist.barrier()
+        if rank == 0:
+            try:
+                path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})
+            except OSError as error:
+                raise CheckpointUnwritten(str(tmp), str(error)) from error
+            self._feed.checkpointed(batch.step, str(path))
+            log.info("checkpoint step=%d path=%s seconds=%.2f", batch.step, path, time.monotonic() - began)
+
+    def _end(self, start: Start) -> None:
+        """Wait for the last push, write the trained model, and wait for the feeder's end of the run."""
+        self.pushes.collect(wait=True)
+        with self._turns.mine():
+            self.pushes.write_model(self._places.final_dir)
+        if self._here.rank == 0:
+            log.info("trained model=%s", self._places.final_dir)
+        with self._waiting():
+            answer = self._feed.next(start.steps + 1)
+        assert isinstance(answer, End), f"the feeder has a step after the last, {start.steps}"
+
+    def _next(self, step: int) -> StepBatch | None:
+        """Return the batch of ``step``; None on all ranks when any rank has received SIGTERM."""
+        batch: StepBatch | End | None = None
+        self.pushes.collect()
+        if not self._terminated:
+            try:
+                with self._waiting():
+                    batch = self._feed.next(step)
+            except Draining:
+                batch = None
+        assert not isinstance(batch, End), f"the feeder ends before step {step}"
+        leaving = torch.tensor([batch is None], dtype=torch.int32, device=self._here.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(leaving, dist.ReduceOp.MAX)
+        return None if leaving.item() else batch
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Measure a wait for the feeder; SIGTERM raises Draining inside it."""
+        with self._clock.waiting():
+            self._in_wait = True
+            try:
+                yield
+            finally:
+                self._in_wait = False
+
+    @contextmanager
+    def _sigterm_noted(self) -> Iterator[None]:
+        before = signal.signal(signal.SIGTERM, self._on_sigterm)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._terminated = True
+        if self._in_wait:
+            self._in_wait = False
+            raise Draining
+
+
+class WaitClock:
+    """Measures the time spent waiting for batches, per step and since the first request."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._total_s = 0.0
+        self._last_s = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Measure a wait for a batch."""
+        began = time.monotonic()
+        self._began = self._began or began
+        yield
+        self._last_s = time.monotonic() - began
+        self._total_s += self._last_s
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``train/wait_seconds`` of this step and ``train/wait_share`` since the first request."""
+        since_s = time.monotonic() - (self._began or time.monotonic())
+        return {"train/wait_seconds": self._last_s, "train/wait_share": self._total_s / since_s if since_s else 0.0}

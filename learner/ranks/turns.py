@@ -1,0 +1,90 @@
+"""Accelerator ownership for colocated runs: the learner owns the memory during a step, the engines until the next batch.
+
+    batch -> engines release -> all ranks resume -> step, staging -> all ranks release -> engines resume, with the new version or the head
+
+Every rank makes the same calls at the same points; only rank 0 sends requests to the engines. Knows no model and no batch.
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch.distributed as dist
+
+from learner.megatron.memory import Memory
+from learner.ranks.pushes import Pushes
+
+log = logging.getLogger(__name__)
+
+
+class Turns(Protocol):
+    """Ownership of the accelerator. The learner owns it at first."""
+
+    def give(self) -> None:
+        """Pass the ownership to the engines."""
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        """Own the accelerator inside the context. An exception keeps the ownership, because the end of the process releases the memory."""
+        raise NotImplementedError
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``turn/...`` (docs/metrics.md). Times after the end of a step are in the metrics of the next one."""
+        raise NotImplementedError
+
+
+class AllTheTime:
+    """Ownership of an accelerator that is not shared."""
+
+    def give(self) -> None:
+        return
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        yield
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+class TurnByTurn:
+    """Ownership that alternates with colocated engines. ``memory`` is that of this rank."""
+
+    def __init__(self, memory: Memory, pushes: Pushes) -> None:
+        self._memory, self._pushes = memory, pushes
+        self._seconds: dict[str, float] = {}
+
+    def give(self) -> None:
+        with self._timed("release"):
+            self._memory.release()
+            self._together()
+        with self._timed("engines_resume"):
+            self._pushes.give()
+
+    @contextmanager
+    def mine(self) -> Iterator[None]:
+        with self._timed("engines_release"):
+            self._pushes.take()
+            self._together()
+        with self._timed("resume"):
+            self._memory.resume()
+        log.info("turn of the learner engines_release_s=%.3f", self._seconds["engines_release"])
+        yield
+        self.give()
+        log.info("turn of the engines engines_resume_s=%.3f", self._seconds["engines_resume"])
+
+    def metrics(self) -> dict[str, float]:
+        return {f"turn/{name}_seconds": seconds for name, seconds in self._seconds.items()}
+
+    def _together(self) -> None:
+        """Wait for all ranks, so that no rank allocates memory that another one, or an engine, has not released yet."""
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self._seconds[name] = time.perf_counter() - began

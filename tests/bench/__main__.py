@@ -1,0 +1,68 @@
+"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name."""
+
+import importlib
+import sys
+import traceback
+
+NAMES = {
+    "sample_path": "a sample's way from actor to feeder, against a bare nats-py pipeline",
+    "looking": "publishing and reading while onlookers look, against the same without them",
+    "engine": "the built-in engine, against transformers' batched generate",
+    "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
+    "learner_step": "a step of the learner, against plain transformers and torch",
+    "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",
+    "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
+    "push": "a weight push, against a bare torch.distributed.broadcast",
+    "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
+    "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
+    "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
+    "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
+    "recovery": "how long a run stands still when a process of it is killed, against its first start",
+    "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
+    "loop": "the whole loop, against its slower half",
+    "learn": "samples and seconds to reward 0.9, against TRL",
+}
+
+
+def main() -> int:
+    wanted = chosen(sys.argv[1:])
+    if wanted is None:
+        print(f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}", file=sys.stderr)
+        return 2
+    failed = [name for name, options in wanted if not runs_well(name, options)]
+    if failed:
+        print(f"bench: failed: {', '.join(failed)}", file=sys.stderr)
+    return bool(failed)
+
+
+def chosen(words: list[str]) -> list[tuple[str, list[str]]] | None:
+    """Names, each with the words up to the next name; None when the first word is no name."""
+    if words and words[0] not in NAMES:
+        return None
+    found: list[tuple[str, list[str]]] = []
+    for word in words:
+        if word in NAMES:
+            found.append((word, []))
+        else:
+            found[-1][1].append(word)
+    return found or [(name, []) for name in NAMES]
+
+
+def runs_well(name: str, options: list[str]) -> bool:
+    """Run one; what it raises is printed, and the others go on."""
+    print(f"== {name}: {NAMES[name]}", flush=True)
+    sys.argv = [f"python -m tests.bench {name}", *options]
+    try:
+        importlib.import_module(f"bench.{name}").main()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return not end.code
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""A thousand actors at once: does the learner's side keep up with 1,000 samples/s of 32 KB, and what does each process cost?
+
+One process plays the actors: each has a connection of its own, leases tasks, publishes valid samples one after the other, renews and
+settles, as a real one does; only the tokens are made up, at a fixed pace. Behind the real nats-server stands the real feeder
+(`learner.feed.feeder`), in a process of its own, with a rank that takes every batch and trains nothing.
+
+Printed: samples/s offered and stored, CPU of each process per second, memory, how many messages the feeder was behind, and how much
+the feeder could take with a core of its own.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import psutil
+
+from bus.config import BusConfig
+from bus.liveness.live import LiveView
+from bus.server.embedded import EmbeddedServer
+from bus.server.ports import KeptPort
+from bus.streams.connection import Bus, connect
+from bus.wire.messages import Sampling, Span
+from learner import checkpoints
+from learner.config import LearnerConfig, StalenessConfig
+from learner.data.prompts import PromptFile
+from learner.feed.feed_client import FeedClient
+from learner.feed.feed_keys import FeedKeys
+from learner.feed.feed_messages import End
+from learner.feed.feeder import ModelFacts, run_feeder
+from learner.feed.places import FeederPlaces
+from tests.bench.sample_path import make_sample
+from weightstore.store.registry import VersionRegistry
+
+RUN = "thousand"
+ROOT = Path(__file__).resolve().parents[2]
+GROUP_SIZE, GROUPS_PER_STEP, TOKENS, PROMPT_TOKENS = 8, 64, 3500, 100
+CONFIG = BusConfig(lease_s=60.0, samples_max_bytes=8_000_000_000, history_samples=2000)
+CONNECT_AT_ONCE = 50
+LOOK_S = 1.0
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench actors", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--actors", type=int, default=1000)
+    parser.add_argument("--rate", type=float, default=1000.0, help="samples/s of all together")
+    parser.add_argument("--seconds", type=float, default=30.0, help="measured, after everybody is at work")
+    for hidden in ("--role", "--url", "--directory"):
+        parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.role:
+        asyncio.run({"feeder": feeder, "rank": rank, "actors": actors}[args.role](args))
+        return
+    with tempfile.TemporaryDirectory() as directory, EmbeddedServer(Path(directory) / "bus", CONFIG) as server:
+        asyncio.run(prepare(server.url))
+        (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
+        command = [sys.executable, "-m", "tests.bench.actors", "--url", server.url, "--directory", directory]
+        command += ["--actors", str(args.actors), "--rate", str(args.rate)]
+        children = {role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")}
+        try:
+            asyncio.run(watch(server, children, args))
+        finally:
+            for child in children.values():
+                child.kill()
+                child.wait()
+
+
+async def prepare(url: str) -> None:
+    async with connect(url, RUN, CONFIG, name="prepare") as bus:
+        await bus.create_layout()
+
+
+async def watch(server: EmbeddedServer, children: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace) -> None:
+    processes = {name: psutil.Process(child.pid) for name, child in children.items()} | {"nats-server": psutil.Process(server.pid)}
+    async with connect(server.url, RUN, CONFIG, name="watch") as bus:
+        view, behind = LiveView(bus), []
+        while (await bus.samples.info()).last_seq < args.rate:
+            for name, child in children.items():
+                if child.poll() is not None:
+                    raise SystemExit(f"the {name} process ended with code {child.returncode}")
+            await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(5)
+        before, stored, began_s = cpu(processes), (await bus.samples.info()).last_seq, time.monotonic()
+        trained = await counted(view, "trained")
+        while time.monotonic() - began_s < args.seconds:
+            await asyncio.sleep(LOOK_S)
+            behind.append(await counted(view, "behind"))
+        elapsed_s = time.monotonic() - began_s
+        rate = ((await bus.samples.info()).last_seq - stored) / elapsed_s
+        taken = (await counted(view, "trained") - trained) / elapsed_s
+        spent = {name: (after - before[name]) / elapsed_s for name, after in cpu(processes).items()}
+        print(f"{args.actors} actors, one connection each; offered {args.rate:.0f} samples/s, stored {rate:.0f}, trained {taken:.0f}")
+        print(f"feeder behind by {median(behind):.0f} messages in the median, {max(behind):.0f} at most, {behind[-1]:.0f} at the end")
+        for name, process in processes.items():
+            share = f"{100 * spent[name]:.0f} % of a core, {1e6 * spent[name] / rate:.0f} us a sample"
+            print(f"  {name:<12} {share}, {process.memory_info().rss / 1e6:.0f} MB")
+        print(f"RATIO stored / offered: {rate / args.rate:.2f}")
+        print(f"RATIO what the feeder takes with a core of its own / offered: {rate / spent['feeder'] / args.rate:.1f}")
+
+
+def cpu(processes: dict[str, psutil.Process]) -> dict[str, float]:
+    """User and system seconds so far."""
+    return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
+
+
+async def counted(view: LiveView, name: str) -> float:
+    """A number of the feeder's live row."""
+    return next(row.load.get(name, 0.0) for row, _ in await view.refresh("feeder"))
+
+
+# ---- the processes
+
+
+def keys_in(directory: Path) -> FeedKeys:
+    return FeedKeys(**json.loads((directory / "keys").read_text()))
+
+
+async def feeder(args: argparse.Namespace) -> None:
+    directory = Path(args.directory)
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{number}", "label": ""}) + "\n" for number in range(10_000)))
+    (directory / "checkpoints").mkdir()
+    tokens = list(range(PROMPT_TOKENS))
+
+    steps_ahead = -(-args.actors // GROUPS_PER_STEP)
+    with KeptPort() as port:
+        url = f"tcp://127.0.0.1:{port.number}"
+        (directory / "url.new").write_text(url)
+        (directory / "url.new").rename(directory / "url")
+        await run_feeder(
+            FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=directory / "checkpoints"),
+            PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS),
+            model=ModelFacts(vocab_size=150_000),
+            learner=LearnerConfig(
+                steps=1_000_000,
+                groups_per_step=GROUPS_PER_STEP,
+                group_size=GROUP_SIZE,
+                checkpoint_every=4,
+                max_tokens_per_micro_batch=8 * (TOKENS + PROMPT_TOKENS),
+            ),
+            staleness=StalenessConfig(max_lag=steps_ahead + 1),
+            sampling=Sampling(max_new_tokens=TOKENS),
+            push_every=1,
+            draining=asyncio.Event(),
+        )
+
+
+async def rank(args: argparse.Namespace) -> None:
+    """Takes every batch, says that it is done, and publishes a version: all a learner does, without the learning."""
+    directory = Path(args.directory)
+    while not (directory / "url").exists():  # noqa: ASYNC110 - a file tells nobody
+        await asyncio.sleep(0.05)
+    url, loop = (directory / "url").read_text(), asyncio.get_running_loop()
+    async with connect(args.url, RUN, CONFIG, name="rank") as bus:
+        await asyncio.to_thread(train, url, keys_in(directory), directory / "checkpoints", VersionRegistry(bus), loop)
+
+
+def train(url: str, keys: FeedKeys, root: Path, registry: VersionRegistry, loop: asyncio.AbstractEventLoop) -> None:
+    async def published(step: int, epoch: int) -> int:
+        row = await (registry.reserve(step, epoch) if step else registry.publish_initial("model", epoch))
+        return (await registry.publish(row)).version
+
+    with FeedClient(url, keys=keys, rank=0, dp_rank=0, dp_size=1, silence_s=120) as client:
+        start = client.hello()
+        asyncio.run_coroutine_threadsafe(registry.fence(start.epoch), loop).result(30)
+        for step in range(start.step, start.steps + 1):
+            if step > start.step:
+                batch = client.next(step)
+                if isinstance(batch, End):
+                    return
+                client.done(step, {"loss": 0.0}, None)
+                if batch.state:
+                    path = checkpoints.staging(root, step=step, epoch=start.epoch)
+                    (path / "rank-0.bin").write_bytes(b"nothing was learnt")
+                    client.checkpointed(step, str(checkpoints.commit(path, batch.state)))
+            client.published(asyncio.run_coroutine_threadsafe(published(step, start.epoch), loop).result(30), step)
+
+
+async def actors(args: argparse.Namespace) -> None:
+    limit = asyncio.Semaphore(CONNECT_AT_ONCE)
+    async with AsyncExitStack() as stack:
+
+        async def open_one(number: int) -> Bus:
+            async with limit:
+                return await stack.enter_async_context(connect(args.url, RUN, CONFIG, name=f"actor-{number}", wait_s=120))
+
+        opened = await asyncio.gather(*[open_one(number) for number in range(args.actors)])
+        print(f"{len(opened)} connections", flush=True)
+        await asyncio.gather(*[act(bus, f"actor-{number}", args.actors / args.rate) for number, bus in enumerate(opened)])
+
+
+async def act(bus: Bus, id: str, pause_s: float) -> None:
+    """A sample every ``pause_s``, or as soon as it can when it is late."""
+    pattern = make_sample(RUN, 1, TOKENS)
+    prompt = np.zeros(PROMPT_TOKENS, np.int32)
+    pattern = replace(pattern, tokens=np.concatenate([prompt, pattern.tokens[PROMPT_TOKENS:]]), actor=id)
+    next_s = time.monotonic() + random.uniform(0, pause_s)
+    while True:
+        lease = await bus.tasks.lease(30)
+        if lease is None:
+            continue
+        async with lease.kept():
+            task = lease.task
+            ready = replace(
+                pattern,
+                task=task.id,
+                attempt=lease.attempt,
+                prompt=task.prompt,
+                tokens=np.concatenate([task.prompt_tokens, pattern.tokens[len(task.prompt_tokens) :]]),
+                spans=(Span(version=task.min_version, num_tokens=TOKENS),),
+                sampling=task.sampling,
+                label=task.label,
+            )
+            for index in range(task.group_size):
+                await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+                next_s = max(next_s + pause_s, time.monotonic() - 10 * pause_s)
+                await bus.samples.publish(replace(ready, index=index, reward=float(index)))
+            await lease.settle()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Step time of the learner's trainer against the same step in plain transformers and torch.
+
+Both take the whole step on the same data: log-probs, advantages, truncated importance weights, clipped loss, backward, gradient
+clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process, interleaved, so that a busy
+machine slows both. ``python -m tests.bench.learner_step``
+"""
+
+import os
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.config import OptimizerConfig
+from learner.data.batch import MicroBatch, StepBatch
+
+SHAPES: dict[str, dict[str, int]] = {
+    "digits (2 layers, hidden 64)": {"layers": 2, "hidden": 64, "sequences": 256, "prompt": 6, "response": 8, "vocab": 32},
+    "larger (4 layers, hidden 256)": {"layers": 4, "hidden": 256, "sequences": 64, "prompt": 24, "response": 40, "vocab": 512},
+}
+GROUP = 8
+ROUNDS = 15
+
+
+def make_model(directory: Path, *, layers: int, hidden: int, vocab: int) -> None:
+    """A random Qwen3 in Hugging Face format."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    heads = hidden // 16
+    shape = Qwen3Config(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=16,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(shape).save_pretrained(directory)
+
+
+def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> StepBatch:
+    """One packed micro-batch of sequences with responses of about ``response`` tokens."""
+    generator = np.random.default_rng(0)
+    lengths_N = generator.integers(max(1, response // 2), response + response // 2 + 1, sequences)
+    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "targets", "positions", "sample", "mask", "mu", "lag")}
+    for row, length in enumerate(lengths_N):
+        size = prompt + int(length)
+        tokens = generator.integers(0, vocab, size)
+        mask = np.zeros(size, np.bool_)
+        mask[prompt - 1 : -1] = True
+        parts["tokens"].append(tokens)
+        parts["targets"].append(np.append(tokens[1:], 0))
+        parts["positions"].append(np.arange(size))
+        parts["sample"].append(np.full(size, row, np.int32))
+        parts["mask"].append(mask)
+        parts["mu"].append(np.where(mask, -np.log(vocab) + generator.normal(0, 0.1, size), 0).astype(np.float32))
+        parts["lag"].append(np.where(mask, generator.integers(0, 3, size), -1).astype(np.int32))
+    joined = {name: np.concatenate(arrays) for name, arrays in parts.items()}
+    micro_batch = MicroBatch(
+        tokens_T=joined["tokens"].astype(np.int64),
+        targets_T=joined["targets"].astype(np.int64),
+        position_ids_T=joined["positions"].astype(np.int64),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths_N + prompt)]).astype(np.int32),
+        sample_T=joined["sample"],
+        loss_mask_T=joined["mask"],
+        rollout_log_probs_T=joined["mu"],
+        lag_T=joined["lag"],
+    )
+    return StepBatch(
+        step=1,
+        dp_rank=0,
+        recorded=False,
+        micro_batches=(micro_batch,),
+        num_tokens=int(joined["mask"].sum()),
+        temperature=1.0,
+        rewards_N=generator.integers(0, 2, sequences).astype(np.float32),
+        groups_N=np.repeat(np.arange(sequences // GROUP), GROUP).astype(np.int64),
+        response_lengths_N=lengths_N.astype(np.int32),
+        truncated_N=np.zeros(sequences, np.bool_),
+        unended_N=np.zeros(sequences, np.bool_),
+        trainable_N=lengths_N.astype(np.int32),
+        minibatches_N=np.zeros(sequences, np.int32),
+        num_minibatches=1,
+        max_new_tokens=2 * response,
+        state=b"",
+    )
+
+
+def our_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
+    """The trainer's step; returns the loss."""
+    from learner.megatron.model import build_policy
+    from learner.megatron.optimizer import PolicyOptimizer
+    from learner.megatron.parallel import Parallel, choose_device, join
+    from learner.megatron.trainer import Trainer
+
+    global _parallel
+    if _parallel is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        _parallel = join(tensor_parallel_size=1, device=choose_device("auto"), seed=0)
+    assert isinstance(_parallel, Parallel)
+    policy = build_policy(directory, dtype="float32", parallel=_parallel)
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
+    trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2)
+    return lambda: trainer.train(batch)["train/loss"]
+
+
+_parallel: Any = None
+
+
+def plain_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
+    """The same step with transformers and torch: right-padded, AdamW, no diagnostics; returns the loss."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.0)
+    row, settings = batch.micro_batches[0], AlgorithmConfig()
+    bounds = list(zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True))
+
+    def padded(values: NDArray[Any]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(values[a:b]) for a, b in bounds], batch_first=True)
+
+    def step() -> float:
+        rewards = torch.from_numpy(batch.rewards_N).view(-1, GROUP)
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
+        tokens, targets, mask, mu = (padded(x) for x in (row.tokens_T, row.targets_T, row.loss_mask_T, row.rollout_log_probs_T))
+        attention = padded(np.ones_like(row.tokens_T))
+        optimizer.zero_grad()
+        logits = model(tokens, attention_mask=attention).logits.float()
+        log_probs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        old = log_probs.detach()
+        weights = (old - mu).exp().clamp(settings.weight_low, settings.weight_high)
+        ratio = (log_probs - old).exp()
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages)
+        loss = -(weights * surrogate * mask).sum() / batch.num_tokens
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+def compare(name: str, *, rounds: int = ROUNDS) -> dict[str, float]:
+    """Median and minimum seconds of both, and the ratio of the medians; the first losses must agree."""
+    shape = SHAPES[name]
+    batch = make_batch(**{key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
+        steps = {"ours": our_step(Path(directory), batch), "plain": plain_step(Path(directory), batch)}
+    first = {kind: step() for kind, step in steps.items()}
+    assert abs(first["ours"] - first["plain"]) < 1e-5, first
+    times: dict[str, list[float]] = {kind: [] for kind in steps}
+    for _ in range(rounds):
+        for kind, step in steps.items():
+            began = time.perf_counter()
+            step()
+            times[kind].append(time.perf_counter() - began)
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    best = {kind: min(values) for kind, values in times.items()}
+    return {
+        "ours_ms": median["ours"] * 1e3,
+        "plain_ms": median["plain"] * 1e3,
+        "ratio": median["ours"] / median["plain"],
+        "ratio_of_minima": best["ours"] / best["plain"],
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for name in SHAPES:
+        print(name, " ".join(f"{key}={value:.2f}" for key, value in compare(name).items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()

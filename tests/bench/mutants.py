@@ -1,0 +1,254 @@
+"""Do the tests of ``learner/algorithms`` see a wrong formula? Each mutant is one change of the source; the tests must go red.
+
+A mutant replaces an operator, a comparison, a constant, a function (min by max, sum by mean, ...), drops a ``detach`` or a ``not``, or
+negates a condition. It is put in place of the module in a forked child, which runs the tests of that module with ``-x``. Survivors are
+printed with their line: each is a missing test, or a change that means the same.
+"""
+
+import argparse
+import ast
+import copy
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "learner" / "algorithms"
+TESTS = {
+    "ratios": ("correction", "policy_losses"),
+    "weights": ("correction", "policy_losses"),
+    "rejection": ("correction", "policy_losses"),
+    "policy_losses": ("policy_losses", "correction"),
+    "objective": ("policy_losses",),
+    "advantages": ("advantages",),
+    "values": ("values",),
+    "shaping": ("shaping",),
+    "kl": ("kl",),
+    "aggregation": ("aggregation",),
+    "supervised": ("aggregation", "kl"),
+    "diagnostics": ("diagnostics",),
+    "alarms": ("alarms",),
+    "config": ("config",),
+}
+"""Module -> its tests, ``tests/unit/test_algorithms_<name>.py``; all have the contract of custom functions besides."""
+CONTRACT = "tests/contract/test_custom_algorithms.py"
+TIMEOUT_S = 120.0
+
+BINARY: dict[type, type] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
+}
+COMPARE: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+FLIPPED: dict[type, type] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
+NAMES = {
+    "minimum": "maximum",
+    "maximum": "minimum",
+    "min": "max",
+    "max": "min",
+    "amin": "amax",
+    "amax": "amin",
+    "sequence_sums": "sequence_means",
+    "sequence_means": "sequence_sums",
+    "any": "all",
+    "all": "any",
+    "sum": "mean",
+    "exp": "expm1",
+}
+DROPPED = ("detach", "clamp", "abs", "square", "sqrt", "log", "neg")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one module."""
+
+    module: str
+    number: int
+    line: int
+    what: str
+
+
+class _Mutator(ast.NodeTransformer):
+    """Makes the ``wanted``-th change that is possible; counts them all and says what each is."""
+
+    def __init__(self, wanted: int = -1) -> None:
+        self.wanted, self.found, self._inside = wanted, [], False  # type: ignore[var-annotated]
+
+    def _take(self, node: ast.AST, what: str) -> bool:
+        self.found.append((getattr(node, "lineno", 0), what))
+        return len(self.found) - 1 == self.wanted
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        before, self._inside = self._inside, True
+        node.body = [self.visit(one) for one in node.body]
+        self._inside = before
+        return node
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        other = BINARY.get(type(node.op)) if self._inside else None
+        if other is not None and self._take(node, f"{type(node.op).__name__} -> {other.__name__}"):
+            node.op = other()
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        for table in (COMPARE, FLIPPED) if self._inside and len(node.ops) == 1 else ():
+            other = table.get(type(node.ops[0]))
+            if other is not None and self._take(node, f"{type(node.ops[0]).__name__} -> {other.__name__}"):
+                node.ops = [other()]
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        self.generic_visit(node)
+        if self._inside and isinstance(node.op, ast.USub | ast.Not | ast.Invert) and self._take(node, f"drop {type(node.op).__name__}"):
+            return node.operand
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if self._inside and type(node.value) in (int, float) and self._take(node, f"{node.value} -> {node.value + 1}"):
+            return ast.copy_location(ast.Constant(node.value + 1), node)
+        return node
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        self.generic_visit(node)
+        if self._inside and self._take(node, "negate the condition"):
+            node.test = ast.copy_location(ast.UnaryOp(ast.Not(), node.test), node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not self._inside:
+            return node
+        if isinstance(node.func, ast.Attribute):
+            method = not isinstance(node.func.value, ast.Name | ast.Constant)
+            can = (node.func.attr in DROPPED and method) or node.func.attr == "detach"
+            if can and self._take(node, f"drop .{node.func.attr}"):
+                return node.func.value
+            if node.func.attr in NAMES and self._take(node, f"{node.func.attr} -> {NAMES[node.func.attr]}"):
+                node.func.attr = NAMES[node.func.attr]
+        elif isinstance(node.func, ast.Name) and node.func.id in NAMES:
+            other = NAMES[node.func.id]
+            if other in ("sequence_sums", "sequence_means", "min", "max", "any", "all") and self._take(node, f"{node.func.id} -> {other}"):
+                node.func.id = other
+        return node
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        return node
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return node
+
+
+def mutants(module: str) -> Iterator[Mutant]:
+    """All of a module's."""
+    mutator = _Mutator()
+    mutator.visit(ast.parse((FOLDER / f"{module}.py").read_text()))
+    for number, (line, what) in enumerate(mutator.found):
+        yield Mutant(module, number, line, what)
+
+
+def mutated(mutant: Mutant) -> ast.Module:
+    tree = ast.parse((FOLDER / f"{mutant.module}.py").read_text())
+    return ast.fix_missing_locations(_Mutator(mutant.number).visit(copy.deepcopy(tree)))
+
+
+def child(mutant: Mutant | None, module: str) -> None:
+    """In a forked process: put the mutant in place and run the tests; exit code 0 = they passed."""
+    import pytest
+
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    if mutant is not None:
+        name = f"learner.algorithms.{mutant.module}"
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        made = ModuleType(name)
+        made.__spec__, made.__file__ = spec, spec.origin
+        sys.modules[name] = made
+        try:
+            exec(compile(mutated(mutant), str(spec.origin), "exec"), made.__dict__)
+        except Exception:
+            os._exit(1)
+    files = [f"tests/unit/test_algorithms_{test}.py" for test in TESTS[module]] + [CONTRACT]
+    quiet = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    os._exit(int(pytest.main([*quiet, *files])))
+
+
+def run(work: list[Mutant], jobs: int) -> list[Mutant]:
+    """The survivors."""
+    running: dict[int, tuple[Mutant, float]] = {}
+    waiting, survivors, done = list(work), [], 0
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant = waiting.pop()
+            pid = os.fork()
+            if pid == 0:
+                child(mutant, mutant.module)
+            running[pid] = (mutant, time.monotonic())
+        for pid, (mutant, began) in list(running.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended and time.monotonic() - began > TIMEOUT_S:
+                os.kill(pid, signal.SIGKILL)
+                ended, status = os.waitpid(pid, 0)
+            if ended:
+                del running[pid]
+                done += 1
+                if status == 0:
+                    survivors.append(mutant)
+                    print(f"survives: {mutant.module}.py:{mutant.line} {mutant.what} ({done} of {len(work)} done)", flush=True)
+        time.sleep(0.02)
+    return survivors
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench mutants", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--modules", nargs="*", default=list(TESTS), choices=list(TESTS))
+    parser.add_argument("--sample", type=int, default=0, help="so many of each module, drawn at random; 0 = all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)
+    hypothesis.settings.register_profile("mutants", deadline=None, database=None)
+    hypothesis.settings.load_profile("mutants")
+    for module in args.modules:
+        pid = os.fork()
+        if pid == 0:
+            child(None, module)
+        assert os.waitpid(pid, 0)[1] == 0, f"{module}: its tests fail without any mutation"
+        found = list(mutants(module))
+        work = random.Random(args.seed).sample(found, min(args.sample or len(found), len(found)))
+        survivors = run(work, args.jobs)
+        print(f"RATIO {module}: {len(work) - len(survivors)} of {len(work)} mutants seen ({len(found)} there are)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

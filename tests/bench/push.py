@@ -1,0 +1,336 @@
+"""Seconds of a push against bare ``torch.distributed.broadcast`` of the same bytes in the same buckets: same machine, same run.
+
+``python -m tests.bench.push`` prints, for each size, number of receivers and way to put them together (``--groups``), the bandwidth of both
+and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the receivers say that they have
+everything, and both receive each bucket into memory of its own, in other processes. The push is what the learner does: bus rows, a process
+group per receiver or push group, buckets announced over HTTP.
+``--verify always`` compares checksums in every push, and prints what that takes.
+``python -m tests.bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with ``--idle`` it
+generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same with a real SGLang on this
+machine's CPU, whose pushes are compared with its own API, asked by the shortest client there can be, too.
+"""
+
+import argparse
+import asyncio
+import http.client
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from actors.config import EngineConfig
+from actors.engines.engine_client import HttpEngine
+from actors.errors import EngineError
+from actors.serving.builtin.engine import BuiltinEngine
+from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from actors.serving.sglang.engine import SglangEngine
+from bus.config import BusConfig
+from bus.liveness.live import LiveView
+from bus.server.embedded import EmbeddedServer
+from bus.streams.connection import connect
+from bus.system.loop import new_event_loop
+from bus.wire.messages import Sampling
+from tests.engine_kinds import sglang_server
+from tests.receiver_app import Behaviour, receivers
+from tests.sglang import server as sglang_on_cpu
+from tests.tiny_models import tiny_model, write_tiny_model
+from weightstore.config import WeightsConfig
+from weightstore.format.manifest import Bucket, Manifest
+from weightstore.push.publisher import Publisher
+from weightstore.push.pusher import PushReport
+from weightstore.transport.broadcast import BroadcastGroup
+
+RUN = "bench"
+WARM = 4
+"""Rounds not counted: the first joins, and both copies of a receiver are laid out as pushes come, and have been written once."""
+
+
+def bare_receiver(port: int, rank: int, world_size: int, sizes: list[int]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    flats = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    with suppress(RuntimeError):  # the sender has gone: the end
+        while True:
+            for flat in flats:
+                dist.broadcast(flat, 0)
+            dist.barrier()
+
+
+@contextmanager
+def bare_group(num_receivers: int, flats: list[torch.Tensor]) -> Iterator[None]:
+    """The default group with this process as rank 0, and children that receive these broadcasts for ever, each into its own memory."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    context = multiprocessing.get_context("forkserver")
+    sizes = [flat.numel() for flat in flats]
+    children = [
+        context.Process(target=bare_receiver, args=(store.port, rank, num_receivers + 1, sizes), daemon=True)
+        for rank in range(1, num_receivers + 1)
+    ]
+    for child in children:
+        child.start()
+    dist.init_process_group("gloo", store=dist.PrefixStore("default_pg", store), rank=0, world_size=num_receivers + 1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for child in children:
+            child.kill()
+            child.join()
+
+
+def bare_round(flats: list[torch.Tensor]) -> float:
+    started = time.perf_counter()
+    for flat in flats:
+        dist.broadcast(flat, 0)
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def publishing(bus_url: str, run: str, directory: Path, epoch: int, bucket_bytes: int, **settings: Any) -> Iterator[Publisher]:
+    """A publisher of the run, in this process; ``settings`` are those of ``weights``."""
+    config = WeightsConfig(bucket_bytes=bucket_bytes, min_engines=1, **{"verify": "never", **settings})
+    publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=directory / "model")
+    try:
+        publisher.start()
+        yield publisher
+    finally:
+        publisher.close(drain=False)
+
+
+async def make_layout(bus_url: str, run: str) -> None:
+    async with connect(bus_url, run, BusConfig(), name="bench") as bus:
+        await bus.create_layout()
+
+
+def mega(num_bytes: float, seconds: float) -> str:
+    return f"{num_bytes / seconds / 1e6:7.0f} MB/s"
+
+
+def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, groups: list[str], args: argparse.Namespace) -> None:
+    """Bare and every way to put the receivers together, in turn, as often as ``--rounds`` says."""
+    tensors = {f"layer.{index}.weight": torch.randn(1 << 20) for index in range(max(1, mbytes * 1_000_000 >> 22))}
+    bucket_bytes = args.bucket_mbytes * 1_000_000
+    manifest = Manifest.of(tensors.items())
+    flats = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in manifest.buckets(bucket_bytes)]
+    pushes: dict[str, list[PushReport]] = {group: [] for group in groups}
+    bare_s: dict[str, list[float]] = {group: [] for group in groups}
+    for epoch, group in enumerate(groups, 1):
+        run_id = f"{mbytes}-{num_receivers}-{group}"
+        asyncio.run(make_layout(bus_url, run_id))
+        with receivers(bus_url, run_id, {str(index): Behaviour(at_once=not args.in_turn) for index in range(num_receivers)}):
+            with publishing(bus_url, run_id, directory, epoch, bucket_bytes, verify=args.verify, group=group) as publisher:
+                with bare_group(num_receivers, flats):
+                    for step in range(args.rounds + WARM):
+                        pushes[group].append(publisher.publish(step, tensors.items(), wait=True).result(0))
+                        bare_s[group].append(bare_round(flats))
+        told(num_receivers, group, pushes[group][WARM:], bare_s[group][WARM:], args)
+
+
+def told(num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[float], args: argparse.Namespace) -> None:
+    assert all(len(push.engines) == num_receivers for push in pushes), pushes
+    num_bytes = pushes[0].bytes
+    seconds, transfer_s, prepare_s, bare = (
+        statistics.median(values)
+        for values in ([push.seconds for push in pushes], [push.transfer_s for push in pushes], [push.prepare_s for push in pushes], bare_s)
+    )
+    ratio = statistics.median(bare / push.transfer_s for bare, push in zip(bare_s, pushes, strict=True))
+    whole = statistics.median(bare / push.seconds for bare, push in zip(bare_s, pushes, strict=True))
+    print(f"{num_receivers} receiver(s), group {group}, {num_bytes / 1e6:.0f} MB, median of {len(pushes)}")
+    print(f"  bare broadcast  {bare:.4f} s  {mega(num_bytes, bare)}")
+    print(f"  push, transfer  {transfer_s:.4f} s  {mega(num_bytes, transfer_s)}  ratio {ratio:.2f}")
+    print(f"  push, whole     {seconds:.4f} s  {mega(num_bytes, seconds)}  ratio {whole:.2f}  (with bus rows)")
+    if args.verify == "always":
+        verify_s = statistics.median(max(push.verify_s.values()) for push in pushes)
+        print(f"  verification    {verify_s:.4f} s  {mega(num_bytes, verify_s)}  {verify_s / transfer_s:.0%} of the transfer")
+    print(f"  preparation     {prepare_s:.4f} s  (in the trainer's thread)", flush=True)
+
+
+class PlainClient:
+    """Of an SGLang server's own API: pauses it, broadcasts every bucket while the server is asked for it, and has it go on."""
+
+    def __init__(self, url: str, buckets: list[Bucket], flats: list[torch.Tensor]) -> None:
+        self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
+        self._asking = ThreadPoolExecutor(1)
+        self._buckets, self._flats = buckets, flats
+        self._group = BroadcastGroup.host("127.0.0.1", "plain", 2, "gloo", 60.0)
+        meeting = {"master_address": "127.0.0.1", "master_port": self._group.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        asked = self._asking.submit(self._ask, "/init_weights_update_group", {**meeting, "group_name": "plain"})
+        self._group.meet()
+        asked.result()
+
+    def round(self) -> float:
+        """Seconds of one push."""
+        self._connection.close()  # the server has by now, if it was idle for long
+        started = time.perf_counter()
+        self._ask("/pause_generation", {"mode": "in_place"})
+        self._ask("/begin_weight_update", {})
+        for bucket, flat in zip(self._buckets, self._flats, strict=True):
+            told = {"names": [one.name for one in bucket.specs], "dtypes": [one.dtype for one in bucket.specs]}
+            body = {**told, "shapes": [list(one.shape) for one in bucket.specs], "group_name": "plain", "load_format": "flattened_bucket"}
+            asked = self._asking.submit(self._ask, "/update_weights_from_distributed", {**body, "flush_cache": False})
+            self._group.send(flat)
+            asked.result()
+        self._ask("/end_weight_update", {})
+        self._ask("/continue_generation", {})
+        return time.perf_counter() - started
+
+    def _ask(self, path: str, body: dict[str, Any]) -> None:
+        self._connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        said = answer.read()
+        assert answer.status == 200, said
+
+    def close(self) -> None:
+        self._asking.shutdown()
+        self._connection.close()
+        self._group.close()
+
+
+def engine_child(bus_url: str, model_dir: Path, sglang_url: str) -> None:
+    torch.set_num_threads(1)
+    config = sglang_on_cpu.config("", url=sglang_url) if sglang_url else EngineConfig()
+    factory = SglangEngine if sglang_url else BuiltinEngine
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # as its process has it
+        places = EnginePlaces(run=RUN, bus_url=bus_url, model_dir=model_dir, id="engine")
+        runner.run(run_engine(places, config, asyncio.Event(), factory=factory, limits=EngineLimits()))
+
+
+@contextmanager
+def engine_process(bus_url: str, model_dir: Path, sglang_url: str) -> Iterator[None]:
+    child = multiprocessing.get_context("spawn").Process(target=engine_child, args=(bus_url, model_dir, sglang_url), daemon=True)
+    child.start()
+    try:
+        yield
+    finally:
+        child.kill()
+        child.join()
+
+
+async def engine_url(bus_url: str) -> str:
+    async with connect(bus_url, RUN, BusConfig(), name="bench") as bus:
+        view = LiveView(bus)
+        while True:
+            for row in await view.alive("engine"):
+                if row.phase == "serving" and row.id == "engine":
+                    return row.address
+            await asyncio.sleep(0.1)
+
+
+def generate_for_ever(url: str, running: threading.Event, counted: list[int]) -> None:
+    """Eight requests in flight until ``running`` is cleared; tokens are counted, and none may be lost."""
+
+    async def one(client: HttpEngine, seed: int) -> None:
+        while running.is_set():
+            with suppress(EngineError):
+                answer = await client.generate(np.arange(3, 11), Sampling(max_new_tokens=64, seed=seed))
+                counted.append(len(answer.tokens))
+
+    async def all_() -> None:
+        client = HttpEngine(url)
+        try:
+            await asyncio.gather(*[one(client, seed) for seed in range(8)])
+        finally:
+            await client.close()
+
+    asyncio.run(all_())
+
+
+def with_engine(bus_url: str, directory: Path, args: argparse.Namespace) -> None:
+    layers = max(1, round(args.mbytes[0] / 13))
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": layers}
+    model_dir = write_tiny_model(directory / "model", eos_token_id=None, **sizes)
+    weights = dict(tiny_model(seed=1, **sizes).state_dict())
+    buckets = Manifest.of(weights.items()).buckets(args.bucket_mbytes * 1_000_000)
+    kind = "SGLang" if args.sglang_python else "built-in engine"
+    flats = [torch.zeros(bucket.num_bytes, dtype=torch.uint8) for bucket in buckets]
+    pushes, bare_s, plain_s = list[PushReport](), list[float](), list[float]()
+    with ExitStack() as stack:
+        server = ""
+        if args.sglang_python:
+            server = stack.enter_context(sglang_server(args.sglang_python, model_dir, directory / "sglang.log", dtype="float32"))
+        stack.enter_context(engine_process(bus_url, model_dir, server))
+        publisher = stack.enter_context(publishing(bus_url, RUN, directory, 9, args.bucket_mbytes * 1_000_000))
+        publisher.publish_initial(model_dir)
+        url = asyncio.run(engine_url(bus_url))
+        counted = stack.enter_context(bare_group(1, flats) if args.idle else generating(url))
+        plain = stack.enter_context(closing(PlainClient(server, buckets, flats))) if server and args.idle else None
+        for step in range(1, args.rounds + 1 + WARM):
+            pushes.append(publisher.publish(step, weights.items(), wait=True).result(0))
+            if args.idle:
+                bare_s.append(bare_round(flats))
+            else:
+                time.sleep(0.5)
+            if plain is not None:
+                plain_s.append(plain.round())
+    if args.idle:
+        told(1, f"pairs, {kind}, idle", pushes[WARM:], bare_s[WARM:], args)
+        if plain_s:
+            ratio = statistics.median(alone / push.transfer_s for alone, push in zip(plain_s[WARM:], pushes[WARM:], strict=True))
+            print(
+                f"  SGLang's own    {statistics.median(plain_s[WARM:]):.4f} s  (its API, a plain client)  the push against it {ratio:.2f}"
+            )
+        return
+    assert all(push.engines == ("engine",) for push in pushes), pushes
+    stalls = [push.stall_s["engine"] for push in pushes[WARM:]]
+    transfers = [push.transfer_s for push in pushes[WARM:]]
+    print(f"{kind} generating, {pushes[0].bytes / 1e6:.0f} MB, {len(stalls)} pushes, {sum(counted or [])} tokens meanwhile")
+    print(f"  transfer  {statistics.median(transfers):.4f} s  {mega(pushes[0].bytes, statistics.median(transfers))}")
+    print(f"  stall     median {statistics.median(stalls) * 1e3:.2f} ms, max {max(stalls) * 1e3:.2f} ms")
+
+
+@contextmanager
+def generating(url: str) -> Iterator[list[int]]:
+    """Tokens of each answer, while entered."""
+    running, counted = threading.Event(), list[int]()
+    running.set()
+    client = threading.Thread(target=generate_for_ever, args=(url, running, counted))
+    client.start()
+    try:
+        yield counted
+    finally:
+        running.clear()
+        client.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mbytes", type=int, nargs="+", default=[128])
+    parser.add_argument("--bucket-mbytes", type=int, default=64)
+    parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--groups", nargs="+", default=["pairs"], help="weights.group: pairs, all, or a number")
+    parser.add_argument("--in-turn", action="store_true", help="a bucket is announced when the one before is stored, as to SGLang")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--verify", choices=("never", "always"), default="never")
+    parser.add_argument("--engine", action="store_true")
+    parser.add_argument("--idle", action="store_true", help="with --engine: it does not generate, and is compared with bare")
+    parser.add_argument("--sglang-python", default="", help="with --engine: a real SGLang of this interpreter, on CPU")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        with EmbeddedServer(directory / "nats", BusConfig()) as server:
+            if args.engine:
+                asyncio.run(make_layout(server.url, RUN))
+                with_engine(server.url, directory, args)
+                return
+            for mbytes in args.mbytes:
+                for num_receivers in args.receivers:
+                    compare(server.url, directory / f"{mbytes}-{num_receivers}", num_receivers, mbytes, args.groups, args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""How an engine that missed pushes gets the current version."""

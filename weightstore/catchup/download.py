@@ -1,0 +1,92 @@
+"""Download of a snapshot over HTTP: resumed after an interruption, verified while it arrives, renamed when it is complete."""
+
+import asyncio
+import hashlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from weightstore.errors import SnapshotBroken, SnapshotUnavailable
+from weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
+
+_CHUNK_BYTES = 1 << 20
+_READ_S = 30.0
+"""Deadline for the next bytes of a server."""
+_TRIES = 3
+
+
+async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
+    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk), continuing an earlier partial download.
+
+    ``headers`` are sent with every request.
+
+    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (the partial
+    download is removed then), SnapshotBroken when wrong bytes arrive in every attempt.
+    """
+    url = url.rstrip("/")
+    aside = directory.with_name(directory.name + ASIDE)
+    timeout = aiohttp.ClientTimeout(total=None, connect=_READ_S, sock_read=_READ_S)
+    try:
+        aside.mkdir(parents=True, exist_ok=True)
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers=headers) as session:
+            text = await _read(session, f"{url}/{MANIFEST}")
+            info = SnapshotInfo.parse(f"{url}/{MANIFEST}", text)
+            for name, (size, digest) in info.files.items():
+                await _fetch_file(session, f"{url}/{name}", aside / name, size, digest)
+        (aside / MANIFEST).write_bytes(text)
+        for path in aside.iterdir():
+            if path.name not in info.files and path.name != MANIFEST:  # of another snapshot, only partly downloaded
+                path.unlink()
+        rename_into_place(aside, directory, durable=False)
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise SnapshotUnavailable(url, str(error) or type(error).__name__) from None
+    except OSError as error:  # the disk is full
+        await asyncio.to_thread(shutil.rmtree, aside, ignore_errors=True)
+        raise SnapshotUnavailable(url, f"it cannot be written: {error}") from error
+    return info
+
+
+async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size: int, digest: str) -> None:
+    for _ in range(_TRIES):
+        found = await _resume(session, url, path, size)
+        if found == digest:
+            return
+        await asyncio.to_thread(path.unlink)  # it holds bytes of another file: start over
+    raise SnapshotBroken(url, f"SHA-256 {digest}", found)
+
+
+async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:
+    """Download the rest of the file. Returns its SHA-256."""
+    hashed = hashlib.sha256()
+    with path.open("ab+") as file:
+        if file.tell() > size:
+            file.truncate(0)
+        file.seek(0)
+        while block := file.read(_CHUNK_BYTES):
+            hashed.update(block)
+        have = file.tell()
+        if have == size:
+            return hashed.hexdigest()
+        async with session.get(url, headers={"Range": f"bytes={have}-"} if have else {}) as response:
+            _check(url, response)
+            if have and response.status != 206:  # the server sends the file from its start
+                file.truncate(0)
+                hashed = hashlib.sha256()
+            async for block in response.content.iter_chunked(_CHUNK_BYTES):
+                file.write(block)
+                hashed.update(block)
+    return hashed.hexdigest()
+
+
+async def _read(session: aiohttp.ClientSession, url: str) -> bytes:
+    async with session.get(url) as response:
+        _check(url, response)
+        return await response.read()
+
+
+def _check(url: str, response: Any) -> None:
+    if response.status not in (200, 206):
+        raise SnapshotUnavailable(url, f"HTTP {response.status}")

@@ -1,0 +1,118 @@
+"""Catch-up: how an engine reaches the current version when it starts, and after pushes that it missed.
+
+version < head  ->  a peer that serves the head  ->  or a snapshot of the learner  ->  download, verify, load
+                    (a push that arrives meanwhile is as good)
+"""
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from bus.errors import BusError
+from bus.streams.connection import Bus
+from bus.wire.messages import VersionRow
+from weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
+from weightstore.errors import CatchUpTimeout
+from weightstore.store.registry import HEAD, VersionRegistry
+
+_log = logging.getLogger(__name__)
+
+Allowed = Callable[[], Awaitable[bool]]
+
+_POLL_S = 0.5
+_FETCH_S = 600.0
+GRACE_S = 10.0
+
+
+async def catch_up(
+    bus: Bus,
+    *,
+    engine: str,
+    version: Callable[[], int],
+    load: Load,
+    directory: Path,
+    deadline_s: float,
+    on_wait: OnWait = lambda text: None,
+) -> VersionRow | None:
+    """Bring the engine to the present head or a later version. Returns that head, None when nothing has been published yet.
+
+    Pushes keep the engine up to date from then on: they reach engines that are catching up as well. ``version()`` returns the version
+    that the engine serves now. A ``load`` that raises is retried, because a push may have come between. Raises CatchUpTimeout naming
+    the thing it waited for and the last failure; it may be called again then.
+    """
+    loading = Loading(bus, engine, version, load, directory, on_wait)
+    try:
+        async with asyncio.timeout(deadline_s):
+            return await _reach_head(VersionRegistry(bus), version, [Peers(bus, loading), LearnerSnapshot(bus, loading)])
+    except TimeoutError:
+        raise CatchUpTimeout(deadline_s, loading.waits_for + (f" (last failure: {loading.failure})" if loading.failure else "")) from None
+    finally:
+        on_wait("")
+
+
+async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sources: list[Source]) -> VersionRow | None:
+    goal = await registry.head()
+    while goal is not None and version() < goal.version:
+        for source in sources:
+            if await source.load(goal):
+                break
+    return goal
+
+
+async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
+    """Download the newest version, a whole model directory, to ``into``, for a machine that has no model yet. Waits without a deadline."""
+    at = -1
+
+    async def copy(directory: Path, version: int, epoch: int) -> None:
+        nonlocal at
+        await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
+        at = version
+
+    while at < 0:
+        try:
+            directory = into.with_name(f"{into.name}-fetched")
+            await catch_up(bus, engine=engine, version=lambda: at, load=copy, directory=directory, deadline_s=_FETCH_S)
+        except (CatchUpTimeout, BusError) as error:
+            _log.warning("no model yet, trying on engine=%s error=%s", engine, error)
+        if at < 0:  # nothing published yet
+            await asyncio.sleep(_POLL_S)
+
+
+async def keep_up(
+    bus: Bus,
+    *,
+    engine: str,
+    version: Callable[[], int],
+    load: Load,
+    directory: Path,
+    deadline_s: float,
+    stale: Callable[[bool], None],
+    on_wait: OnWait = lambda text: None,
+    grace_s: float = GRACE_S,
+    allowed: Allowed | None = None,
+) -> None:
+    """Run until cancelled: when the engine has been behind the head for ``grace_s``, call ``stale(True)``, catch up, call ``stale(False)``.
+
+    Time in which ``allowed()`` is False does not count towards the grace period; None = always allowed.
+    """
+    rows, behind_since, was_stale = bus.rows("weights"), 0.0, False
+    while True:
+        await asyncio.sleep(min(1.0, grace_s / 4))
+        try:
+            found, _ = await rows.standing(HEAD)
+            head = -1 if found is None else int(found.get("version", -1))
+            if version() >= head or (allowed is not None and not await allowed()):
+                behind_since = 0.0
+                if was_stale and version() >= head:  # a push was faster
+                    stale(was_stale := False)
+                continue
+            behind_since = behind_since or time.monotonic()
+            if time.monotonic() - behind_since < grace_s:
+                continue
+            stale(was_stale := True)
+            await catch_up(bus, engine=engine, version=version, load=load, directory=directory, deadline_s=deadline_s, on_wait=on_wait)
+        except (CatchUpTimeout, BusError) as error:
+            _log.warning("engine behind the head, trying on engine=%s error=%s", engine, error)

@@ -1,0 +1,157 @@
+"""Where an engine that is behind takes its weights from: another engine that serves them, or a snapshot that the learner has written.
+
+Each source has one verb, ``load``. ``weightstore.catchup.joining`` calls the sources in order until the engine serves
+the wanted version.
+"""
+
+import asyncio
+import logging
+import random
+import shutil
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Protocol
+
+from bus.client.nonce import nonce
+from bus.liveness.keys import api_keys
+from bus.liveness.live import LiveView
+from bus.streams.connection import Bus
+from bus.wire.messages import VersionRow
+from weightstore.catchup.download import fetch
+from weightstore.errors import SnapshotBroken, SnapshotUnavailable
+from weightstore.store.registry import SNAPSHOT, VersionRegistry
+from weightstore.store.snapshot import ASIDE
+
+_log = logging.getLogger(__name__)
+
+Load = Callable[[Path, int, int], Awaitable[None]]
+"""(directory, version, epoch): load the weights of a directory, whole or not at all. The directory is removed afterwards."""
+OnWait = Callable[[str], None]
+"""Called with a description of what the engine is waiting for; "" = nothing any more."""
+
+_REQUEST_AGAIN_S = 2.0
+_POLL_S = 0.5
+
+
+class Source(Protocol):
+    """One place that may have the weights of a version."""
+
+    async def load(self, goal: VersionRow) -> bool:
+        """Load ``goal`` or a later version; False when this source does not have it now. Raises BusError."""
+        raise NotImplementedError
+
+
+class Loading:
+    """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did not work."""
+
+    def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, on_wait: OnWait) -> None:
+        """``version`` returns what the engine serves now."""
+        self.engine, self.version = engine, version
+        self.refused: set[str] = set()
+        """URLs and directories that had no usable snapshot."""
+        self.waits_for, self.failure = "the bus", ""
+        self._load, self._directory, self._on_wait, self._keys = load, directory, on_wait, api_keys(bus)
+
+    async def from_url(self, row: VersionRow, url: str) -> bool:
+        """Download a snapshot, verify it and load it; a push may bring the version during the download. False when that failed."""
+        directory = self._directory / f"v{row.version}"
+        self.waiting(f"downloading version {row.version} from {url}")
+        await asyncio.to_thread(_remove_partial, self._directory, directory)
+        try:
+            await fetch(url, directory, await self._keys.headers())
+        except (SnapshotUnavailable, SnapshotBroken) as error:
+            return self._failed("snapshot not fetched", error)
+        try:
+            return self.version() >= row.version or await self.from_directory(row, directory)
+        finally:
+            await asyncio.to_thread(_remove, directory)
+
+    async def from_directory(self, row: VersionRow, directory: Path) -> bool:
+        """Load a snapshot that this machine can read; False when the engine refused it."""
+        self.waiting(f"loading version {row.version} from {directory}")
+        try:
+            await self._load(directory, row.version, row.epoch)
+        except Exception as error:  # errors of the engine, which this package does not know; reported when the deadline has passed
+            return self._failed("snapshot not loaded", error)
+        return True
+
+    def waiting(self, text: str) -> None:
+        self.waits_for = text
+        self._on_wait(text)
+
+    def _failed(self, event: str, error: Exception) -> bool:
+        _log.warning("%s engine=%s error=%r", event, self.engine, error)
+        self.failure = str(error)
+        return False
+
+
+class Peers:
+    """The engines that serve the goal or a later version and send snapshots of it."""
+
+    def __init__(self, bus: Bus, loading: Loading) -> None:
+        self._view, self._registry, self._loading = LiveView(bus), VersionRegistry(bus), loading
+
+    async def load(self, goal: VersionRow) -> bool:
+        alive = await self._view.alive("engine")
+        peers = [row for row in alive if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version]
+        for peer in random.sample(peers, len(peers)):  # engines that start together do not all use the same peer
+            if peer.id == self._loading.engine:
+                continue
+            row = await self._registry.row(peer.version)
+            if row is None or row.state != "published" or not row.digest:
+                continue
+            url = f"{peer.address}/snapshots/v{row.version}-{row.digest}"
+            if url in self._loading.refused:
+                continue
+            if await self._loading.from_url(row, url):
+                return True
+            self._loading.refused.add(url)
+        return False
+
+
+class LearnerSnapshot:
+    """The newest snapshot of the learner; it is requested when there is none of the goal, and waited for."""
+
+    def __init__(self, bus: Bus, loading: Loading) -> None:
+        self._rows, self._registry, self._loading = bus.rows("weights"), VersionRegistry(bus), loading
+
+    async def load(self, goal: VersionRow) -> bool:
+        found = await self._registry.snapshot()
+        if found is None or found.version < goal.version or found.snapshot in self._loading.refused:
+            await self._request(goal, found)
+            return False
+        if await self._load(found):
+            return True
+        self._loading.refused.add(found.snapshot)
+        return False
+
+    async def _load(self, row: VersionRow) -> bool:
+        if row.snapshot.startswith("http"):
+            return await self._loading.from_url(row, row.snapshot)
+        directory = Path(row.snapshot)
+        return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
+
+    async def _request(self, goal: VersionRow, found: VersionRow | None) -> None:
+        """Request a snapshot and wait until there is another one than ``found``, a push was faster, or the request is due again."""
+        self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
+        await self._registry.request_snapshot(goal.version, self._loading.engine, nonce())
+        try:
+            async with asyncio.timeout(_REQUEST_AGAIN_S), aclosing(self._rows.watch(SNAPSHOT, _POLL_S)) as changes:  # type: ignore[type-var]
+                async for _ in changes:
+                    if await self._registry.snapshot() != found or self._loading.version() >= goal.version:
+                        return
+        except TimeoutError:
+            self._loading.refused.clear()  # the learner has had the request: it may have written the same place anew
+
+
+def _remove_partial(among: Path, keep: Path) -> None:
+    """Remove unfinished downloads of other versions than that of ``keep``."""
+    for path in among.glob(f"*{ASIDE}"):
+        if path.name != keep.name + ASIDE:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove(directory: Path) -> None:
+    for path in (directory, directory.with_name(directory.name + ASIDE)):
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Manifest and checksums of a set of weights."""

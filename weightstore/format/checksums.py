@@ -1,0 +1,145 @@
+"""Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with those that were sent.
+
+``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its position, added up modulo
+            2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed places, are missed
+            with probability 2^-33 at most. Whole numbers, so no device and no order of adding changes it.
+            Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014); positions mixed as by SplitMix64.
+``sha256``  first 16 hexadecimal digits of the SHA-256: the format of SGLang's /weights_checker on CPU.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightstore.format.manifest import ITEM_BYTES
+
+LANES = 1 << 18
+"""Lanes summed at a time: their factors (2 MB) stay in the cache."""
+_MOD = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor as an engine keeps it: it may hold several of the learner's, one after the other (query, key and value; gate and up)."""
+
+    names: tuple[str, ...]
+    dtype: str
+    """A key of ``ITEM_BYTES``: the dtype of the engine, which may differ from that in which the tensors were sent."""
+    sum: str
+    """16 hexadecimal digits."""
+    zeros: int = 0
+    """Elements of padding after them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChecksumReport:
+    """The checksums of an engine's weights."""
+
+    scheme: str
+    """A key of ``SCHEMES``."""
+    parts: tuple[Part, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        parts = [{"names": list(part.names), "dtype": part.dtype, "sum": part.sum, "zeros": part.zeros} for part in self.parts]
+        return {"scheme": self.scheme, "parts": parts}
+
+    @classmethod
+    def parse(cls, answer: Mapping[str, Any]) -> "ChecksumReport":
+        """Parse an engine's answer. Raises ValueError naming the wrong part."""
+        try:
+            parts = tuple(
+                Part(names=tuple(map(str, part["names"])), dtype=part["dtype"], sum=part["sum"], zeros=int(part.get("zeros", 0)))
+                for part in answer["parts"]
+            )
+            report = cls(scheme=answer["scheme"], parts=parts)
+            known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
+        except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
+        if not known:
+            raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}")
+        return report
+
+
+def sum64(tensors: Sequence[Tensor]) -> str:
+    """Return the checksum of the bytes of the tensors, one after the other."""
+    flats = [flat for flat in map(_bytes_of, tensors) if flat.numel()] or [torch.empty(0, dtype=torch.uint8)]
+    flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+    num_bytes = flat.numel()
+    if tail := num_bytes % 4:
+        flat = torch.cat([flat, flat.new_zeros(4 - tail)])
+    if flat.storage_offset() % 4:
+        flat = flat.clone()
+    lanes, total = flat.view(torch.int32), num_bytes * _mixed(-1)
+    factors = _factors(flat.device)
+    for block, start in enumerate(range(0, lanes.numel(), LANES)):
+        part = lanes[start : start + LANES]
+        total += int((part.to(torch.int64) * factors[: part.numel()]).sum()) * _mixed(block)
+    return f"{total % _MOD:016x}"
+
+
+def sha256(tensors: Sequence[Tensor]) -> str:
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(_bytes_of(tensor).cpu().numpy().data)
+    return found.hexdigest()[:16]
+
+
+SCHEMES: dict[str, Callable[[Sequence[Tensor]], str]] = {"sum64": sum64, "sha256": sha256}
+
+
+def sum_of(scheme: str, part: Part, tensors: Mapping[str, Tensor]) -> str:
+    """Return the checksum that a part must have if it holds these tensors."""
+    dtype = getattr(torch, part.dtype)
+    return SCHEMES[scheme]([*(tensors[name].to(dtype) for name in part.names), torch.zeros(part.zeros, dtype=dtype)])
+
+
+def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
+    """Return the report of an engine that keeps these tensors one by one."""
+    return ChecksumReport(
+        scheme="sum64",
+        parts=tuple(
+            Part(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])) for name, tensor in tensors.items()
+        ),
+    )
+
+
+def differences(report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:
+    """Return a line for every sent tensor that differs or is missing in the report. ``sum_of`` gives the sum that a part must have."""
+    reported = {name for part in report.parts for name in part.names}
+    found = [f"{name}: missing from the engine's report" for name in sent if name not in reported]
+    for part in report.parts:
+        if not all(name in sent for name in part.names):  # the alias of a tied embedding, or no weight
+            continue
+        want = sum_of(part)
+        if part.sum != want:
+            found.append(f"{' + '.join(part.names)} ({part.dtype}): want {report.scheme} {want}, got {part.sum}")
+    return found
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _mixed(position: int) -> int:
+    """Return an odd number of 64 bits."""
+    mixed = (position + 2) * _GOLDEN % _MOD
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % _MOD
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % _MOD
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+@functools.cache
+def _factors(device: torch.device) -> Tensor:
+    """Return int64 [LANES]: the odd numbers of positions 0, 1, ..."""
+    import numpy as np
+
+    mixed = (np.arange(LANES, dtype=np.uint64) + np.uint64(2)) * np.uint64(_GOLDEN)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return torch.from_numpy(((mixed ^ (mixed >> np.uint64(31))) | np.uint64(1)).view(np.int64)).to(device)

@@ -1,0 +1,1 @@
+"""A push of a new version from the learner to all engines."""

@@ -1,0 +1,372 @@
+"""Push groups: the engines that take part in a push, and which of them share a channel. A pair is a group of one engine.
+
+    open channel -> begin -> bucket, bucket, ...  -> verify, end: each engine by itself
+                      | an engine fails: channel closed, failed engine found | fails: that engine alone
+                      <- the others begin again over a new channel <--------'
+
+Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is alone and is not
+verified. All others, and a group that has one of the others, get one request for each.
+
+An engine has failed when it answers nothing any more, or fails with no other engine on its channel. An engine that is only suspected is
+retried alone on a new channel, within the same push. Each round ends within its deadlines and leaves fewer engines together than before.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from bus.client.reach import Reach
+from bus.liveness.live import LiveView
+from bus.wire.messages import LiveRow
+from weightstore.errors import PeerLost, ReceiverFailed
+from weightstore.format.manifest import Bucket
+from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated, identity
+from weightstore.transport.port import WeightReceiver
+
+_log = logging.getLogger(__name__)
+
+PHASES = ("joining", "catching up", "serving", "stale")
+"""An engine in one of these phases takes part."""
+_LONGEST_PAUSE_S = 600.0
+_BUCKETS_AHEAD = 3
+"""Buckets requested at once from an engine that reads them itself: the next requests wait there."""
+_JOIN_S = 2.0
+"""SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without answering."""
+
+Buckets = Sequence[tuple[Bucket, Tensor]]
+Outcome = dict[Member, Updated | ReceiverFailed]
+Opener = Callable[[LiveRow], WeightReceiver]
+"""Makes the receiver of a live engine."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """How push groups are formed, and how their channels are opened."""
+
+    engines: int
+    """Most engines of one group."""
+    at: Reach
+    """Address at which the learner serves the rendezvous."""
+    backend: str
+    deadline_s: float
+
+    async def open(self, members: Sequence[Member]) -> Channel:
+        if members[0].receiver.carries:  # and is alone
+            return HandleChannel()
+        return await GroupChannel.open(members, at=self.at, backend=self.backend, deadline_s=self.deadline_s)
+
+
+@dataclass(slots=True)
+class _Backoff:
+    """An engine that failed is retried in the next push, then after longer and longer pauses: each attempt may cost a deadline."""
+
+    failures: int = 0
+    until_s: float = field(default=0.0)
+
+
+class PushGroups:
+    """The groups and their members, reconciled with the live rows before every push."""
+
+    def __init__(self, view: LiveView, open_receiver: Opener, rules: GroupRules) -> None:
+        self._view, self._open_receiver, self._rules = view, open_receiver, rules
+        self._members: dict[str, Member] = {}
+        self._groups: list[PushGroup] = []
+        self._backoffs: dict[tuple[str, str, int], _Backoff] = {}
+        self.evicted: dict[str, str] = {}
+        """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
+
+    async def reconcile(self) -> "list[PushGroup]":
+        """Drop the engines that have gone, add the new ones (they join when they are first updated). Raises BusUnavailable."""
+        alive = {row.id: row for row in await self._view.alive("engine")}
+        rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
+        failed = {identity(row) for row in rows.values()} & self._backoffs.keys()
+        self.evicted = {id: why for id, why in self.evicted.items() if any(id == one[0] for one in failed)}
+        for member in list(self._members.values()):
+            row = rows.get(member.id)
+            if row is None or identity(row) != member.identity:
+                _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
+                await self._drop(member, leave=row is None and member.id in alive)
+        for row in rows.values():
+            # a colocated engine is never left out: the learner needs its memory
+            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)):
+                self._add(row)
+                _log.info("push group: new engine=%s url=%s", row.id, row.address)
+        return list(self._groups)
+
+    async def evict(self, member: Member, reason: str) -> None:
+        """Leave the engine out of this push; it is stale until an update is completed."""
+        backoff = self._backoffs.setdefault(member.identity, _Backoff())
+        backoff.failures += 1
+        self.evicted[member.id] = reason
+        pause_s = min(self._rules.deadline_s * 2 ** (backoff.failures - 2), _LONGEST_PAUSE_S) if backoff.failures > 1 else 0.0
+        backoff.until_s = time.monotonic() + pause_s
+        _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, backoff.failures, pause_s, reason)
+        await self._drop(member, leave=True)
+
+    def succeeded(self, member: Member) -> None:
+        self._backoffs.pop(member.identity, None)
+        self.evicted.pop(member.id, None)
+
+    async def close(self) -> None:
+        await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
+
+    def _add(self, row: LiveRow) -> None:
+        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push."""
+        member = Member(row, self._open_receiver(row), deadline_s=self._rules.deadline_s)
+        group = next((group for group in self._groups if group.has_room(member)), None)
+        if group is None:
+            group = PushGroup(self._rules)
+            self._groups.append(group)
+        group.members.append(member)
+        self._members[row.id] = member
+
+    async def _drop(self, member: Member, *, leave: bool) -> None:
+        if self._members.get(member.id) is member:
+            del self._members[member.id]
+        await member.close(leave=leave)
+        for group in [group for group in self._groups if member in group.members]:
+            group.members.remove(member)
+            if not group.members:
+                group.close()
+                self._groups.remove(group)
+
+    def _is_due(self, row: LiveRow) -> bool:
+        backoff = self._backoffs.get(identity(row))
+        return backoff is None or time.monotonic() >= backoff.until_s
+
+
+class PushGroup:
+    """Some engines, and the channel they had at the last push, if it is still good."""
+
+    def __init__(self, rules: GroupRules, members: Iterable[Member] = ()) -> None:
+        self._rules = rules
+        self.members = list(members)
+        self._channel: Channel | None = None
+        self._joined: list[Member] = []
+        """The members of the channel."""
+
+    @property
+    def is_colocated(self) -> bool:
+        """Its engines share the learner's accelerator: all, or none."""
+        return any(member.colocated for member in self.members)
+
+    def has_room(self, member: Member) -> bool:
+        """Engines of one group are all colocated or none; one that reads the buckets itself has a group of its own."""
+        carries = any(one.receiver.carries for one in (member, *self.members))
+        return not carries and member.colocated == self.is_colocated and len(self.members) < self._rules.engines
+
+    async def update(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
+        """Push a version to all engines of the group. Returns how each took it, or why it did not. Raises Fenced."""
+        going, apart, outcome = list(self.members), list[Member](), Outcome()
+        checks = {member: check_of(member) for member in going}
+        served: dict[Member, float | None] = {}
+        while going:
+            try:
+                served = await self._transfer(going, version, buckets, serve=len(going) == 1 and checks[going[0]] is None)
+                break
+            except _GroupBroken as broken:
+                if broken.phase == "join" and any(not member.single_request for member in going if member not in broken.errors):
+                    await asyncio.sleep(min(_JOIN_S, self._rules.deadline_s / 4))
+                self.close()
+                failed = await _failed(going, broken)
+                _log.warning("push broke off version=%d phase=%s engines=%d failed=%s", version, broken.phase, len(going), _ids(failed))
+                outcome |= failed
+                suspects = [] if failed else list(broken.errors) or going
+                apart += suspects
+                going = [member for member in going if member not in failed and member not in suspects]
+        ways = [_finish(member, version, checks[member], served.get(member)) for member in going] + [
+            PushGroup(self._rules, [member])._once(version, buckets, check_of) for member in apart
+        ]
+        for found in await _all(ways):
+            outcome |= found
+        return outcome
+
+    async def _once(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
+        try:
+            return await self.update(version, buckets, check_of)
+        finally:
+            self.close()
+
+    async def _transfer(self, members: list[Member], version: int, buckets: Buckets, *, serve: bool) -> dict[Member, float | None]:
+        """Send all buckets to all members. With ``serve``, returns the seconds for which each that serves them already paused generation.
+
+        Raises _GroupBroken, Fenced.
+        """
+        if self._channel is None or self._joined != members:
+            await self._open(members)
+        channel = self._channel
+        assert channel is not None
+        if all(member.single_request for member in members):
+            async with _PushRound() as round:
+                return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadline_s)
+        async with _PushRound() as round:
+            await round.each("begin", [(member, member.begin(version)) for member in members])
+        async with _PushRound() as round:
+            await _send_in_turn(round, channel, members, buckets)
+        return {}
+
+    async def _open(self, members: list[Member]) -> None:
+        self.close()
+        async with _PushRound() as round:
+            try:
+                channel = self._channel = await self._rules.open(members)
+            except PeerLost as error:
+                raise _GroupBroken("join", {}, error) from None
+            self._joined = list(members)
+            round.start("join", None, channel.meet(), self._rules.deadline_s)
+            for member in members:
+                round.start("join", member, channel.join(member))
+            await round.until(round.under_way)
+
+    def close(self) -> None:
+        """Close the channel; the next push opens another one."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel, self._joined = None, []
+
+
+async def _send_in_one_request(
+    round: "_PushRound", channel: Channel, members: Sequence[Member], version: int, buckets: Buckets, serve: bool, deadline_s: float
+) -> dict[Member, float | None]:
+    """Send one request for all buckets. The deadline holds for each bucket, and then for the answers."""
+    specs = [bucket.specs for bucket, _ in buckets]
+    sends = [round.start(f"bucket {number} of {len(buckets)}", None, channel.send(flat)) for number, (_, flat) in enumerate(buckets, 1)]
+    requests = {member: round.start("transfer", member, member.receive(version, specs, serve=serve)) for member in members}
+    await round.until(sends)
+    try:
+        async with asyncio.timeout(deadline_s):
+            await round.until(round.under_way)
+    except TimeoutError:
+        raise _GroupBroken("transfer", {}, None) from None
+    return {member: task.result() for member, task in requests.items()}
+
+
+async def _send_in_turn(round: "_PushRound", channel: Channel, members: Sequence[Member], buckets: Buckets) -> None:
+    """Send a request for every bucket. An engine that reads them itself has the next requests before it has stored this bucket."""
+    most = _BUCKETS_AHEAD if all(member.receiver.carries for member in members) else 1
+    under_way: deque[list[asyncio.Task[None]]] = deque()
+    for number, (bucket, flat) in enumerate(buckets, 1):
+        if len(under_way) == most:
+            await round.until(under_way.popleft())
+        phase = f"bucket {number} of {len(buckets)}"
+        requests = [round.start(phase, member, _in_phase(member, phase, member.receiver.bucket(bucket.specs, flat))) for member in members]
+        under_way.append([*requests, round.start(phase, None, channel.send(flat))])
+    await round.until(round.under_way)
+
+
+async def _in_phase(member: Member, phase: str, work: Coroutine[Any, Any, None]) -> None:
+    async with member.phase(phase):
+        await work
+
+
+async def _finish(member: Member, version: int, check: Check | None, served_s: float | None) -> Outcome:
+    try:
+        return {member: await member.finish(version, check, served_s)}
+    except ReceiverFailed as error:
+        return {member: error}
+
+
+async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Member, ReceiverFailed]:
+    """Return the engines that have certainly failed: they do not answer, or failed alone or in a phase that shares nothing."""
+    if broken.phase == "begin" or len(members) == 1:
+        return {member: broken.error(member) for member in members if member in broken.errors or len(members) == 1}
+    alive = await _all([member.answers() for member in members])
+    return {member: broken.error(member) for member, answered in zip(members, alive, strict=True) if not answered}
+
+
+class _GroupBroken(Exception):
+    """A round that cannot go on: the errors of the engines that reported one, and that of the learner's own part."""
+
+    def __init__(self, phase: str, errors: Mapping[Member, ReceiverFailed], ours: Exception | None) -> None:
+        super().__init__(phase, errors, ours)
+        self.phase, self.errors, self.ours = phase, dict(errors), ours
+
+    def error(self, member: Member) -> ReceiverFailed:
+        reason = "gives no answer any more" if self.ours is None else str(self.ours)
+        return self.errors.get(member) or ReceiverFailed(member.receiver.url, self.phase, reason)
+
+
+class _PushRound:
+    """The tasks of one round with several engines: the first error of any cancels all of them."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[Any], tuple[str, Member | None]] = {}
+
+    async def __aenter__(self) -> "_PushRound":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def under_way(self) -> list[asyncio.Task[Any]]:
+        return list(self._tasks)
+
+    def start(self, phase: str, member: Member | None, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> asyncio.Task[T]:
+        """Start a task of ``member``; None = of the learner itself."""
+        task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
+        self._tasks[task] = phase, member
+        return task
+
+    async def until(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+        """Wait for these tasks. Raises _GroupBroken as soon as any task of the round has failed."""
+        waited = set(tasks)
+        while waited & self._tasks.keys():
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._take(done)
+
+    async def each(self, phase: str, work: Iterable[tuple[Member, Coroutine[Any, Any, None]]]) -> None:
+        """Wait for all, also after an error: nothing is shared. Raises _GroupBroken naming all that failed."""
+        for member, one in work:
+            self.start(phase, member, one)
+        done, _ = await asyncio.wait(self._tasks)
+        self._take(done)
+
+    def _take(self, done: set[asyncio.Task[Any]]) -> None:
+        errors: dict[Member, ReceiverFailed] = {}
+        ours: Exception | None = None
+        where = ""
+        for task in [task for task in self._tasks if task in done]:  # the task that was started first names the phase
+            phase, member = self._tasks.pop(task)
+            error = task.exception()
+            if error is None:
+                continue
+            where = where or phase
+            if isinstance(error, ReceiverFailed) and member is not None:
+                errors.setdefault(member, error)
+            elif isinstance(error, PeerLost):
+                ours = error
+            else:
+                raise error
+        if where:
+            raise _GroupBroken(where, errors, ours)
+
+
+async def _bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        raise PeerLost("tidemill", "waiting for the engines", f"not done within {timeout_s:g} s") from None
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Wait for all, then raise the first error, if there is one."""
+    found = await asyncio.gather(*work, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return list(found)
+
+
+def _ids(members: Iterable[Member]) -> str:
+    return ",".join(sorted(member.id for member in members))

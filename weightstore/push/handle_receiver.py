@@ -1,0 +1,222 @@
+"""An engine on the learner's host, over ZMQ: it gets handles of the staged buckets instead of their bytes.
+
+A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgpack
+import zmq
+import zmq.asyncio
+from torch import Tensor
+
+from bus.errors import Fenced
+from bus.system.coroutines import first_of
+from bus.wire.messages import LiveRow
+from weightstore.errors import ReceiverFailed
+from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import TensorSpec
+from weightstore.push.groups import Opener
+from weightstore.push.member import identity
+from weightstore.transport.handles import Memory, shared_memory_domain
+from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
+from weightstore.transport.port import Rendezvous, WeightReceiver
+
+_log = logging.getLogger(__name__)
+
+OK = 200
+_GONE = zmq.EVENT_CONNECT_RETRIED
+"""Event of a refused connection, the first one or a later one: ZMQ itself would retry without end."""
+
+
+class HandleReceiver:
+    """``weightstore.transport.port.WeightReceiver`` for one engine's socket. Context and memory belong to the caller.
+
+    Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no such requests.
+    """
+
+    carries = True
+
+    def __init__(
+        self,
+        context: zmq.asyncio.Context,
+        url: str,
+        *,
+        epoch: int,
+        deadline_s: float,
+        memory: Memory,
+        control: WeightReceiver | None = None,
+        ranks: int = 1,
+        refused: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """``ranks``: processes of the engine that read the weights. ``refused`` is called with the reason when the engine cannot read them.
+
+        Raises ZMQError for an invalid URL.
+        """
+        self.url = url
+        self._epoch, self._deadline_s, self._memory, self._control, self._ranks = epoch, deadline_s, memory, control, ranks
+        self._refused = refused
+        self._last_id, self._version = 0, -1
+        self._waiters: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._reading, self._gone = asyncio.Lock(), False
+        self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._monitor = self._socket.get_monitor_socket(_GONE)
+        try:
+            self._socket.connect(url)
+        except zmq.ZMQError:
+            self._close_socket()
+            raise
+
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        await self._offer("join", pid=os.getpid())
+
+    async def begin(self, version: int) -> None:
+        self._version = version
+        await self._request("begin", version=version)
+
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+        tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
+        await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=tensors)
+
+    async def checksums(self) -> ChecksumReport | None:
+        answer = await self._request("checksums")
+        if answer["status"] in NOT_SUPPORTED:
+            return None
+        try:
+            return ChecksumReport.parse(answer)
+        except ValueError as error:
+            raise ReceiverFailed(self.url, "checksums", str(error), answered=True) from None
+
+    async def end(self) -> float:
+        return stall_of(self.url, "end", await self._request("end", version=self._version))
+
+    async def leave(self) -> None:
+        await self._request("leave")
+
+    async def load_snapshot(self, directory: str, version: int) -> float:
+        return stall_of(self.url, "load", await self._request("load", directory=directory, version=version))
+
+    async def release(self) -> None:
+        assert self._control is not None
+        await self._control.release()
+
+    async def resume(self, what: str) -> None:
+        assert self._control is not None
+        await self._control.resume(what)
+
+    def close(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close(linger=0)
+
+    async def _offer(self, verb: str, **fields: Any) -> None:
+        """Send a request that an engine refuses if it cannot read this memory. No answer is no refusal."""
+        try:
+            await self._request(verb, **fields)
+        except ReceiverFailed as error:
+            if error.answered:
+                self._refused(error.reason)
+            raise
+
+    async def _request(self, verb: str, **fields: Any) -> dict[str, Any]:
+        """Send a request and return the answer. All foreign errors are translated here."""
+        id = self._last_id = self._last_id + 1
+        request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": self._deadline_s, **fields}
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await self._socket.send(msgpack.packb(request))
+                answer = await self._answer(verb, id)
+        except TimeoutError:
+            raise ReceiverFailed(self.url, verb, f"no answer within {self._deadline_s:g} s") from None
+        except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
+            raise ReceiverFailed(self.url, verb, str(error) or type(error).__name__) from None
+        status = answer.get("status")
+        if status == STALE_EPOCH and (epoch := newer_epoch(answer, self._epoch)):
+            raise Fenced(f"engine {self.url}: {verb}", self._epoch, epoch)
+        if status != OK and not (verb == "checksums" and status in NOT_SUPPORTED):
+            raise ReceiverFailed(self.url, verb, f"status {status}: {answer.get('message', '')}", answered=True)
+        return answer
+
+    async def _answer(self, verb: str, id: int) -> dict[str, Any]:
+        """Return the answer to this request; one waiter reads for all of them. Raises ReceiverFailed when the engine is gone."""
+        answer = self._waiters[id] = asyncio.get_running_loop().create_future()
+        try:
+            while not answer.done():
+                async with self._reading:
+                    if not answer.done():
+                        await self._read(verb)
+            return answer.result()
+        finally:
+            del self._waiters[id]
+
+    async def _read(self, verb: str) -> None:
+        """Read one answer and give it to its waiter; an answer that comes too late is ignored."""
+        coming = asyncio.ensure_future(self._socket.recv())
+        if self._gone:
+            coming.cancel()  # unless it is there already
+        else:
+            await first_of(coming, self._monitor.recv_multipart())
+        if coming.cancelled():
+            self._gone = True
+            raise ReceiverFailed(self.url, verb, "connection lost: no process listens there")
+        answer = msgpack.unpackb(coming.result())
+        awaited = self._waiters.get(answer.get("id", 0)) if isinstance(answer, dict) else None
+        if awaited is not None and not awaited.done():
+            awaited.set_result(answer)
+
+
+class HandleReceivers:
+    """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
+
+    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float) -> None:
+        self._memory, self._otherwise, self._epoch, self._deadline_s = memory, otherwise, epoch, deadline_s
+        self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
+        self._logged: set[str] = set()
+        self._refused: dict[tuple[str, str, int], str] = {}
+        """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried again."""
+
+    def open(self, row: LiveRow) -> WeightReceiver:
+        """Open the receiver of an engine. An engine that gets no handles is logged once."""
+        otherwise = self._otherwise(row)
+        if why := self._why_not(row):
+            if row.id not in self._logged:
+                _log.warning("no handles for this engine, it is pushed to by broadcast engine=%s reason=%s", row.id, why)
+                self._logged.add(row.id)
+            return otherwise
+        try:
+            return HandleReceiver(
+                self._context,
+                row.handles,
+                epoch=self._epoch,
+                deadline_s=self._deadline_s,
+                memory=self._memory,
+                control=otherwise,
+                ranks=row.capabilities.ranks,
+                refused=lambda reason: self._refused.update({identity(row): reason}),
+            )
+        except zmq.ZMQError as error:
+            self._refused[identity(row)] = f"{row.handles}: {error}"
+            return self.open(row)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def _why_not(self, row: LiveRow) -> str:
+        if not row.handles:
+            return "it offers none"
+        if not self._place or row.place != self._place:
+            return f"it is elsewhere: {row.place or 'nowhere known'}, not {self._place or 'where this is, which is not known'}"
+        if refused := self._refused.get(identity(row)):
+            return f"it cannot take them: {refused}"
+        return ""

@@ -1,0 +1,280 @@
+"""One engine in a push: its verbs, each with the deadline of its phase, and the channel over which buckets get to it.
+
+A channel sends a bucket once, over a process group that all members of a push group share, or leaves it to the receiver of a member that
+reads the bucket itself. Blocking calls run in the channel's own thread. They cannot be interrupted: after an error the call ends by the
+deadline of the process group, its result is ignored, and the channel is not used again.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from bus.client.reach import Reach, bare
+from bus.errors import Fenced
+from bus.wire.messages import LiveRow
+from weightstore.errors import PeerLost, ReceiverFailed
+from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import TensorSpec
+from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
+
+_log = logging.getLogger(__name__)
+
+Check = Callable[[ChecksumReport], list[str]]
+"""Returns a line for every tensor that an engine does not have as it was sent. Blocking."""
+T = TypeVar("T")
+
+GROUP = "tidemill"
+"""Name of every process group: an engine that still has one of that name leaves it first."""
+_LEAVE_S = 1.0
+_SHOWN = 5
+"""Differing tensors named in an error."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """How an engine took a version."""
+
+    stall_s: float
+    """Seconds for which generation was paused."""
+    verify_s: float | None = None
+    """Seconds in which its checksums were compared; None = they were not."""
+
+
+class Member:
+    """A live engine. After any error it must be ``close``d and made anew.
+
+    Every verb raises ReceiverFailed naming the phase, and Fenced.
+    """
+
+    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float) -> None:
+        self.id, self.identity = row.id, identity(row)
+        self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
+        self.receiver, self.deadline_s = receiver, deadline_s
+        self.verified = False
+        """Its checksums have been compared once, or it has none to compare."""
+        self._push_receiver = receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
+        self._joined = False
+
+    @property
+    def single_request(self) -> bool:
+        """It can get a push in one request (``receive``) instead of ``begin`` and the buckets."""
+        return self._push_receiver is not None
+
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        self._joined = True
+        async with self.phase("join"):
+            await self.receiver.join(rendezvous)
+
+    async def begin(self, version: int) -> None:
+        """Begin a push; a colocated engine has memory for weights again afterwards."""
+        await self._resume("weights")
+        async with self.phase("begin"):
+            await self.receiver.begin(version)
+
+    async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
+        """Begin a push and receive all buckets. With ``serve`` also end it, and return seconds for which generation was paused.
+
+        No deadline; the caller sets one.
+        """
+        assert self._push_receiver is not None
+        await self._resume("weights")
+        async with self.phase("transfer", bounded=False):
+            return await self._push_receiver.receive(version, buckets, serve=serve)
+
+    async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
+        """Have the engine serve the version, unless it does already (``served_s``).
+
+        With ``check`` its checksums are compared first, and an error names the tensors.
+        """
+        verify_s = None if check is None else await self._verify(version, check)
+        stall_s = served_s
+        if stall_s is None:
+            async with self.phase("end"):
+                stall_s = await self.receiver.end()
+        await self._resume("kv_cache")
+        return Updated(stall_s=stall_s, verify_s=verify_s)
+
+    async def load(self, directory: str, version: int) -> None:
+        """Have the engine load its weights from a directory on its machine."""
+        await self._resume("weights")
+        async with self.phase("load"):
+            await self.receiver.load_snapshot(directory, version)
+        await self._resume("kv_cache")
+
+    async def release(self) -> None:
+        """Have the engine release its memory."""
+        async with self.phase("release"):
+            await self.receiver.release()
+
+    async def _resume(self, what: str) -> None:
+        if self.colocated:
+            async with self.phase(f"resume {what}"):
+                await self.receiver.resume(what)
+
+    async def _verify(self, version: int, check: Check) -> float | None:
+        since = time.perf_counter()
+        async with self.phase("verify"):
+            report = await self.receiver.checksums()
+            wrong = [] if report is None else await asyncio.to_thread(check, report)
+        if wrong:
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{more}"
+            raise ReceiverFailed(self.receiver.url, "verify", reason, answered=True)
+        if report is None and not self.verified:
+            _log.warning("weights not verified, the engine has no checksums to compare engine=%s url=%s", self.id, self.receiver.url)
+        self.verified = True
+        return None if report is None else time.perf_counter() - since
+
+    async def answers(self) -> bool:
+        """Return whether it answers a request to leave its group, with success or an error. Raises Fenced."""
+        self._joined = False
+        try:
+            async with self.phase("leave"):
+                await self.receiver.leave()
+        except ReceiverFailed as error:
+            return error.answered
+        return True
+
+    async def close(self, *, leave: bool) -> None:
+        """Release the receiver; with ``leave`` the engine is first asked to leave its group, within a second."""
+        if leave and self._joined:
+            with suppress(ReceiverFailed, Fenced):  # optional: the engine may be dead
+                async with self.phase("leave"), asyncio.timeout(_LEAVE_S):
+                    await self.receiver.leave()
+        self._joined = False
+        self.receiver.close()
+
+    @asynccontextmanager
+    async def phase(self, name: str, *, bounded: bool = True) -> AsyncIterator[None]:
+        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced stays as it is."""
+        try:
+            async with asyncio.timeout(self.deadline_s if bounded else None):
+                yield
+        except TimeoutError:
+            raise ReceiverFailed(self.receiver.url, name, f"not done within {self.deadline_s:g} s") from None
+        except ReceiverFailed as error:
+            raise ReceiverFailed(error.url, name, error.reason, answered=error.answered) from None
+        except PeerLost as error:
+            raise ReceiverFailed(self.receiver.url, name, str(error)) from None
+        except Fenced:
+            raise
+        except Exception as error:  # a bug, or an unexpected answer: this engine fails the push, and no other
+            _log.exception("phase failed with an unexpected error engine=%s phase=%s", self.id, name)
+            raise ReceiverFailed(self.receiver.url, name, repr(error)) from error
+
+
+def identity(row: LiveRow) -> tuple[str, str, int]:
+    """Return (id, address, pid): with another one it is another process, which has joined no group, whatever its name."""
+    return row.id, row.address, row.pid
+
+
+class Channel(Protocol):
+    """A way to the members for which it was opened. Errors of one member are ReceiverFailed, errors of the channel PeerLost."""
+
+    async def meet(self) -> None:
+        """The learner's part of opening."""
+
+    async def join(self, member: Member) -> None:
+        """A member's part of opening; called for all members at once, together with ``meet``."""
+
+    async def send(self, flat: Tensor) -> None:
+        """The learner's part of a bucket, once for all members, in the order in which they are requested to receive them."""
+
+    def close(self) -> None: ...
+
+
+class GroupChannel:
+    """A process group of the learner (rank 0) and the ranks of the engines, one engine after the other."""
+
+    def __init__(
+        self, group: BroadcastGroup, members: Sequence[Member], thread: ThreadPoolExecutor, deadline_s: float, address: str
+    ) -> None:
+        """``address``: the host at which the members reach the group's port."""
+        self._group, self._thread, self._deadline_s, self._address = group, thread, deadline_s, address
+        self._lost = False
+        self._first: dict[Member, int] = {}
+        """The first rank of each engine."""
+        rank = 1
+        for member in members:
+            self._first[member] = rank
+            rank += member.ranks
+
+    @classmethod
+    async def open(cls, members: Sequence[Member], *, at: Reach, backend: str, deadline_s: float) -> "GroupChannel":
+        """Listen; the members have not joined yet. Raises PeerLost."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {members[0].id}")
+        size = 1 + sum(member.ranks for member in members)
+        try:
+            group = await _run(thread, lambda: BroadcastGroup.host(at.bind, GROUP, size, backend, deadline_s))
+        except BaseException:
+            thread.shutdown(wait=False)
+            raise
+        return cls(group, members, thread, deadline_s, bare(at.advertised))
+
+    async def meet(self) -> None:
+        await _run(self._thread, self._group.meet)
+
+    async def join(self, member: Member) -> None:
+        group = self._group
+        where = Rendezvous(
+            host=self._address,
+            port=group.port,
+            rank=self._first[member],
+            world_size=group.world_size,
+            name=group.name,
+            backend=group.backend,
+        )
+        await member.join(where)
+
+    async def send(self, flat: Tensor) -> None:
+        await _run(self._thread, lambda: self._send(flat))
+
+    def _send(self, flat: Tensor) -> None:
+        """Send in the channel's thread. After one message failed no other is tried: each could block for a deadline of its own."""
+        if self._lost:
+            raise PeerLost(self._group.name, "sending", "an earlier message was lost")
+        try:
+            self._group.send(flat, self._deadline_s)
+        except PeerLost:
+            self._lost = True
+            raise
+
+    def close(self) -> None:
+        self._group.close()
+        self._thread.shutdown(wait=False)
+
+
+class HandleChannel:
+    """No transport of its own: the receivers of its members pass handles of the buckets."""
+
+    async def meet(self) -> None:
+        pass
+
+    async def join(self, member: Member) -> None:
+        await member.join(None)
+
+    async def send(self, flat: Tensor) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _run(thread: ThreadPoolExecutor, work: Callable[[], T]) -> "asyncio.Future[T]":
+    future = asyncio.get_running_loop().run_in_executor(thread, work)
+    future.add_done_callback(_retrieve)
+    return future
+
+
+def _retrieve(future: "asyncio.Future[T]") -> None:
+    """Mark the exception as retrieved: the caller may have gone."""
+    if not future.cancelled():
+        future.exception()

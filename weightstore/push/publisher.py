@@ -1,0 +1,310 @@
+"""The learner's side of the weightstore: a thread that pushes versions to the engines and serves snapshots of the head.
+
+    trainer's thread                     publisher's thread (own loop, own bus connection; see pusher.py)
+    publish(step, tensors)
+      waits for the previous push
+      copies into a staging  --------->  push: reserve, reconcile members, transfer, head
+    handle.result()  <-----------------  PushReport | PushFailed | Fenced
+                                         meanwhile: snapshots of the head, for engines that join late
+
+Consumes tensors, live rows and snapshot requests; produces rows in ``weights``, pushes and snapshots. Every wait has a deadline.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import CancelledError, Future
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bus.client.reach import reach, route_to
+from bus.config import BusConfig
+from bus.errors import Fenced
+from bus.streams.connection import connect
+from bus.system.coroutines import first_error
+from bus.system.loop import new_event_loop
+from bus.wire.messages import VersionRow
+from weightstore.config import WeightsConfig
+from weightstore.errors import PublisherClosed
+from weightstore.format.manifest import Manifest
+from weightstore.push.pusher import Pusher, PushReport
+from weightstore.transport.handles import HostMemory, Memory
+from weightstore.transport.staging import Staging, StagingPool
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+START_S = 60.0
+_CLOSE_S = 10.0
+_STAGING_S = 600.0
+"""A snapshot that is being written holds its staging copy for as long as the disk takes."""
+_DEFAULT_BUS = BusConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A copy of the weights of a step that is to be pushed."""
+
+    staging: Staging
+    step: int
+    prepare_s: float
+
+    def release(self) -> None:
+        self.staging.release()
+
+
+class PushHandle:
+    """A push under way."""
+
+    def __init__(self, future: "Future[PushReport]") -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the push has ended, with success or failure; each of its phases has a deadline."""
+        try:
+            self._future.exception()
+        except CancelledError:
+            return
+
+    def result(self, timeout: float | None = None) -> PushReport:
+        """Wait for the end of the push. Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way."""
+        try:
+            return self._future.result(timeout)
+        except CancelledError:
+            raise PublisherClosed("publisher: closed during the push") from None
+
+
+class Publisher:
+    """Pushes versions and serves snapshots in a thread of its own; called from one thread, the trainer's on rank 0.
+
+    Needs host memory for two copies of the weights.
+    """
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        *,
+        bus_url: str,
+        run: str,
+        epoch: int,
+        directory: Path,
+        model_dir: Path | None = None,
+        manifest: Manifest | None = None,
+        bus_config: BusConfig = _DEFAULT_BUS,
+    ) -> None:
+        """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
+
+        Without ``manifest`` the first publish creates it, for which it needs all tensors at once.
+        """
+        self.config, self.run, self.epoch = config, run, epoch
+        self._bus_url, self._bus_config = bus_url, bus_config
+        self._directory, self._model_dir = Path(directory), model_dir
+        self._memory = _memory(config)
+        self._pool = None if manifest is None else self._new_pool(manifest)
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._last: PushHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pusher: Pusher | None = None
+        self._closing: asyncio.Event | None = None
+        self._futures: set[Future[Any]] = set()
+        self._over = False
+        self._pushing: asyncio.Task[Any] | None = None
+
+    # -- the trainer's thread -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Connect, fence older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
+        self._thread.start()
+        if not self._ready.wait(START_S + _CLOSE_S):
+            raise PublisherClosed(f"publisher: not ready after {START_S + _CLOSE_S:.0f} s")
+        if self._failure is not None:
+            raise self._failure
+
+    def publish_initial(self, model_dir: Path) -> VersionRow:
+        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head. Raises BusUnavailable, Fenced."""
+        pusher = self._running()
+        digest = "" if self._pool is None else self._pool.manifest.digest
+        return self._submit(pusher.publish_initial(str(model_dir), digest)).result(START_S)
+
+    def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
+        """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
+
+        Waits as ``stage`` does. Raises BadManifest, Fenced, PublisherClosed; the handle has the outcome of the push.
+        """
+        staged = self.stage(step, tensors)
+        try:
+            handle = self.push(staged)
+        finally:
+            staged.release()
+        if wait:
+            handle.wait()
+        return handle
+
+    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]]) -> "Staged":
+        """Copy the tensors now; ``release`` the copy when it is not to be pushed (again).
+
+        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the version before the
+        head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
+        """
+        if self._last is not None:
+            self._last.wait()
+        self._running()
+        if self._pool is None:
+            tensors = list(tensors)
+            self._pool = self._new_pool(Manifest.of(tensors))
+        since = time.perf_counter()
+        staging = self._pool.take(_STAGING_S)
+        try:
+            staging.fill(tensors)
+        except BaseException:
+            staging.release()
+            raise
+        return Staged(staging, step, time.perf_counter() - since)
+
+    def push(self, staged: "Staged") -> PushHandle:
+        """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed."""
+        self._running()
+        self._last = PushHandle(self._submit(self._push(staged.staging.hold(), staged.step, staged.prepare_s)))
+        return self._last
+
+    def release(self) -> tuple[str, ...]:
+        """Have the colocated engines release their memory, and engines that start wait. Returns the ids of those that released it.
+
+        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises BusUnavailable, Fenced,
+        PublisherClosed.
+        """
+        if self._last is not None:
+            self._last.wait()
+        return self._ended(self._submit(self._running().release()))
+
+    def resume(self) -> tuple[str, ...]:
+        """Give colocated engines their memory back and push the head to them again. Returns their ids. Raises as ``release`` does."""
+        return self._ended(self._submit(self._running().resume()))
+
+    def _ended(self, future: "Future[T]") -> T:
+        try:
+            return future.result()
+        except CancelledError:
+            raise PublisherClosed("publisher: closed meanwhile") from None
+
+    def latest(self) -> VersionRow | None:
+        """Return the newest head that this publisher knows."""
+        return None if self._pusher is None else self._pusher.head
+
+    def close(self, *, drain: bool = True) -> None:
+        """End the thread; with ``drain`` the push under way is finished first. Safe to call twice, and without ``start``."""
+        if drain and self._last is not None and self._thread.is_alive():
+            self._last.wait()
+        if self._loop is not None and self._closing is not None:
+            with suppress(RuntimeError):  # its loop has ended already
+                self._loop.call_soon_threadsafe(self._closing.set)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S + self.config.phase_deadline_s)
+        if self._memory is not None:
+            self._memory.close()
+
+    def _new_pool(self, manifest: Manifest) -> StagingPool:
+        return StagingPool(manifest, self.config.bucket_bytes, memory=self._memory)
+
+    def _running(self) -> Pusher:
+        if isinstance(self._failure, Fenced):
+            raise self._failure
+        if self._pusher is None or not self._thread.is_alive():
+            raise PublisherClosed(f"publisher: not running ({self._failure!r})" if self._failure else "publisher: not running")
+        return self._pusher
+
+    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        assert self._loop is not None
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:  # its loop has just ended
+            work.close()
+            raise PublisherClosed(f"publisher: {error}") from None
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        if self._over:
+            future.cancel()
+        return future
+
+    # -- the publisher's thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:  # a push is many small requests
+                runner.run(self._main())
+        except BaseException as error:  # raised by the next call
+            self._failure = error = first_error(error)
+            _log.error("publisher ended error=%r", error)
+        finally:
+            self._over = True
+            for future in tuple(self._futures):  # submitted when the loop was already ending
+                future.cancel()
+            self._ready.set()
+
+    async def _main(self) -> None:
+        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+        async with AsyncExitStack() as stack:
+            name = f"publisher-{self.epoch}"
+            bus = await stack.enter_async_context(connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S))
+            route = await asyncio.to_thread(route_to, self._bus_url)
+            pusher = Pusher(
+                bus,
+                self.config,
+                epoch=self.epoch,
+                directory=self._directory,
+                model_dir=self._model_dir,
+                memory=self._memory,
+                at=reach(self.config.host, self.config.advertise, route, name="weights.host"),
+            )
+            await pusher.open(stack)
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(pusher.refresh_view(), name="publisher: live rows"),
+                    group.create_task(pusher.serve_requests(), name="publisher: snapshot requests"),
+                ]
+                self._pusher = pusher
+                self._ready.set()
+                await self._closing.wait()
+                for task in [*background, self._pushing]:
+                    if task is not None:
+                        task.cancel()
+                if self._pushing is not None:
+                    await asyncio.gather(self._pushing, return_exceptions=True)
+
+    async def _push(self, staging: Any, step: int, prepare_s: float) -> PushReport:
+        assert self._pusher is not None
+        self._pushing = asyncio.current_task()
+        try:
+            return await self._pusher.push(staging, step, prepare_s)
+        except Fenced as error:
+            self._failure = error
+            raise
+        finally:
+            self._pushing = None
+
+
+def _memory(config: WeightsConfig) -> Memory | None:
+    """Return the staging memory that other processes can read, for transport ``handles``; None = memory of this process alone."""
+    if config.transport != "handles":
+        return None
+    if config.staging == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError("weights.staging: want host where there is no GPU, got 'cuda'")
+        from weightstore.transport.cuda_handles import CudaMemory
+
+        return CudaMemory()
+    return HostMemory(pin=torch.cuda.is_available())

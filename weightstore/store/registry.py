@@ -1,0 +1,266 @@
+"""The versions of a run: one row each, and the head, in the bucket ``weights``.
+
+    v.<n>     the row of a version, written as ``pushing`` before any engine has it, so that a reader of its tokens finds the step
+    head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
+    snapshot  the row of the newest version that has a snapshot
+    evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
+    want      the oldest version of which an engine needs a snapshot (``weightstore.catchup.sources``)
+
+A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows that were lost (the
+bucket was emptied) are restored from the other records that name them: a publisher's memory, the log PLAN, the tasks. ``after`` of the row
+is the end of SAMPLES before any engine could have the version: no sample up to there can be of it.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from bus.client.rows import Value
+from bus.errors import Fenced, NotFound, RowConflict, WireError
+from bus.streams.connection import Bus
+from bus.wire.messages import VersionRow
+from bus.wire.subjects import natural
+
+_log = logging.getLogger(__name__)
+
+HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
+UNUSED_AFTER_LOSS = 1000
+"""Numbers skipped after the highest known one when rows were lost: an engine may have versions without any record."""
+_FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
+
+
+class VersionRegistry:
+    """The versions of one run. Every method raises BusUnavailable when the bus stays away."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._rows, self._samples = bus.rows("weights"), bus.samples
+        self._steps: dict[int, int] = {}
+        self._next = 0
+
+    async def head(self) -> VersionRow | None:
+        """Return the newest published version; None before the first."""
+        found = await self._rows.get(HEAD)
+        return None if found is None else _parse(HEAD, found[0])
+
+    async def row(self, version: int) -> VersionRow | None:
+        """Return the row of a version; None if it is not registered, or the row cannot be read."""
+        found, _ = await self._rows.standing(_key(version))
+        return None if found is None else _parse(_key(version), found)
+
+    async def row_for(self, version: int, seq: int) -> VersionRow | None:
+        """Return the row of a version that the sample at ``seq`` names; None = there is none.
+
+        Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns the same.
+        """
+        row = await self.row(version)
+        if row is not None and row.after < 0 and row.state == "pushing":
+            return await self._begin_after(row, seq)
+        return row
+
+    async def steps(self) -> dict[int, int]:
+        """Return the step of every version that an engine may have; each row is read once by this object."""
+        for version in await self._versions():
+            if version not in self._steps:
+                await self.step_of(version)
+        return dict(self._steps)
+
+    async def step_of(self, version: int) -> int:
+        """Return the step of one version. Raises NotFound."""
+        if version not in self._steps:
+            row = await self.row(version)
+            if row is None:
+                raise NotFound("weights", f"version {version}")
+            self._steps[version] = row.step
+        return self._steps[version]
+
+    async def fence(self, epoch: int) -> VersionRow | None:
+        """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself."""
+
+        def fenced(head: Value | None) -> Value:
+            _check_fence(head, epoch)
+            return {**(head or {}), "fence": epoch}
+
+        head = (await self._rows.change(HEAD, fenced)).after
+        await self._count()
+        return _parse(HEAD, head)
+
+    async def lost(self, known: Mapping[int, int]) -> bool:
+        """Return whether the head or a row is missing, although the versions of ``known`` (-> step) have been used."""
+        return bool(known) and (await self.head() is None or not known.keys() <= set(await self._versions()))
+
+    async def restore(self, known: Mapping[int, int], epoch: int) -> None:
+        """Restore the missing rows of ``known`` versions (-> step), and the head if it is older than they are. Raises Fenced."""
+        present = await self._versions()
+        highest = max((*present, *known))
+        missing = [
+            VersionRow(version=version, step=known[version], epoch=epoch, state="published") for version in known.keys() - set(present)
+        ]
+        if missing:
+            unused = VersionRow(version=highest + UNUSED_AFTER_LOSS, step=known[max(known)], epoch=epoch, state="failed")
+            for row in (*missing, unused):
+                with suppress(RowConflict):
+                    await self._rows.create(_key(row.version), dataclasses.asdict(row))
+        newest = await self._newest_published()
+        if newest is not None:
+            await self._raise_head(newest, epoch)
+        _log.error(
+            "the registry of versions has lost rows (bucket weights emptied?): head=%s restored=%d, new versions are numbered after %d",
+            None if newest is None else newest.version,
+            len(missing),
+            max(await self._versions()),
+        )
+
+    async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
+        def raised(value: Value | None) -> Value | None:
+            _check_fence(value, epoch)
+            head = None if value is None else _parse(HEAD, value)
+            if head is not None and head.version >= newest.version:
+                return None
+            return {**dataclasses.asdict(newest), "fence": epoch}
+
+        await self._rows.change(HEAD, raised)
+
+    async def _newest_published(self) -> VersionRow | None:
+        for version in sorted(await self._versions(), reverse=True):
+            row = await self.row(version)
+            if row is not None and row.state == "published":
+                return row
+        return None
+
+    async def _count(self) -> None:
+        """Set the next number after all existing ones, and after those that this object has used."""
+        self._next = max(self._next, max(await self._versions(), default=0) + 1)
+
+    async def newest_epoch(self) -> int:
+        """Return the epoch of the newest learner (``fence``); 0 = none."""
+        found = await self._rows.get(HEAD)
+        return 0 if found is None else int(found[0].get("fence", 0))
+
+    async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
+        """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head. Returns the head."""
+        head = await self.head()
+        if head is not None:
+            return head
+        row = VersionRow(version=0, step=0, epoch=epoch, digest=digest, snapshot=where, after=0)
+        await self._rows.put(_key(0), dataclasses.asdict(row))
+        row = await self.publish(row)
+        await self._note_snapshot(row)
+        return row
+
+    async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
+        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Raises Fenced."""
+        found = await self._rows.get(HEAD)
+        _check_fence(None if found is None else found[0], epoch)
+        if not self._next:
+            await self._count()
+        while True:
+            row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
+            self._next += 1
+            try:
+                await self._rows.create(_key(row.version), dataclasses.asdict(row))
+                return await self._begin_after(row, (await self._samples.info()).last_seq)
+            except RowConflict:  # used by a learner that has been replaced, or that replaces this one
+                continue
+
+    async def publish(self, row: VersionRow) -> VersionRow:
+        """Make the version the head. Raises Fenced when a newer learner has written: by its epoch, or by a higher version."""
+        row = dataclasses.replace(row, state="published")
+
+        def published(value: Value | None) -> Value | None:
+            _check_fence(value, row.epoch)
+            head = None if value is None else _parse(HEAD, value)
+            if head is None or head.version < row.version:
+                return {**dataclasses.asdict(row), "fence": row.epoch}
+            if (head.version, head.epoch) == (row.version, row.epoch):
+                return None
+            raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
+
+        await self._rows.change(HEAD, published)
+        await self._change(_key(row.version), row.version, state="published")
+        return row
+
+    async def fail(self, row: VersionRow) -> None:
+        """Record that the push failed. The number stays used: an engine may have the version."""
+        await self._change(_key(row.version), row.version, state="failed")
+
+    async def set_snapshot(self, version: int, where: str) -> None:
+        """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not exist."""
+        await self._change(_key(version), version, snapshot=where)
+        await self._change(HEAD, version, snapshot=where)
+        row = await self.row(version)
+        if row is None:
+            raise NotFound("weights", f"version {version}")
+        await self._note_snapshot(row)
+
+    async def snapshot(self) -> VersionRow | None:
+        """Return the row of the newest version that has a snapshot."""
+        found, _ = await self._rows.standing(SNAPSHOT)
+        row = None if found is None else _parse(SNAPSHOT, found)
+        return row if row is not None and row.snapshot else None
+
+    async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
+        """Request a snapshot of a version, or of a later one, from the learner. All engines need the head, so one row serves all."""
+        await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
+
+    async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
+        """Return the row with ``after``, which is set once."""
+
+        def begun(found: Value | None) -> Value | None:
+            return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
+
+        found = (await self._rows.change(_key(row.version), begun)).after
+        return dataclasses.replace(row, after=seq if found is None else int(found["after"]))
+
+    async def set_evicted(self, reasons: Mapping[str, str]) -> None:
+        """Record the engines that are not pushed to, with the reasons, for `tidemill status`."""
+        await self._rows.put(EVICTED, {"engines": dict(reasons)})
+
+    async def evicted(self) -> dict[str, str]:
+        """Return the engines that are not pushed to -> why, as of the last push."""
+        found = await self._rows.get(EVICTED)
+        return {} if found is None else {str(id): str(why) for id, why in found[0].get("engines", {}).items()}
+
+    async def _note_snapshot(self, row: VersionRow) -> None:
+        """Keep the row ``snapshot`` at the newest version that has one; that version may also lose its snapshot."""
+
+        def noted(found: Value | None) -> Value | None:
+            before = -1 if found is None else int(found["version"])
+            if row.version < before or (row.version > before and not row.snapshot):
+                return None
+            return dataclasses.asdict(row)
+
+        await self._rows.change(SNAPSHOT, noted, replace_unreadable=True)
+
+    async def _versions(self) -> list[int]:
+        named = [natural(key.removeprefix("v.")) for key in await self._rows.keys() if key.startswith("v.")]
+        return [version for version in named if version is not None]
+
+    async def _change(self, key: str, version: int, **changes: str | int) -> None:
+        """Change fields of a row if it is that of this version."""
+
+        def changed(found: Value | None) -> Value | None:
+            return None if found is None or found.get("version") != version else {**found, **changes}
+
+        await self._rows.change(key, changed, replace_unreadable=True)
+
+
+def _key(version: int) -> str:
+    return f"v.{version}"
+
+
+def _check_fence(head: Value | None, epoch: int) -> None:
+    fence = 0 if head is None else int(head.get("fence", 0))
+    if fence > epoch:
+        raise Fenced(f"weights.{HEAD}", epoch, fence)
+
+
+def _parse(key: str, value: dict[str, Any]) -> VersionRow | None:
+    """Return the row; None for a head that has only a fence."""
+    if "version" not in value:
+        return None
+    try:
+        return VersionRow(**{name: item for name, item in value.items() if name in _FIELDS})
+    except TypeError as error:
+        raise WireError(f"weights.{key}", "a version's row", str(error)) from None

@@ -1,0 +1,230 @@
+"""A version as an ordinary Hugging Face model directory, with checksums: written whole or not at all, verified before use.
+
+config.json, tokenizer files, ...     copied from the model directory
+model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
+manifest.json                         version, step, digest of names/shapes/dtypes, size and SHA-256 of every file; written last
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from bus.system.files import sync
+from weightstore.errors import SnapshotBroken
+from weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+SHARD_BYTES = 4_000_000_000
+ASIDE = ".part"
+"""Suffix of a directory that is being written."""
+
+_WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
+_CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""Names of dtypes in safetensors. Source: huggingface.co/docs/safetensors, "Format"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotInfo:
+    """The contents of manifest.json."""
+
+    version: int
+    step: int
+    digest: str
+    """Digest of the manifest of the tensors."""
+    files: Mapping[str, tuple[int, str]]
+    """name -> (bytes, SHA-256 in hexadecimal)"""
+
+    def to_json(self) -> str:
+        files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
+        return json.dumps({"format": FORMAT, "version": self.version, "step": self.step, "digest": self.digest, "files": files}, indent=1)
+
+    @classmethod
+    def parse(cls, where: str, text: str | bytes) -> "SnapshotInfo":
+        """Parse manifest.json. Raises SnapshotBroken."""
+        try:
+            row = json.loads(text)
+            if row["format"] != FORMAT:
+                raise SnapshotBroken(where, f"format {FORMAT}", row["format"])
+            files = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in row["files"].items()}
+            info = cls(version=int(row["version"]), step=int(row["step"]), digest=str(row["digest"]), files=files)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SnapshotBroken(where, "a snapshot's manifest", repr(error)) from None
+        for name in files:
+            if Path(name).name != name or name in (".", ".."):
+                raise SnapshotBroken(where, "plain file names", repr(name))
+        return info
+
+
+def write(
+    directory: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    version: int,
+    step: int,
+    model_dir: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    durable: bool = True,
+) -> SnapshotInfo:
+    """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
+
+    Configuration and tokenizer are copied from ``model_dir``. With ``durable`` all is synced to the disk and survives a loss of power;
+    without, such a loss may leave a directory that ``verify`` refuses.
+    """
+    aside = directory.with_name(directory.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    manifest = Manifest.of(tensors.items())
+    if model_dir is not None:
+        copy_companions(model_dir, aside)
+    files = _write_shards(aside, tensors, manifest, shard_bytes)
+    for path in sorted(aside.iterdir()):
+        if path.name not in files:
+            files[path.name] = _hash_file(path)
+    info = SnapshotInfo(version=version, step=step, digest=manifest.digest, files=files)
+    (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
+    rename_into_place(aside, directory, durable=durable)
+    return info
+
+
+def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: str) -> SnapshotInfo:
+    """Make a snapshot of a model directory with its weights; files are linked if the file system supports it."""
+    aside = directory.with_name(directory.name + ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    for path in sorted(model_dir.iterdir()):
+        if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
+            try:
+                os.link(path.resolve(), aside / path.name)
+            except OSError:
+                shutil.copyfile(path, aside / path.name)
+    files = {path.name: _hash_file(path) for path in aside.iterdir()}
+    info = SnapshotInfo(version=version, step=step, digest=digest, files=files)
+    (aside / MANIFEST).write_text(info.to_json(), encoding="utf-8")
+    rename_into_place(aside, directory, durable=False)
+    return info
+
+
+def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:
+    """Rename a finished directory to its final name."""
+    if durable:
+        for path in [*aside.iterdir(), aside]:
+            sync(path)
+    if directory.exists():
+        shutil.rmtree(directory)
+    aside.rename(directory)
+    if durable:
+        sync(directory.parent)
+
+
+def read_info(directory: Path) -> SnapshotInfo:
+    """Read manifest.json of a snapshot. Raises SnapshotBroken."""
+    path = directory / MANIFEST
+    try:
+        return SnapshotInfo.parse(str(path), path.read_bytes())
+    except OSError as error:
+        raise SnapshotBroken(str(path), "a readable file", error.strerror) from None
+
+
+def verify(directory: Path) -> SnapshotInfo:
+    """Read and hash every file. Raises SnapshotBroken naming the first that is missing, cut short or changed."""
+    info = read_info(directory)
+    for name, (size, digest) in info.files.items():
+        path = directory / name
+        if not path.is_file():
+            raise SnapshotBroken(str(path), f"{size} bytes", "no such file")
+        if path.stat().st_size != size:
+            raise SnapshotBroken(str(path), f"{size} bytes", f"{path.stat().st_size}")
+        found = _hash_file(path)[1]
+        if found != digest:
+            raise SnapshotBroken(str(path), f"SHA-256 {digest}", found)
+    return info
+
+
+def copy_companions(model_dir: Path, directory: Path) -> None:
+    """Copy the files of a model other than its weights: configuration, tokenizer, code."""
+    for path in sorted(model_dir.iterdir()):
+        weights = path.suffix in _WEIGHT_FILES or path.name.endswith(".index.json") or path.name == MANIFEST
+        if path.is_file() and not weights and not path.name.startswith("."):
+            shutil.copyfile(path, directory / path.name)
+
+
+def _write_shards(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, shard_bytes: int) -> dict[str, tuple[int, str]]:
+    shards = _shards(manifest, shard_bytes)
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{index:05d}-of-{len(shards):05d}.safetensors" for index in range(1, len(shards) + 1)]
+        weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
+        index = {"metadata": {"total_size": manifest.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return {name: _write_safetensors(directory / name, shard, tensors) for name, shard in zip(names, shards, strict=True)}
+
+
+def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in manifest.specs:
+        if shards[-1] and size + spec.num_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(spec)
+        size += spec.num_bytes
+    return [sorted(shard, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)) for shard in shards]
+
+
+def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> tuple[int, str]:
+    """Write tensors one after the other, without a copy of the whole. Returns (bytes, SHA-256)."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for spec in specs:
+        header[spec.name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.num_bytes]}
+        end += spec.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        out = HashingFile(file)
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for spec in specs:
+            flat = tensors[spec.name].detach().to("cpu").contiguous().reshape(-1)
+            out.write(flat.view(torch.uint8).numpy().data)
+    return out.size, out.digest.hexdigest()
+
+
+class HashingFile:
+    """A file that counts and hashes the bytes written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.size, self.digest = 0, hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+
+
+def _hash_file(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()

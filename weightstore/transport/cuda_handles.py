@@ -1,0 +1,74 @@
+"""Staged weights in the memory of a GPU, read by other processes over CUDA IPC. Written after torch's own reductions; not tried yet.
+
+A handle can be opened once by each process for which it was made (torch counts the openings), so each message gets a new one.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weightstore.errors import BadManifest
+
+SHARE = 7
+"""Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to wait for it."""
+
+
+def pin(flat: Tensor) -> None:
+    """Let a GPU copy into and out of memory of the host directly."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+
+
+class CudaMemory:
+    """``weightstore.transport.handles.Memory`` on this process' GPU."""
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+
+    def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+        return {
+            "device": _uuid(flat.get_device()),
+            "start": flat.storage_offset(),
+            "num_bytes": flat.numel(),
+            "shares": [_share(flat) for _ in range(ranks)],
+        }
+
+    def close(self) -> None:
+        """Nothing to do: torch frees the memory when its last reader has closed it."""
+
+
+def opened(handle: Mapping[str, Any]) -> Tensor:
+    """Return the bytes of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    return rebuild_cuda_tensor(*arguments(handle, 0, _ordinal(str(handle.get("device")))))
+
+
+def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[Any, ...]:
+    """Return the arguments of torch's ``rebuild_cuda_tensor`` for one reader. Raises BadManifest."""
+    shares = handle["shares"]
+    if rank >= len(shares) or len(shares[rank]) != SHARE:
+        raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{len(shares)} of them")
+    storage, storage_bytes, storage_offset, counter, counter_offset, event, wait = shares[rank]
+    kinds = (torch.Tensor, torch.Size([handle["num_bytes"]]), (1,), handle["start"], torch.storage.TypedStorage, torch.uint8)
+    return *kinds, device, storage, storage_bytes, storage_offset, False, counter, counter_offset, event, wait
+
+
+def _share(flat: Tensor) -> list[Any]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, reduced = reduce_tensor(flat)
+    _, _, _, _, _, _, _, storage, storage_bytes, storage_offset, _, counter, counter_offset, event, wait = reduced
+    return [storage, storage_bytes, storage_offset, counter, counter_offset, event, bool(wait)]
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _ordinal(uuid: str) -> int:
+    seen = [_uuid(device) for device in range(torch.cuda.device_count())]
+    if uuid not in seen:
+        raise BadManifest("handle: device", f"one of {', '.join(seen) or 'no GPU'}", uuid)
+    return seen.index(uuid)

@@ -1,0 +1,170 @@
+"""Weights in memory that another process of the same machine can read: staging memory, handles of it, and the mapping of a handle.
+
+    learner: HostMemory.empty -> staged bucket -> handle (a map that fits into a message)
+    engine:  Offered.tensor <- Mapped <- handle
+
+The memory is a memfd: it has no name in any file system, so it is gone with the last process that maps it, however that one ends, and the
+size of /dev/shm does not bound it. An engine opens it as ``/proc/<pid of the learner>/fd/<n>``, which takes the same user and the same
+view of processes (``shared_memory_domain``), and no passing of descriptors, which ZMQ cannot do. Knows no ZMQ.
+"""
+
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from weightstore.errors import BadManifest
+
+PAGE = 4096
+"""Buckets begin at multiples of this."""
+
+
+def shared_memory_domain() -> str:
+    """Return an identifier of host, boot, PID and mount namespace, and user; "" where there is none (not Linux).
+
+    Processes with equal identifiers can open each other's memory and sockets.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        views = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
+    except OSError:  # no Linux
+        return ""
+    return " ".join([socket.gethostname(), f"boot:{boot}", *views, f"uid:{os.getuid()}"])
+
+
+class Memory(Protocol):
+    """Staging memory that other processes can read. ``empty`` is called in the trainer's thread, ``handle`` in the publisher's."""
+
+    def empty(self, num_bytes: int) -> Tensor:
+        """Return flat uint8 [num_bytes], of zeros."""
+        raise NotImplementedError
+
+    def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+        """Return a handle of a part of such memory for an engine of ``ranks`` processes; valid for one message."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """No further process can open the memory afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    address: int
+    num_bytes: int
+    fd: int
+    inode: int
+
+
+class HostMemory:
+    """Shared memory of this host; ``pin`` it where the weights are copied from a GPU."""
+
+    def __init__(self, *, pin: bool = False) -> None:
+        self._pin = pin
+        self._blocks: list[_Block] = []
+
+    def empty(self, num_bytes: int) -> Tensor:
+        size = max(num_bytes, 1)
+        fd = os.memfd_create("tidemill-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # or a reader could get SIGBUS
+        flat = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)[:num_bytes]
+        if self._pin:
+            from weightstore.transport.cuda_handles import pin
+
+            pin(flat)
+        self._blocks.append(_Block(flat.data_ptr(), num_bytes, fd, os.fstat(fd).st_ino))
+        return flat
+
+    def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+        start = flat.data_ptr()
+        for block in self._blocks:
+            if block.address <= start and start + flat.numel() <= block.address + block.num_bytes:
+                return {
+                    "pid": os.getpid(),
+                    "fd": block.fd,
+                    "inode": block.inode,
+                    "size": block.num_bytes,
+                    "offset": start - block.address,
+                    "num_bytes": flat.numel(),
+                }
+        raise AssertionError("no memory of this kind: it was not made by empty")
+
+    def close(self) -> None:
+        blocks, self._blocks = self._blocks, []
+        for block in blocks:
+            os.close(block.fd)
+
+
+class Mapped:
+    """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present in the next push."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int, int], Tensor] = {}
+
+    def part(self, handle: Mapping[str, Any]) -> Tensor:
+        """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
+        pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
+        if offset + num_bytes > size:
+            raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
+        block = self._blocks.get((pid, fd, inode))
+        if block is None:
+            block = self._blocks[pid, fd, inode] = _mapped(f"/proc/{pid}/fd/{fd}", inode, size)
+        return block[offset : offset + num_bytes]
+
+    def close(self) -> None:
+        self._blocks = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """One bucket that was sent as a handle."""
+
+    mapped: Mapped
+    handle: Mapping[str, Any]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the bucket. Raises BadManifest when the handle has none."""
+        return _number(self.handle, "num_bytes")
+
+    @property
+    def shares(self) -> list[Any] | None:
+        """Shares of GPU memory, one for each process that reads it; each can be opened once. None for host memory."""
+        return self.handle.get("shares")
+
+    def tensor(self) -> Tensor:
+        """Return the bucket as flat uint8, without a copy. Raises BadManifest. Blocking."""
+        if self.shares is None:
+            return self.mapped.part(self.handle)
+        from weightstore.transport.cuda_handles import opened
+
+        return opened(self.handle)
+
+
+def _mapped(path: str, inode: int, size: int) -> Tensor:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise BadManifest(f"handle {path}", "the learner's memory", error.strerror) from None
+    try:
+        there = os.fstat(fd)
+        if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
+            raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
+        # Private, so that nothing here can write into what the learner reads; pages that are only read stay the learner's own.
+        return torch.frombuffer(mmap.mmap(fd, there.st_size, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+    finally:
+        os.close(fd)
+
+
+def _number(handle: Mapping[str, Any], name: str) -> int:
+    value = handle.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadManifest(f"handle: {name}", "a number >= 0", repr(value))
+    return value

@@ -1,0 +1,147 @@
+"""An engine over HTTP, with SGLang's paths and bodies; ``epoch`` and ``timeout_s`` are additions that SGLang ignores."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import aiohttp
+from torch import Tensor
+
+from bus.errors import Fenced
+from weightstore.errors import ReceiverFailed
+from weightstore.format.checksums import ChecksumReport
+from weightstore.format.manifest import TensorSpec
+from weightstore.transport.engine_api import CallFailed, EngineApi, Failure
+from weightstore.transport.port import Rendezvous
+
+STALE_EPOCH = 409
+NOT_SUPPORTED = (404, 405, 501)
+"""Statuses of an engine without checksums: plain SGLang has no such path, and some layouts cannot be compared."""
+
+
+class HttpReceiver:
+    """``weightstore.transport.port.WeightReceiver`` for one engine URL. The session belongs to the caller."""
+
+    carries = False
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadline_s: float) -> None:
+        self._api = EngineApi(url, self._error, session=session, connect_s=deadline_s)
+        self.url, self._epoch, self._deadline_s = self._api.url, epoch, deadline_s
+        self._group = ""
+        self._version = -1
+
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        assert rendezvous is not None
+        self._group = rendezvous.name
+        with suppress(ReceiverFailed):  # destroy a stale group if there is one; "unknown group" is expected
+            await self.leave()
+        await self._post(
+            "init_weights_update_group",
+            {
+                "master_address": rendezvous.host,
+                "master_port": rendezvous.port,
+                "rank_offset": rendezvous.rank,
+                "world_size": rendezvous.world_size,
+                "group_name": rendezvous.name,
+                "backend": rendezvous.backend,
+            },
+        )
+
+    async def begin(self, version: int) -> None:
+        self._version = version
+        await self._post("begin_weight_update", {"weight_version": str(version)})
+
+    async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+        body = {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
+        await self._post("update_weights_from_distributed", body | _specs(specs))
+
+    async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
+        self._version = version
+        body = {"group_name": self._group, "weight_version": str(version), "buckets": [_specs(specs) for specs in buckets], "serve": serve}
+        answer = await self._post("receive_push", body, bounded=False)
+        return stall_of(self.url, "receive_push", answer) if serve else None
+
+    async def checksums(self) -> ChecksumReport | None:
+        try:
+            answer = await self._post("weights_checksums", {"of": "update"})
+            return ChecksumReport.parse(answer)
+        except _NotSupported:
+            return None
+        except ValueError as error:
+            raise ReceiverFailed(self.url, "weights_checksums", str(error), answered=True) from None
+
+    async def end(self) -> float:
+        return stall_of(self.url, "end_weight_update", await self._post("end_weight_update", {"weight_version": str(self._version)}))
+
+    async def leave(self) -> None:
+        await self._post("destroy_weights_update_group", {"group_name": self._group})
+
+    async def release(self) -> None:
+        await self._post("pause_generation", {"mode": "retract"})
+        await self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
+
+    async def resume(self, what: str) -> None:
+        await self._post("resume_memory_occupation", {"tags": [what]})
+
+    def close(self) -> None:
+        """Nothing to do: the session belongs to the caller."""
+
+    async def load_snapshot(self, directory: str, version: int) -> float:
+        body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
+        return stall_of(self.url, "update_weights_from_disk", await self._post("update_weights_from_disk", body))
+
+    async def _post(self, path: str, body: dict[str, Any], *, bounded: bool = True) -> dict[str, Any]:
+        """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without a deadline."""
+        body = {**body, "epoch": self._epoch, "timeout_s": self._deadline_s}
+        answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=self._deadline_s if bounded else None))
+        if answer.get("success") is False:
+            raise ReceiverFailed(self.url, path, f"HTTP 200: {answer.get('message') or answer}", answered=True)
+        return answer
+
+    def _error(self, failed: CallFailed) -> Exception:
+        path = failed.path.removeprefix("/")
+        if failed.failure is Failure.STALE and (epoch := newer_epoch(failed.answer, self._epoch)):
+            return Fenced(f"engine {self.url}: {path}", self._epoch, epoch)
+        if not failed.status:
+            return ReceiverFailed(self.url, path, failed.reason)
+        kind = _NotSupported if failed.status in NOT_SUPPORTED else ReceiverFailed
+        return kind(self.url, path, f"HTTP {failed.status}: {failed.reason}", answered=True)
+
+
+class _NotSupported(ReceiverFailed):
+    """The engine has no such path, or does not implement it."""
+
+
+def _specs(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """Return the tensors of a bucket as in SGLang's requests."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
+
+
+def newer_epoch(answer: Mapping[str, Any], mine: int) -> int:
+    """Return the epoch of a newer learner that the engine has seen, else 0: a 409 that names no higher epoch does not fence."""
+    epoch = answer.get("epoch")
+    return epoch if isinstance(epoch, int) and epoch > mine else 0
+
+
+def stall_of(url: str, phase: str, answer: Mapping[str, Any]) -> float:
+    """Return the seconds for which generation was paused; 0 if the answer has none. Raises ReceiverFailed."""
+    stall_s = answer.get("stall_s")
+    if stall_s is None:
+        return 0.0
+    if not isinstance(stall_s, int | float) or not math.isfinite(stall_s):
+        raise ReceiverFailed(url, phase, f"stall_s: want seconds, got {stall_s!r}", answered=True)
+    return float(stall_s)
+
+
+def _json_map(raw: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(raw)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

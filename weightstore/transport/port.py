@@ -1,0 +1,91 @@
+"""The interface of an engine for the learner's pushes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from weightstore.format.checksums import ChecksumReport
+    from weightstore.format.manifest import TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Address and members of a process group that is to be opened."""
+
+    host: str
+    port: int
+    rank: int
+    """The first rank of the engine; the learner is 0."""
+    world_size: int
+    name: str
+    backend: str
+    """gloo | nccl."""
+
+
+class WeightReceiver(Protocol):
+    """One engine. Verbs are called one at a time, in the order ``join (begin bucket* [checksums] end)* leave``; ``close`` at any time.
+
+    A colocated engine, which shares an accelerator with the learner, gets ``release`` before each step. Afterwards it needs
+    ``resume("weights")`` before ``begin``, and ``resume("kv_cache")`` after ``end``. Both may be repeated, and do nothing on an engine
+    that has all its memory.
+
+    A push is all or nothing: until ``end`` has answered, the engine serves the weights of before, and a new ``begin`` discards the
+    weights received so far. After ``end`` every token it starts to compute is of the new version; no request is aborted.
+
+    Every verb answers within the deadline the adapter was made with, or raises: ``weightstore.errors.ReceiverFailed`` when the
+    engine refuses, fails, is gone or is too slow, ``bus.errors.Fenced`` when it has seen the epoch of a newer learner.
+    """
+
+    url: str
+    carries: bool
+    """It delivers the bytes of a bucket itself: no process group is opened, and no bucket is sent over one."""
+
+    async def join(self, rendezvous: Rendezvous | None) -> None:
+        """Join the process group; answers when all members have joined. A group of the same name is left first. None if it ``carries``."""
+
+    async def begin(self, version: int) -> None:
+        """Begin a push of this version."""
+
+    async def bucket(self, specs: "Sequence[TensorSpec]", flat: "Tensor") -> None:
+        """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile (unless it ``carries``).
+
+        After the answer, or an error, the served weights do not depend on ``flat``. A receiver that ``carries`` may get the next requests
+        before it has answered this one, in any order.
+        """
+
+    async def checksums(self) -> "ChecksumReport | None":
+        """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
+
+    async def end(self) -> float:
+        """Serve the new version. Returns seconds for which generation was paused. Refused unless every tensor came exactly once."""
+        raise NotImplementedError
+
+    async def leave(self) -> None:
+        """Leave the process group."""
+
+    async def release(self) -> None:
+        """Stop generating, and release the memory of weights, keys and values; requests are computed again later, none is aborted."""
+
+    async def resume(self, what: str) -> None:
+        """Take memory back: ``weights`` (empty, for an update to fill), or ``kv_cache`` (and generate again)."""
+
+    def close(self) -> None:
+        """Free the resources of the adapter in this process; sends nothing."""
+
+    async def load_snapshot(self, directory: str, version: int) -> float:
+        """Load the weights of a directory that the engine can read, whole or not at all. Returns seconds as ``end`` does."""
+        raise NotImplementedError
+
+
+@runtime_checkable
+class PushReceiver(WeightReceiver, Protocol):
+    """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the ``end``, too."""
+
+    async def receive(self, version: int, buckets: "Sequence[Sequence[TensorSpec]]", *, serve: bool) -> float | None:
+        """Begin a push and receive these flat buckets one after the other. With ``serve`` also end it, and return seconds as ``end`` does.
+
+        Send the buckets meanwhile. The request has no deadline; the engine applies the deadline of the adapter to each bucket.
+        """

@@ -1,0 +1,130 @@
+"""Copies of the weights in flat buckets on the host, for pushes and for snapshots of the head.
+
+One copy may be the head, which engines that join need snapshots of, while the next one is filled and pushed: so there are two, and one
+user more waits. The trainer's thread fills, the publisher's thread reads.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from weightstore.errors import BadManifest
+from weightstore.format.checksums import ChecksumReport, Part, differences, sum_of
+from weightstore.format.manifest import Bucket, Manifest, spec_of, unflatten
+from weightstore.transport.handles import PAGE, Memory
+
+_ONCE = "every tensor of the manifest once"
+
+
+class Staging:
+    """One copy of the weights in memory that is reused. A reader holds it while it reads."""
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: Memory | None) -> None:
+        self.manifest = manifest
+        self.version = self.step = -1
+        self.users = 0
+        self._changed = changed
+        buckets = manifest.buckets(bucket_bytes)
+        self.buckets: list[tuple[Bucket, Tensor]] = list(zip(buckets, _flats(buckets, memory), strict=True))
+        self._views: dict[str, Tensor] = dict(self.tensors())
+        self._sums = _Sums(self._views)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield views of the copy, by name."""
+        for bucket, flat in self.buckets:
+            yield from unflatten(bucket, flat)
+
+    def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is unknown, repeated or missing."""
+        missing = set(self._views)
+        self._sums = _Sums(self._views)
+        for name, tensor in tensors:
+            if name not in missing:
+                raise BadManifest(name, _ONCE, "it twice" if name in self._views else "one that is not in it")
+            want, got = self.manifest.by_name[name], spec_of(name, tensor)
+            if want != got:
+                raise BadManifest(name, f"{want.dtype}{list(want.shape)}", f"{got.dtype}{list(got.shape)}")
+            self._views[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            missing.discard(name)
+        if missing:
+            raise BadManifest(min(missing), _ONCE, f"{len(missing)} of {len(self._views)} missing")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    @property
+    def differences(self) -> Callable[[ChecksumReport], list[str]]:
+        """A function that compares an engine's checksum report with this copy: a line for each difference, [] = equal. Any thread.
+
+        Get it while the copy is held. The result of a call that ends after the release is useless, but does not affect the next fill.
+        """
+        return self._sums.differences
+
+    def hold(self) -> "Staging":
+        """Add a user to a copy that is in use."""
+        with self._changed:
+            assert self.users > 0, "the copy is not held: it may be filled again at any time"
+            self.users += 1
+            return self
+
+    def release(self) -> None:
+        with self._changed:
+            assert self.users > 0
+            self.users -= 1
+            self._changed.notify_all()
+
+
+class _Sums:
+    """Checksums of one fill; a late thread cannot mix them with those of the next."""
+
+    def __init__(self, views: Mapping[str, Tensor]) -> None:
+        self._views = views
+        self._known: dict[tuple[str, tuple[str, ...], str, int], str] = {}
+        self._summing = threading.Lock()
+
+    def differences(self, report: ChecksumReport) -> list[str]:
+        with self._summing:  # engines with equal reports: computed once
+            return differences(report, self._views, lambda part: self._sum(report.scheme, part))
+
+    def _sum(self, scheme: str, part: Part) -> str:
+        key = (scheme, part.names, part.dtype, part.zeros)
+        if key not in self._known:
+            self._known[key] = sum_of(scheme, part, self._views)
+        return self._known[key]
+
+
+class StagingPool:
+    """A fixed number of copies, handed out and returned. Thread-safe."""
+
+    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: Memory | None = None) -> None:
+        """``memory``: the memory of the copies; None = memory that only this process can read."""
+        self.manifest = manifest
+        self._bucket_bytes, self._size, self._memory = bucket_bytes, size, memory
+        self._all: list[Staging] = []
+        self._changed = threading.Condition()
+
+    def take(self, timeout_s: float) -> Staging:
+        """Return a copy that is not in use; the caller becomes its only user. Raises TimeoutError."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free() is not None or len(self._all) < self._size, timeout_s):
+                raise TimeoutError(f"staging: all {self._size} copies are in use after {timeout_s:g} s")
+            staging = self._free()
+            if staging is None:
+                staging = Staging(self.manifest, self._bucket_bytes, self._changed, self._memory)
+                self._all.append(staging)
+            staging.users = 1
+            return staging
+
+    def _free(self) -> Staging | None:
+        return next((staging for staging in self._all if not staging.users), None)
+
+
+def _flats(buckets: Sequence[Bucket], memory: Memory | None) -> list[Tensor]:
+    """Return flat uint8 for each bucket; in shared memory they are parts of one block."""
+    if memory is None:
+        return [torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets]
+    ends = list(accumulate((-(-bucket.num_bytes // PAGE) * PAGE for bucket in buckets), initial=0))
+    block = memory.empty(ends[-1])
+    return [block[start : start + bucket.num_bytes] for start, bucket in zip(ends, buckets, strict=False)]
