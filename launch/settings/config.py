@@ -43,7 +43,7 @@ class SamplingConfig:
     top_p: float = 1.0
     """Nucleus sampling; only 1 is accepted: the correction needs the log-probs of the whole distribution."""
     top_k: int = -1
-    """-1 = the whole vocabulary; only -1 is accepted, as with ``top_p``."""
+    """-1 or 0 = the whole vocabulary, the only accepted choice, as with ``top_p``."""
     max_new_tokens: int = 128
     """Longest response, in tokens."""
     stop: tuple[str, ...] = ()
