@@ -12,7 +12,7 @@ from actors.serving.sglang import api
 from bus.errors import Fenced
 from weightstore.errors import ReceiverFailed
 from weightstore.transport.engine_api import CallFailed, Failure, refusal
-from weightstore.transport.http_receiver import HttpReceiver, _CannotTell
+from weightstore.transport.http_receiver import HttpReceiver, _NotSupported
 
 WHY = {"error": {"message": "why", "code": 400}}
 URL, PATH = "http://x", "/begin_weight_update"
@@ -28,8 +28,8 @@ def of_receiver(failed: CallFailed) -> Exception:
     [
         (400, WHY, Failure.REFUSED, BadRequest, BadRequest, ReceiverFailed),
         (401, WHY, Failure.UNAUTHORIZED, EngineUnavailable, BadRequest, ReceiverFailed),
-        (404, WHY, Failure.REFUSED, BadRequest, BadRequest, _CannotTell),
-        (405, WHY, Failure.REFUSED, BadRequest, BadRequest, _CannotTell),
+        (404, WHY, Failure.REFUSED, BadRequest, BadRequest, _NotSupported),
+        (405, WHY, Failure.REFUSED, BadRequest, BadRequest, _NotSupported),
         (408, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
         (409, {"message": "why", "epoch": 7}, Failure.STALE, StaleEpoch, BadRequest, Fenced),
         (409, {"message": "why", "epoch": 3}, Failure.STALE, StaleEpoch, BadRequest, ReceiverFailed),
@@ -38,7 +38,7 @@ def of_receiver(failed: CallFailed) -> Exception:
         (429, {"message": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
         (499, WHY, Failure.ABORTED, BadRequest, api.Aborted, ReceiverFailed),
         (500, WHY, Failure.FAILED, EngineFailed, EngineFailed, ReceiverFailed),
-        (501, WHY, Failure.FAILED, EngineFailed, EngineFailed, _CannotTell),
+        (501, WHY, Failure.FAILED, EngineFailed, EngineFailed, _NotSupported),
         (502, {"error": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
         (503, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
         (503, {**WHY, "unavailable": "VersionUnavailable"}, Failure.UNAVAILABLE, VersionUnavailable, EngineUnavailable, ReceiverFailed),

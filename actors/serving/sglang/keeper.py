@@ -1,8 +1,8 @@
 """Runs a command in a session of its own and kills the whole session when the starter has ended, in whatever way.
 
 ``python -m actors.serving.sglang.keeper COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's scheduler and
-detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies. The server in turn
-outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library only.
+detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies. The server
+in turn outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library only.
 """
 
 import contextlib
