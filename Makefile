@@ -7,7 +7,7 @@ CONFIG ?= launch/configs/digits.yaml
 ARGS   ?=
 
 SGLANG ?= .venv-sglang
-ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin" $(TWO)
+ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin"
 
 .PHONY: run gsm8k sglang test test-all test-sglang test-sglang-all check bench setup clean
 
@@ -24,8 +24,7 @@ sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
 # Two files at a time, the longest first; a file stays on one worker, whose fixtures its tests share.
-TWO := -n 2 --dist loadfile --no-loadscope-reorder
-TESTS := tests/chaos tests/whole tests/integration tests/contract tests/unit $(TWO)
+TESTS := tests/chaos tests/whole tests/integration tests/contract tests/unit -n 2 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)

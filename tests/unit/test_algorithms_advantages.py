@@ -105,9 +105,13 @@ def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
     return (member.reward - mean) / divisor
 
 
+EACH = 40
+"""Examples for every kind with every kind of members."""
+
+
 @pytest.mark.parametrize("members", MEMBERS)
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=EACH)
 @given(groups=GROUPS)
 def test_every_kind_is_the_loop_over_groups(kind: str, members: str, groups: list[list[Member]]) -> None:
     """Properties 40-44."""
@@ -117,7 +121,7 @@ def test_every_kind_is_the_loop_over_groups(kind: str, members: str, groups: lis
 
 @pytest.mark.parametrize("members", MEMBERS)
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=EACH)
 @given(groups=GROUPS, seed=st.integers(0, 1000))
 def test_advantages_go_with_their_samples_in_any_order(kind: str, members: str, groups: list[list[Member]], seed: int) -> None:
     """Property 40."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.check_kit import write_model
-from tests.whole.running import ROOT, assert_books_balance, up
+from tests.whole.running import ROOT, Up, assert_books_balance, up
 
 
 def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -> None:
@@ -30,29 +30,30 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -
     subprocess.run([sys.executable, "-c", code, str(run.directory / "final")], check=True, cwd=ROOT)
 
 
-def test_at_lag_0_all_is_on_policy_and_both_sides_agree(tmp_path: Path) -> None:
-    """Synchronous training is the same mechanism with another number: no token is older than its weights."""
-    with up(tmp_path, "learner.steps=4", "staleness.max_lag=0") as run:
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Up:
+    """A run of four steps at lag 0 that has ended."""
+    with up(tmp_path_factory.mktemp("synchronous"), "learner.steps=4", "staleness.max_lag=0") as run:
         assert run.wait() == 0, run.log[-4000:]
-    assert_books_balance(run.summary, max_lag=0)
-    for line in run.metrics:
+    return run
+
+
+def test_at_lag_0_all_is_on_policy_and_both_sides_agree(synchronous: Up) -> None:
+    """Synchronous training is the same mechanism with another number: no token is older than its weights."""
+    assert_books_balance(synchronous.summary, max_lag=0)
+    for line in synchronous.metrics:
         assert line["offpolicy/lag_max"] == 0, line
         assert line["offpolicy/logprob_diff_abs"] < 1e-4, line
         assert line["offpolicy/tis_clipped_high"] == 0, line
 
 
-def test_two_data_parallel_ranks_train_the_same_steps_as_one(tmp_path: Path) -> None:
+def test_two_data_parallel_ranks_train_the_same_steps_as_one(synchronous: Up, tmp_path: Path) -> None:
     """First step: same samples (same seeds, same weights), so the same loss and gradient norm."""
-    firsts = []
-    for ranks in (1, 2):
-        directory = tmp_path / str(ranks)
-        directory.mkdir()
-        with up(directory, "learner.steps=2", "staleness.max_lag=0", f"learner.data_parallel={ranks}") as run:
-            assert run.wait() == 0, run.log[-4000:]
-        assert_books_balance(run.summary, max_lag=0)
-        firsts.append(run.metrics[0])
+    with up(tmp_path, "learner.steps=4", "staleness.max_lag=0", "learner.data_parallel=2") as run:
+        assert run.wait() == 0, run.log[-4000:]
+    assert_books_balance(run.summary, max_lag=0)
     for name in ("train/loss", "train/grad_norm", "train/reward_mean"):
-        assert firsts[0][name] == pytest.approx(firsts[1][name], rel=1e-4, abs=1e-6), name
+        assert synchronous.metrics[0][name] == pytest.approx(run.metrics[0][name], rel=1e-4, abs=1e-6), name
 
 
 def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
