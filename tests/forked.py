@@ -33,6 +33,7 @@ class Forked:
     def __init__(self, main: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str], output: Path) -> None:
         self.output = output
         """File that stdout and stderr go to."""
+        output.touch()  # a child that cannot begin writes nothing
         self._process = context().Process(target=_run, args=(main, arguments, dict(environment), output), daemon=True)
         self._process.start()
 
