@@ -30,7 +30,7 @@ from bus.liveness.live import Heartbeat
 from bus.streams.connection import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Capabilities
-from weightstore.catchup.joining import GRACE_S, catch_up, keep_up
+from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
 from weightstore.push.turns import AcceleratorLease
 from weightstore.store.registry import VersionRegistry
@@ -250,8 +250,8 @@ class _Follower:
         id: str,
         turns: AcceleratorLease | None,
     ) -> None:
-        self._served, self._engine, self._directory, self._limits = served, engine, directory, limits
-        self._bus, self._id, self._turns = bus, id, turns
+        self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
+        self._joiner = Joiner(id=id, version=self._version, load=self._load, directory=directory, on_wait=served.say)
 
     async def run(self) -> None:
         """Catch up with the head, serve, and keep up with it; for ever. Raises EngineFailed when the engine cannot generate."""
@@ -268,31 +268,19 @@ class _Follower:
         log.info("serving version=%d url=%s", engine.version, engine.url)
         await keep_up(
             self._bus,
-            engine=self._id,
-            version=self._version,
-            load=self._load,
-            directory=self._directory,
+            self._joiner,
             deadline_s=self._limits.catch_up_s,
             stale=self._stale,
             allowed=None if self._turns is None else self._turns.available,
-            on_wait=self._served.say,
             grace_s=self._limits.grace_s,
         )
 
     async def _catch_up(self) -> None:
         while self._version() < 0:  # nothing published yet, or not reached
             try:
-                await catch_up(
-                    self._bus,
-                    engine=self._id,
-                    version=self._version,
-                    load=self._load,
-                    directory=self._directory,
-                    deadline_s=self._limits.catch_up_s,
-                    on_wait=self._served.say,
-                )
+                await catch_up(self._bus, self._joiner, deadline_s=self._limits.catch_up_s)
             except (CatchUpTimeout, BusError) as error:
-                log.warning("no weights yet, trying on engine=%s error=%s", self._id, error)
+                log.warning("no weights yet, trying on engine=%s error=%s", self._joiner.id, error)
                 self._served.say(str(error))
                 await asyncio.sleep(0.2)
                 continue

@@ -264,19 +264,12 @@ class Loader:
         self.version = version
 
 
-def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float = 20, **settings: Any) -> Any:
+def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float = 20) -> Any:
     async def run_it() -> Any:
         async with connect(bus_url, run, BusConfig(), name="late", wait_s=10) as bus:
-            return await joining.catch_up(
-                bus,
-                engine="late",
-                version=lambda: loader.version,
-                load=loader.load,
-                directory=directory,
-                deadline_s=deadline_s,
-                on_wait=loader.said.append,
-                **settings,
-            )
+            version = lambda: loader.version  # noqa: E731
+            joiner = joining.Joiner(id="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
+            return await joining.catch_up(bus, joiner, deadline_s=deadline_s)
 
     return asyncio.run(run_it())
 
@@ -337,18 +330,8 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
                 fresh.set()
 
         async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=10) as bus:
-            following = asyncio.create_task(
-                joining.keep_up(
-                    bus,
-                    engine="late",
-                    version=lambda: loader.version,
-                    load=loader.load,
-                    directory=tmp_path / "late",
-                    deadline_s=20,
-                    stale=stale,
-                    grace_s=0.2,
-                )
-            )
+            joiner = joining.Joiner(id="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
+            following = asyncio.create_task(joining.keep_up(bus, joiner, deadline_s=20, stale=stale, grace_s=0.2))
             async with asyncio.timeout(20):
                 await fresh.wait()
             following.cancel()

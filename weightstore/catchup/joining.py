@@ -9,6 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from bus.errors import BusError
@@ -27,30 +28,35 @@ _FETCH_S = 600.0
 GRACE_S = 10.0
 
 
-async def catch_up(
-    bus: Bus,
-    *,
-    engine: str,
-    version: Callable[[], int],
-    load: Load,
-    directory: Path,
-    deadline_s: float,
-    on_wait: OnWait = lambda text: None,
-) -> VersionRow | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """An engine that is brought to the head."""
+
+    id: str
+    version: Callable[[], int]
+    """Returns the version that it serves now; -1 = none."""
+    load: Load
+    directory: Path
+    """Where snapshots are downloaded to."""
+    on_wait: OnWait = lambda text: None
+    """Called with the thing that is waited for; "" = nothing."""
+
+
+async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow | None:
     """Bring the engine to the present head or a later version. Returns that head, None when nothing has been published yet.
 
-    Pushes keep the engine up to date from then on: they reach engines that are catching up as well. ``version()`` returns the version
-    that the engine serves now. A ``load`` that raises is retried, because a push may have come between. Raises CatchUpTimeout naming
-    the thing it waited for and the last failure; it may be called again then.
+    Pushes keep the engine up to date from then on: they reach engines that are catching up as well. A ``load`` that raises is
+    retried, because a push may have come between. Raises CatchUpTimeout naming the thing it waited for and the last failure; it may be
+    called again then.
     """
-    loading = Loading(bus, engine, version, load, directory, on_wait)
+    loading = Loading(bus, joiner.id, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
     try:
         async with asyncio.timeout(deadline_s):
-            return await _reach_head(VersionRegistry(bus), version, [Peers(bus, loading), LearnerSnapshot(bus, loading)])
+            return await _reach_head(VersionRegistry(bus), joiner.version, [Peers(bus, loading), LearnerSnapshot(bus, loading)])
     except TimeoutError:
         raise CatchUpTimeout(deadline_s, loading.waits_for + (f" (last failure: {loading.failure})" if loading.failure else "")) from None
     finally:
-        on_wait("")
+        joiner.on_wait("")
 
 
 async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sources: list[Source]) -> VersionRow | None:
@@ -71,10 +77,10 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
         await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
         at = version
 
+    joiner = Joiner(id=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"))
     while at < 0:
         try:
-            directory = into.with_name(f"{into.name}-fetched")
-            await catch_up(bus, engine=engine, version=lambda: at, load=copy, directory=directory, deadline_s=_FETCH_S)
+            await catch_up(bus, joiner, deadline_s=_FETCH_S)
         except (CatchUpTimeout, BusError) as error:
             _log.warning("no model yet, trying on engine=%s error=%s", engine, error)
         if at < 0:  # nothing published yet
@@ -83,14 +89,10 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
 
 async def keep_up(
     bus: Bus,
+    joiner: Joiner,
     *,
-    engine: str,
-    version: Callable[[], int],
-    load: Load,
-    directory: Path,
     deadline_s: float,
     stale: Callable[[bool], None],
-    on_wait: OnWait = lambda text: None,
     grace_s: float = GRACE_S,
     allowed: Allowed | None = None,
 ) -> None:
@@ -104,15 +106,15 @@ async def keep_up(
         try:
             found, _ = await rows.standing(HEAD)
             head = -1 if found is None else int(found.get("version", -1))
-            if version() >= head or (allowed is not None and not await allowed()):
+            if joiner.version() >= head or (allowed is not None and not await allowed()):
                 behind_since = 0.0
-                if was_stale and version() >= head:  # a push was faster
+                if was_stale and joiner.version() >= head:  # a push was faster
                     stale(was_stale := False)
                 continue
             behind_since = behind_since or time.monotonic()
             if time.monotonic() - behind_since < grace_s:
                 continue
             stale(was_stale := True)
-            await catch_up(bus, engine=engine, version=version, load=load, directory=directory, deadline_s=deadline_s, on_wait=on_wait)
+            await catch_up(bus, joiner, deadline_s=deadline_s)
         except (CatchUpTimeout, BusError) as error:
-            _log.warning("engine behind the head, trying on engine=%s error=%s", engine, error)
+            _log.warning("engine behind the head, trying on engine=%s error=%s", joiner.id, error)
