@@ -86,6 +86,7 @@ class DataSource:
         self._samples, self._tasks = SettledIds(floor), SettledIds()
         self._groups: dict[int, Group] = {}
         self._early: dict[int, list[tuple[int, Sample, str]]] = {}
+        self._early_dead: set[int] = set()
         self._evals: dict[int, set[int]] = {}
         self._eval_sizes: dict[int, int] = {}
         self._steps: dict[int, int] = {}
@@ -134,6 +135,9 @@ class DataSource:
         for id in [id for id in self._evals if id not in self._eval_sizes and id <= issued.id]:
             del self._evals[id]
         self._settle_eval(issued.id)
+        if issued.id in self._early_dead:
+            self._abandon(issued.id, "dead")
+        self._early_dead = {id for id in self._early_dead if id > issued.id}
 
     def _refuse_other_sampling(self, task: Task) -> None:
         want = (self.rules.temperature, self.rules.top_p, self.rules.top_k)
@@ -221,7 +225,9 @@ class DataSource:
         return arrival
 
     def dead(self, id: int) -> None:
-        """Mark a task as dead: the next records settle it."""
+        """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is confirmed."""
+        if not self._tasks.knows(id) and id <= self._tasks.seen_to + EARLY_IDS:
+            self._early_dead.add(id)
         self._abandon(id, "dead")
 
     def lost(self, id: int) -> None:

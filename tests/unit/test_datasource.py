@@ -184,6 +184,16 @@ def test_early_samples_of_a_task_that_is_none_are_settled_by_the_next_one() -> N
     assert pond.source.task_floor == 2
 
 
+def test_a_task_may_die_before_its_issue_is_confirmed() -> None:
+    pond = Pond()
+    for id in (1, 2, 10**6):
+        pond.source.dead(id)
+    pond.issue(1)
+    pond.source.issued(eval_task(2), 0.0)
+    assert pond.take_settle().tasks.tolist() == [1]
+    assert pond.source.task_floor == 2
+
+
 def test_early_samples_take_bounded_room() -> None:
     pond = Pond()
     for number in range(EARLY_SAMPLES):
