@@ -53,7 +53,7 @@ def runs_well(name: str, options: list[str]) -> bool:
     print(f"== {name}: {NAMES[name]}", flush=True)
     sys.argv = [f"python -m tests.bench {name}", *options]
     try:
-        importlib.import_module(f"bench.{name}").main()
+        importlib.import_module(f"tests.bench.{name}").main()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
