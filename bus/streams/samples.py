@@ -266,7 +266,8 @@ class _Reading:
         sample: Sample | WireError
         data = delivered.data
         try:
-            data = await payload_of(self._jet, delivered)
+            if PARTS_HEADER in delivered.headers:
+                data = await payload_of(self._jet, delivered)
             sample = decode_sample(data)
             if self._vocab_size != _NO_CHECK and delivered.seq not in self._checked_before:
                 check_sample(sample, vocab_size=self._vocab_size)

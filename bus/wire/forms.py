@@ -48,9 +48,13 @@ def _text(value: Any) -> str:
 
 
 def _map(value: Any) -> dict[str, Any]:
-    if type(value) is not dict or not all(type(key) is str for key in value):
+    if type(value) is not dict:
         raise TypeError
-    shallow(value)
+    for key, item in value.items():
+        if type(key) is not str:
+            raise TypeError
+        if type(item) not in _SCALARS:
+            shallow(item, MOST_LEVELS - 1)
     return value
 
 
@@ -63,7 +67,8 @@ def _prompt(value: Any) -> Any:
 
 
 def _same(value: Any) -> Any:
-    shallow(value)
+    if type(value) not in _SCALARS:
+        shallow(value)
     return value
 
 

@@ -148,11 +148,11 @@ class Sample:
     @property
     def min_version(self) -> int:
         """Oldest version that made one of its tokens (-1 for an empty response)."""
-        return min((span.version for span in self.spans), default=-1)
+        return min([span.version for span in self.spans], default=-1)
 
     @property
     def max_version(self) -> int:
-        return max((span.version for span in self.spans), default=-1)
+        return max([span.version for span in self.spans], default=-1)
 
 
 def score_of(reward: float | dict[str, float]) -> float:
