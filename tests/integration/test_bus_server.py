@@ -87,7 +87,7 @@ def test_an_address_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bus.server._STOP_S", 0.1)
+    monkeypatch.setattr("bus.server.embedded._STOP_S", 0.1)
     with EmbeddedServer(tmp_path, BusConfig()) as first:
         with pytest.raises(ServerFailed, match="another one is running on"):
             EmbeddedServer(tmp_path, BusConfig()).start()

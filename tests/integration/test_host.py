@@ -163,7 +163,7 @@ async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the
         host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
         row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
         assert row.waits_for == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
-        assert "ERROR   host h: launch.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log
+        assert "ERROR   host h: launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log
         assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)
