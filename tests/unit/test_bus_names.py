@@ -170,7 +170,7 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
         ("bus.wire.codec", ("nats", "torch")),
         ("bus.streams.connection", ("torch",)),
         ("bus.liveness.live", ("torch",)),
-        ("bus.server", ("nats", "torch")),
+        ("bus.server.embedded", ("nats", "torch")),
     ],
 )
 def test_what_an_import_brings_along(module: str, banned: tuple[str, ...]) -> None:
