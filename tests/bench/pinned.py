@@ -25,6 +25,7 @@ from torch import Tensor
 from actors.request import SamplingParams
 from actors.serving.builtin.filling import fill_from_directory
 from actors.serving.builtin.scheduler import Event, Scheduler
+from actors.serving.builtin.sequence import Model
 from actors.serving.builtin.sequence import Sequence as Response
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weights import Weights
@@ -104,6 +105,7 @@ class LocalEngine:
         weights = self._empty(shape)
         fill_from_directory(weights, model_dir)
         self._standby, self._context = self._empty(shape), 64
+        self._facts = Model(eos_ids=self.eos_ids, max_context=self._context, text=text)
         self._done, self._open = threading.Event(), 0
         self._scheduler = Scheduler(
             weights, 0, max_running=max_running, max_context=self._context, share_prefix=True, threads=1, post=self._count
@@ -124,7 +126,7 @@ class LocalEngine:
     def generate(self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]) -> list[Response]:
         """One response to each prompt, finished."""
         responses = [
-            Response(str(row), prompt, params, seed=seed, eos_ids=self.eos_ids, max_context=self._context, text=self.text, sink=_nobody)
+            Response(str(row), prompt, params, seed=seed, model=self._facts, sink=_nobody)
             for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._open = len(responses)
