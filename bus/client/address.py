@@ -1,4 +1,4 @@
-"""Where the bus is, and as whom to go there: servers, user and certificates in one line, shown without its password."""
+"""The address of the bus: servers, user and certificates in one line, shown without its password."""
 
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, unquote, urlencode
@@ -12,28 +12,28 @@ class Address:
     """``nats://user:password@host:4222,host:4222?ca=FILE``: one or more servers, all reached in the same way."""
 
     servers: tuple[str, ...]
-    """``scheme://host:port`` each."""
+    """Every server as ``scheme://host:port``."""
     user: str = ""
     password: str = field(default="", repr=False)
-    """Empty with a user: the user is a token."""
+    """Password; empty when ``user`` is a token."""
     ca: str = ""
     """File of certificates to trust (PEM); empty = the system's."""
     cert: str = ""
-    """File of the certificate to show, for servers that ask for one."""
+    """File of the client certificate, for servers that require one."""
     key: str = ""
-    """File of its key."""
+    """File of the client certificate's key."""
 
     @property
     def tls(self) -> bool:
         return self.servers[0].startswith("tls://")
 
     def __str__(self) -> str:
-        """Fit for a log: the user, not the password."""
+        """Return the address for a log: with the user, without the password."""
         shown = ",".join(self.servers)
         return f"{shown} as {self.user if self.password else 'the holder of a token'}" if self.user else shown
 
     def line(self) -> str:
-        """The whole of it, password included: what ``parse`` reads."""
+        """Return the whole address, password included: the text that ``parse`` reads."""
         scheme = self.servers[0].partition("://")[0]
         hosts = ",".join(server.partition("://")[2] for server in self.servers)
         login = f"{quote(self.user, safe='')}{':' if self.password else ''}{quote(self.password, safe='')}@" if self.user else ""
@@ -42,7 +42,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Raises ValueError, which does not repeat what may be a password."""
+    """Return the address in a line. Raises ValueError, whose message does not repeat parts that may be a password."""
     body, _, query = text.strip().partition("?")
     login, servers = "", []
     scheme = body.partition("://")[0] if "://" in body else "nats"

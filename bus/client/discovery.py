@@ -1,4 +1,4 @@
-"""Which runs a bus carries: for a process that was told nothing but its URL."""
+"""Discovery of the runs on a bus, for a process that has only its URL."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ class SeveralRuns(ValueError):
 
 
 async def runs_on(link: Link) -> list[str]:
-    """Names of the runs, sorted. Raises BusUnavailable, BusError when the server refuses to list its streams."""
+    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its streams."""
     found: list[str] = []
     offset = 0
     while True:
@@ -41,7 +41,7 @@ async def runs_on(link: Link) -> list[str]:
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:
-    """The name of the one run on the bus at ``url``, waited for up to ``wait_s``: the bus, or the run, may come later.
+    """Return the name of the one run on the bus at ``url``. Waits up to ``wait_s``: the bus, or the run, may start later.
 
     Raises SeveralRuns naming them, BusUnavailable.
     """

@@ -1,8 +1,8 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
-Every message carries the epoch of its writer and the sequence it expects to stand behind. A fence is the first message of an
-epoch; later messages of an older epoch are void. So are messages of no learner: those that cannot be decoded, and those whose header
-has another epoch than the message. Writer and readers pass over both.
+Every message carries the epoch of its writer and the sequence of the message before it. A fence is the first message of an epoch;
+later messages of an older epoch are void. Messages that no learner can have written are void as well: those that cannot be decoded,
+and those whose header has another epoch than the message. Writer and readers pass over both.
 """
 
 import asyncio
@@ -43,14 +43,14 @@ R = TypeVar("R", bound=Written)
 
 @dataclass(frozen=True, slots=True)
 class FencedStream(Generic[R]):
-    """A stream that one learner at a time writes, and how its messages are decoded."""
+    """A stream that one learner at a time writes, and the decoder of its messages."""
 
     jet: JetStream
     short: str
-    """PLAN or TASKS."""
+    """Short name of the stream: PLAN or TASKS."""
     fence_subject: str
     decode: Callable[[Message | Delivered], R]
-    """Raises WireError."""
+    """Function that decodes a message; raises WireError."""
 
     @property
     def name(self) -> str:
@@ -99,7 +99,7 @@ class FencedWriter(Generic[R]):
                 raise
 
     async def append(self, subject: str, payload: bytes) -> int:
-        """Store a message behind all others and return its sequence. Retries for ever. Raises Fenced; cancellable."""
+        """Append a message and return its sequence. Retries for ever. Raises Fenced; cancellable."""
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         async with self._lock:
             return await self._append(subject, payload)
@@ -131,7 +131,7 @@ class FencedWriter(Generic[R]):
                 return mine
 
     async def _look(self, message_id: str) -> int | None:
-        """Read on behind the last known message. Returns the sequence of our message if it is there. Raises Fenced at a newer learner's."""
+        """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a newer learner's."""
         while True:
             try:
                 found = await retry(self._jet.link, partial(self._jet.next, self._stream, self._last + 1))
@@ -207,7 +207,7 @@ class Fences(Generic[R]):
                 self._known.append((found.seq, epoch))
 
     def voids(self, seq: int, epoch: int) -> bool:
-        """Return whether a message stands behind a fence of a newer epoch."""
+        """Return whether a message comes after a fence of a newer epoch."""
         return any(fence < seq and newer > epoch for fence, newer in self._known)
 
     def newest_below(self, seq: int) -> int:

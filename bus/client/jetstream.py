@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _ANSWER_S = 2.0
 PATIENCE_S = 15.0
-"""A server that was killed is back within a second or so; one that is away for longer is an error."""
+"""Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
 """Error codes of a server that is not ready yet."""
@@ -53,7 +53,7 @@ class StreamState:
 
 
 class JetStream:
-    """JetStream as one run sees it."""
+    """JetStream, used for one run."""
 
     def __init__(self, link: Link, run: str, config: BusConfig) -> None:
         self.link, self.run, self.config = link, run, config
@@ -80,7 +80,7 @@ class JetStream:
         return await retry(self.link, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
 
     async def state(self, stream: str) -> StreamState:
-        """Raises NotFound."""
+        """Return identity and extent of a stream. Raises NotFound."""
         fields = await self.call(f"STREAM.INFO.{stream}")
         state = fields["state"]
         return StreamState(
@@ -110,7 +110,7 @@ class JetStream:
         return await self._get(stream, {"last_by_subj": subject})
 
     async def next(self, stream: str, seq: int, subject: str = ">") -> Message:
-        """Return the first message on a subject at ``seq`` or behind it, from the leader. Raises NotFound."""
+        """Return the first message on a subject with a sequence >= ``seq``, from the leader. Raises NotFound."""
         return await self._get(stream, {"seq": seq, "next_by_subj": subject})
 
     async def purge(self, stream: str, below: int, *, subject: str = "") -> None:

@@ -13,9 +13,9 @@ _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 """Stream or consumer exists with another configuration."""
 _ROW_DUPLICATE_WINDOW_S = 120
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
-"""Settings that an older release made otherwise, and that take effect on stored messages."""
+"""Settings with another value in older releases. They are updated in place, because they affect stored messages."""
 _MAX_WAITING = 16_384
-"""Pull requests that may wait at one consumer: one for every free slot of every actor."""
+"""Limit of pull requests that wait at one consumer: one for every free slot of every actor."""
 
 
 async def create_layout(jet: JetStream) -> None:
@@ -31,7 +31,7 @@ async def create_layout(jet: JetStream) -> None:
 
 
 async def create_archive(jet: JetStream) -> None:
-    """The streams and buckets of a run that only keeps samples, for onlookers; without TASKS, by which runs are found.
+    """Create the streams and buckets of a run that only keeps samples, for readers; without TASKS, by which runs are found.
 
     Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and for the
     same reason this raises ConfigMismatch for a run that trains.
@@ -45,7 +45,7 @@ async def create_archive(jet: JetStream) -> None:
 
 
 def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
-    """Settings of every stream of a run, buckets included, as the server spells them."""
+    """Yield the settings of every stream of a run, buckets included, as the server spells them."""
     names = {
         subjects.TASKS: [subjects.task(run, "*")],
         subjects.SAMPLES: [subjects.samples(run), subjects.parts(run)],
@@ -84,7 +84,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
 
 
 def consumer_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
-    """Settings of the durable consumers of TASKS."""
+    """Yield the settings of the durable consumers of TASKS."""
     for kind, name in subjects.CONSUMERS.items():
         yield {
             "durable_name": name,

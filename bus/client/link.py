@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.2
 _PING_S = 5.0
-"""A silently cut network is noticed after three of these."""
+"""Seconds between two pings; a silently cut network is detected after three."""
 _SAY_EVERY_S = 5.0
 _CLOSE_S = 1.0
 _FORBIDDEN_S = 10.0
-"""A forbidden subject is not tried again for so long; permissions may have changed then."""
+"""Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _TIDYING = "$js.api.consumer.delete."
-"""Readers delete their consumers; the server also removes them by itself when they are idle."""
+"""Prefix of requests that may be refused without consequence: readers delete their consumers, and the server also removes idle ones by itself."""
 _NO_ENTRY = ("authorization violation", "authentication", "user credentials")
 
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
@@ -39,7 +39,7 @@ FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """The client library, which for ever stops reading from a connection on which headers came that it cannot parse.
+    """The client library, patched: it would stop reading for ever from a connection on which headers arrive that it cannot parse.
 
     There is no public hook for them: see ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
     """
@@ -51,7 +51,7 @@ class _Client(Client):
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             return await super()._process_headers(headers)
-        except Exception as error:  # whatever the parser meets: the message is there, and has no headers
+        except Exception as error:  # whatever the parser raises, the message is delivered, without headers
             self._unparsed("bus: headers that cannot be parsed", f"{headers[:40]!r} ({error!r})")
             return None
 
@@ -63,11 +63,11 @@ class Link:
         self.nc: Client = _Client()
         self._up = asyncio.Event()
         self._turn = asyncio.Event()
-        """Set when the connection is up, or closed: the two ends of waiting for it."""
+        """Set when the connection is up or closed: the two conditions that end a wait."""
         self._listeners: set[Callable[[], None]] = set()
         self._refusals: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
-        """Recent refusals with their time, by subject in lower case, which is how the client library reports it."""
+        """Recent refusals with their time, by subject in lower case, as the client library reports it."""
         self.user = ""
         self._opening: Address | None = None
         self.last_error = ""
@@ -111,13 +111,13 @@ class Link:
     def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
         """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
 
-        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; one of no listener is logged.
+        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; an unclaimed one is logged.
         """
         self._refusals.add(listener)
         return lambda: self._refusals.discard(listener)
 
     def check_allowed(self, subject: str) -> None:
-        """Raises Forbidden for a subject that the server refused a moment ago."""
+        """Raise Forbidden for a subject that the server refused within the last 10 s."""
         if not self._forbidden:
             return
         error, since = self._forbidden.get(subject.lower(), (None, 0.0))
@@ -153,7 +153,7 @@ class Link:
                     for forget in ends:
                         forget()
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():  # wait_for of Python 3.11 forgets one that comes together with the answer
+                if task is not None and task.cancelling():  # wait_for of Python 3.11 loses one that comes together with the answer
                     raise asyncio.CancelledError
                 return answer
         except FOREIGN as error:
@@ -163,7 +163,7 @@ class Link:
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later, too late.
 
-        Raises Forbidden when the server refused this subject a moment ago.
+        Raises Forbidden when the server refused this subject within the last 10 s.
         """
         self.check_allowed(subject)
         if not self.connected:
@@ -184,7 +184,7 @@ class Link:
 
     @asynccontextmanager
     async def subscribed(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """While entered, ``hear`` gets every message on a subject, except those that pass while the connection is broken."""
+        """While entered, call ``hear`` with every message on a subject, except those published while the connection is broken."""
         try:
             sub = await self.nc.subscribe(subject, cb=hear)
         except FOREIGN as error:
@@ -232,7 +232,7 @@ class Link:
         self._rise()
 
     async def close(self) -> None:
-        """Flush for at most a second and close within another: after a TLS handshake that failed the library would wait for ever."""
+        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for ever."""
         self._closing = True
         if self.connected and not self.nc.is_closed:
             try:
@@ -242,11 +242,11 @@ class Link:
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self.nc.close()
-        except FOREIGN as error:  # the library tries to send what is pending over a connection that is gone
+        except FOREIGN as error:  # the library tries to send pending messages over a connection that is gone
             _log.info("bus: closed while it was away error=%r", error)
 
     async def _on_error(self, error: Exception) -> None:
-        """The client library reports a refused publish here, and nowhere else: its caller would wait for the answer."""
+        """Handle a refused publish, which the client library reports only here: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
         if self._opening is not None:
             _refuse_to_wait(self._what, self._opening, error)
@@ -297,12 +297,12 @@ class Link:
 
 
 def inbox_prefix(user: str) -> str:
-    """Prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
+    """Return the prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
     return f"_INBOX_{token(user)}" if user else "_INBOX"
 
 
 def _login(address: Address) -> dict[str, Any]:
-    """Options of the client library for user and certificates."""
+    """Return the client library's options for user and certificates."""
     options: dict[str, Any] = {}
     if address.user and address.password:
         options |= {"user": address.user, "password": address.password, "inbox_prefix": inbox_prefix(address.user).encode()}
@@ -331,7 +331,7 @@ def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
 
 @asynccontextmanager
 async def linked(url: str, name: str, wait_s: float) -> AsyncIterator[Link]:
-    """A link for the length of the block."""
+    """Connect a link, and close it at the end of the block."""
     link = Link()
     try:
         await link.open(url, name, wait_s)

@@ -1,4 +1,4 @@
-"""Messages on their way into streams: each waits for the server's word that it is stored."""
+"""Messages on their way into streams: each is sent until JetStream acknowledges that it is stored."""
 
 import asyncio
 import json
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
 _NO_ROOM = frozenset({10023, 10047})
-"""The server may store no more, whatever the stream: its disk, or its share of it, is full. As if it were away: room may come."""
+"""Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be freed."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
 _ANSWER_S = 5.0
-"""How long to wait for the server's word before sending again."""
+"""Seconds to wait for the acknowledgement before sending again."""
 _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
 
@@ -29,13 +29,13 @@ _RETRY_WAIT_S = (0.05, 0.3)
 class Stored(NamedTuple):
     seq: int
     duplicate: bool
-    """The server knew the message id; ``seq`` is where it had stored it."""
+    """True when the server knew the message id; ``seq`` is then the sequence of the first copy."""
 
 
 class Outbox:
-    """One per connection; any number of messages in flight.
+    """The publishing side of one connection; any number of messages may be in flight.
 
-    Not the client library's ``publish_async``, which leaves a refused message pending for ever, and not its ``publish``,
+    It replaces the client library's ``publish_async``, which leaves a refused message pending for ever, and its ``publish``,
     which keeps waiting for an answer after the connection that should bring it has broken.
     """
 
@@ -51,11 +51,11 @@ class Outbox:
         link.on_forbidden(self._forbidden)
 
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
-        """Send once. Raises Refused; Forbidden; BusUnavailable, which does not mean that it was not stored."""
+        """Send once. Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same."""
         self._link.check_allowed(subject)
         if not self._inbox:
             await self._open()
-        if not self._link.connected:  # the client library would keep it and send it some day
+        if not self._link.connected:  # the client library would keep it and send it later
             raise BusUnavailable(subject, "not connected")
         self._count += 1
         token = f"{self._inbox}{self._count}"
@@ -78,7 +78,7 @@ class Outbox:
     ) -> Stored:
         """Send until it is stored, for ever, under the same message id. Cancellable.
 
-        ``on_retry(reason, full)`` is told before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
+        ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
         """
         assert "Nats-Msg-Id" in headers, "a message that is sent again needs an id"
         tries = 0
@@ -150,11 +150,11 @@ class Outbox:
 
 
 _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
-"""Message larger than the stream allows; another message stands where this one was to stand."""
+"""Error codes that no retry cures: the message is larger than the stream allows, or another message has the expected place."""
 
 
 _NOT_NOW = frozenset({10008, 10158})
-"""A cluster between two leaders, or still working on the same message: unlike a full stream, nothing to do with what was sent."""
+"""Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused by the message."""
 _UNAVAILABLE = 503
 
 
@@ -176,7 +176,7 @@ _ANSWER = msgspec.json.Decoder(_Answer)
 
 
 def answered(where: str, data: bytes) -> dict[str, Any]:
-    """The map in an answer of JetStream's API. Raises BusUnavailable for what the server cannot have said: the question is asked again."""
+    """Return the map in an answer of JetStream's API. Raises BusUnavailable for a malformed answer: the request is repeated."""
     with suppress(ValueError, RecursionError):
         fields = json.loads(data)
         if isinstance(fields, dict):

@@ -10,7 +10,7 @@ from bus.client.link import Link
 from bus.errors import BusUnavailable
 
 RETRY_S = 0.1
-"""Between two tries of one request."""
+"""Seconds between two tries of one request."""
 CANCEL_AGAIN_S = 0.2
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ async def retry(
 ) -> T:
     """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry`` does not.
 
-    ``report`` gets the error behind which another try comes. With ``outage_s`` that try waits for the connection, at most so long.
+    ``report`` is called with each error that another try follows. With ``outage_s`` that try waits for the connection, at most so long.
     """
     while True:
         try:
@@ -54,7 +54,7 @@ async def cancellable(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of ``work``, which ends for certain when this is cancelled.
 
     ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its result
-    (CPython issue 86296); a loop that goes on for ever then does so. So it is cancelled again until it ends.
+    (CPython issue 86296); an endless loop would then go on. So ``work`` is cancelled again until it ends.
     """
     task = asyncio.create_task(work)
     try:

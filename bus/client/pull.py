@@ -29,7 +29,7 @@ _HEARTBEAT_S = 0.5
 _MISSED_S = 2.5 * _HEARTBEAT_S
 _EXPIRES_S = 30.0
 _INACTIVE_S = 60.0
-"""The server removes a consumer without requests after so long."""
+"""Seconds without requests after which the server removes a consumer."""
 _NS = 1_000_000_000
 
 
@@ -39,12 +39,12 @@ class Delivered(NamedTuple):
     headers: dict[str, str]
     data: bytes
     pending: int
-    """Messages behind this one."""
+    """Number of messages after this one."""
     stored_s: float
 
 
 class OrderedPull:
-    """Async iterator over the messages from ``start`` on; it has no end. ``next`` gives one of them, or none within a time.
+    """Async iterator over the messages from ``start`` on, without an end. ``next`` returns one of them, or None after a timeout.
 
     ``on_open`` gets the state of the stream and the position, before the first message and after every re-opening.
     """
@@ -60,7 +60,7 @@ class OrderedPull:
         on_open: Callable[[StreamState, int], None] | None = None,
     ) -> None:
         self.position = start
-        """Sequence from which the next message is taken."""
+        """Sequence of the next message, or of a later one."""
         self.reopened = 0
         self._jet, self._stream, self._filters, self._headers_only = jet, stream, list(filters), headers_only
         self._on_open = on_open
@@ -91,7 +91,7 @@ class OrderedPull:
     @overload
     async def next(self, timeout_s: float) -> Delivered | None: ...
     async def next(self, timeout_s: float | None = None) -> Delivered | None:
-        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus as long as it takes, and logs that.
+        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus for as long as necessary, and logs that.
 
         Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was closed.
         """
@@ -131,7 +131,9 @@ class OrderedPull:
         return Delivered(told.seq, message.subject, headers, message.data, told.pending, told.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
-        """Status 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
+        """Handle a status message: 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or consumer deleted,
+        503 no responders.
+        """
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
             return
@@ -247,7 +249,7 @@ async def present(
                 return
             yield delivered
             if delivered.pending == 0 and (pull.position > last or not await _any(jet, stream, pull.position, last, filters)):
-                return  # the leader is asked: in a cluster the consumer counts only messages that its own server has
+                return  # the leader decides: in a cluster the consumer counts only messages that its own server has
 
 
 async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:

@@ -1,4 +1,4 @@
-"""At which address a process of a run listens, and under which one others find it: that of its way to the bus, unless it is set."""
+"""The addresses of a process: where it listens, and where others reach it; by default its address on the route to the bus."""
 
 import ipaddress
 import socket
@@ -17,26 +17,27 @@ class Route:
     """The way from this process to the bus."""
 
     local: str
-    """Address of this machine on it."""
+    """Address of this machine on the route."""
     is_here: bool
-    """The bus is on this machine."""
+    """True when the bus is on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Where a process listens."""
+    """The addresses of a process's listener."""
 
     bind: str
     advertised: str
-    """Host, or host:port, that it gives to others."""
+    """Host, or host:port, under which others reach it."""
 
 
 HERE = Reach(LOOPBACK, LOOPBACK)
 
 
 def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
-    """``host``: auto, or an address to bind; ``advertise``: empty = the bound one, or where that is a wildcard the one of the route.
+    """Return where a process listens, and its advertised address.
 
+    ``host``: auto, or an address to bind; ``advertise``: empty = the bound one, or where that is a wildcard the one of the route.
     Raises ValueError, with ``name`` for the setting, for an address that would be advertised and that the machine of the bus cannot reach.
     """
     bind = route.local if host == AUTO else host
@@ -49,7 +50,7 @@ def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
 
 
 def route_to(url: str) -> Route:
-    """By the kernel's choice for the first server of the bus to which there is a way; nothing is sent. Blocking. Raises ValueError."""
+    """Return the kernel's route to the first reachable server of the bus; nothing is sent. Blocking. Raises ValueError."""
     failures = []
     for server in parse(url).servers:
         parts = urlsplit(server)
@@ -72,7 +73,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def bare(shown: str) -> str:
-    """The host of what is advertised, which may have a port."""
+    """Return the host of an advertised address, which may have a port."""
     if shown.startswith("["):
         return shown[1:].partition("]")[0]
     return shown.partition(":")[0] if shown.count(":") == 1 else shown

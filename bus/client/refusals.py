@@ -13,16 +13,16 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MOST_KNOWN = 4096
-"""Places remembered, so that a message read again, or a row looked at every second, is counted once."""
+"""Number of places remembered, so that a message read again, or a row read every second, is counted once."""
 _MOST_TEXT = 160
-"""Characters of the newest refusal that are kept."""
+"""Number of characters kept of the newest refusal."""
 
 
 class Refusals:
     """The refusals of one connection. Memory is bounded, whatever arrives.
 
-    Each message is counted once: a stream's by its sequence, a row by key and revision. (One that was forgotten since, among thousands,
-    is counted again.)
+    Each message is counted once: a stream's by its sequence, a row by key and revision. (After thousands of others it is forgotten, and
+    would be counted again.)
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Refusals:
         self._repeated = Repeated(_log)
 
     def read(self, place: str, at: object, decode: Callable[[], T]) -> T | None:
-        """Return what ``decode`` gives; None, and count a refusal, where it raises WireError.
+        """Return the result of ``decode``; where it raises WireError, count a refusal and return None.
 
         ``place`` is the stream or bucket, ``at`` the sequence, or key and revision.
         """
@@ -44,7 +44,7 @@ class Refusals:
             return None
 
     def refuse(self, place: str, at: object, reason: object) -> None:
-        """Count one, and log it unless another one of this place was logged within a minute."""
+        """Count one refusal, and log it unless another one of this place was logged within a minute."""
         one = (place, str(at))
         if one in self._known:
             return
@@ -56,7 +56,7 @@ class Refusals:
         self._repeated(f"unreadable in {place}, passed over", self.newest)
 
     def __str__(self) -> str:
-        """``3 unreadable messages (DEAD 2, live 1), newest: DEAD 17: ...``; empty for none."""
+        """Return ``3 unreadable messages (DEAD 2, live 1), newest: DEAD 17: ...``; empty for none."""
         if not self.counts:
             return ""
         total = self.counts.total()
@@ -65,6 +65,6 @@ class Refusals:
 
 
 def _short(text: str) -> str:
-    """One line that any terminal shows as it is."""
+    """Return the text as one line that any terminal can show."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MOST_TEXT])
     return plain if len(text) <= _MOST_TEXT else f"{plain}..."

@@ -1,4 +1,4 @@
-"""Log lines for what fails again and again: the first with its traceback, then one line a minute and kind, with the number."""
+"""Log lines for repeated failures: the first with its traceback, then one line a minute and kind, with the number."""
 
 import logging
 import time
@@ -12,11 +12,11 @@ EVERY_S = 60.0
 class _Kind:
     since_s: float
     count: int = 0
-    """Not logged yet."""
+    """Number of failures not logged yet."""
 
 
 class Repeated:
-    """A logger for few kinds of failures, each of which may come thousands of times."""
+    """A logger for a few kinds of failures, each of which may occur thousands of times."""
 
     def __init__(self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._every_s, self._clock = log, every_s, clock

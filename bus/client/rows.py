@@ -41,7 +41,7 @@ class Changed(NamedTuple, Generic[After]):
 
 
 class Rows:
-    """One bucket. Every method bridges a server restart of some seconds, then raises BusUnavailable."""
+    """One bucket. Every method retries over a server restart of some seconds, then raises BusUnavailable."""
 
     def __init__(self, jet: JetStream, bucket: str) -> None:
         if bucket not in subjects.BUCKETS:
@@ -93,9 +93,9 @@ class Rows:
         return await self._write(key, value, revision)
 
     async def change(self, key: str, fn: Callable[[Value | None], After], *, replace_unreadable: bool = False) -> Changed[After]:
-        """Write the value that ``fn`` makes of the present one, by compare-and-set, again whenever another writer was faster.
+        """Write the value that ``fn`` makes of the present one, by compare-and-set, repeated whenever another writer was faster.
 
-        ``fn`` gets None when there is no row. It returns None to leave the row as it is, and what it raises is passed on.
+        ``fn`` gets None when there is no row. It returns None to leave the row as it is; its exceptions are passed on.
         Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None for that one, too.
         """
         while True:
@@ -121,7 +121,7 @@ class Rows:
     async def watch(self, key: str, every_s: float = 1.0) -> AsyncIterator[Row | None]:
         """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as one.
 
-        Writes wake it (they pass as core messages), and it reads every ``every_s`` besides: a wake-up may be lost, a change may not.
+        Writes wake it (as core messages), and it also reads every ``every_s``: a wake-up may be lost, a change may not.
         """
         waiter = Waiter()
         seen = -1
@@ -148,9 +148,9 @@ class Rows:
 
     @asynccontextmanager
     async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called at writes of these keys (``*`` = any one part). Some may be missed, so read besides.
+        """While entered, call ``wake`` at writes of these keys (``*`` = any one part). Some may be missed, so callers also poll.
 
-        A wake-up may come a moment before the written row can be read.
+        The call may come a moment before the written row can be read.
         """
         subject = subjects.row(self._jet.run, self.bucket, keys)
 
@@ -180,7 +180,10 @@ class Rows:
             return await self._mine(key, headers[subjects.MESSAGE_ID], expected)
 
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
-        """Return the revision of our own write. "Wrong last sequence" is the answer to it, too, when its first answer was lost."""
+        """Return the revision of our own write; raise RowConflict for another's.
+
+        A write whose first answer was lost is answered with "wrong last sequence", too.
+        """
         message = await self._message(key)
         if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
             return message.seq

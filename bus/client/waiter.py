@@ -1,4 +1,4 @@
-"""A wake-up call between tasks of one event loop."""
+"""A wake-up between tasks of one event loop."""
 
 import asyncio
 

@@ -1,7 +1,7 @@
-"""Work pulled from a durable consumer, one message at a time, by any number of waiting takers of this process.
+"""Work pulled from a durable consumer, one message at a time, by any number of concurrent callers of this process.
 
-Each taker has a slot: a subscription of its own with at most one request at the server. A message that comes when its taker has
-left is handed back at once, so that no task waits for a lease to run out. (Sharing one subscription, or asking for more than one
+Each caller has a slot: a subscription of its own with at most one request at the server. A message that arrives after its caller has
+left is nak'ed at once, so that no task waits for a lease to expire. (Sharing one subscription, or requesting more than one
 message, is what makes the client library's ``fetch`` stall.)
 """
 
@@ -20,7 +20,7 @@ from bus.errors import BusUnavailable
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
 
 _ASK_S = 2.0
-"""A request lives this long at the server; one that died with it costs no more."""
+"""Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
 _GRACE_S = 0.5
 _NS = 1_000_000_000
 
@@ -34,7 +34,7 @@ class Slots:
         self._idle: list[_Slot] = []
 
     async def take(self, timeout_s: float) -> Msg | None:
-        """The next message, None when none came in time (or there was no bus)."""
+        """Return the next message; None when none arrived in time (or the bus was away)."""
         deadline = time.monotonic() + timeout_s
         slot = self._idle.pop() if self._idle else _Slot(self._jet, self._subject)
         try:
@@ -64,7 +64,7 @@ class _Slot:
         return None
 
     async def _ask(self, left: float) -> Msg | None:
-        """One request, or the one that a taker before has left behind."""
+        """Wait for the answer to one request, or to the one that an earlier caller left."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Msg | None] = loop.create_future()
         self._answer = answer
@@ -97,7 +97,7 @@ class _Slot:
         await self._jet.link.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
 
     async def _arrived(self, message: Msg) -> None:
-        """A message, or a status that ends the request (expired, limits, consumer gone)."""
+        """Handle a message, or a status that ends the request (expired, limits, consumer gone)."""
         is_status = not message.reply.startswith("$JS.ACK.")
         if is_status and (message.headers or {}).get("Status") == "100":
             return
