@@ -1,1 +1,1 @@
-"""What processes publish about themselves: live rows, epochs and keys."""
+"""Records that processes publish about themselves: live rows, epochs and keys."""

@@ -6,7 +6,7 @@ from bus.wire import subjects
 
 
 async def raise_epoch(bus: Bus) -> int:
-    """Make this process the newest learner; its epoch (the first is 1)."""
+    """Make this process the newest learner, and return its epoch (the first is 1)."""
 
     def following(row: Value | None) -> Value:
         return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
@@ -15,6 +15,6 @@ async def raise_epoch(bus: Bus) -> int:
 
 
 async def current_epoch(bus: Bus) -> int:
-    """0 = no learner has ever started."""
+    """Return the epoch of the newest learner; 0 = no learner has ever started."""
     row = await bus.rows("run").get(subjects.EPOCH_KEY)
     return 0 if row is None else int(row[0]["epoch"])

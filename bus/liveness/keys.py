@@ -1,4 +1,4 @@
-"""The keys of a run, which its HTTP listeners ask for: made once by the learner, kept as rows of the bus. Knows no HTTP.
+"""The keys of a run that its HTTP servers require: made once by the learner, kept as rows of the bus. Knows no HTTP.
 
 row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers read it
 row run/api_key  every other request to a listener that other machines reach; derived from the first, read by every process
@@ -22,40 +22,40 @@ ADMIN_KEY, API_KEY = "admin", "api_key"
 """Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``."""
 _KEY_BYTES = 24
 _AGAIN_S = 1.0
-"""A row is read at most so often, however many requests bring a wrong key."""
+"""Seconds between two reads of a row, however many requests bring a wrong key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a process knows of the keys of its run; empty = not known."""
+    """The keys of its run that a process has; empty = not known."""
 
     admin: str = field(default="", repr=False)
     api: str = field(default="", repr=False)
 
     @classmethod
     def of(cls, admin: str) -> "Keys":
-        """Both, for whom the first is known."""
+        """Return both keys: the second is derived from ``admin``."""
         return cls(admin, hmac.new(admin.encode(), b"tidemill api key", hashlib.sha256).hexdigest() if admin else "")
 
     @property
     def bearer(self) -> str:
-        """The one to present: it opens whatever this process may ask for."""
+        """The key to present: the admin key where this process has it, which is accepted everywhere, else the other."""
         return self.admin or self.api
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a request that presents it."""
+        """Headers of a request that presents ``bearer``."""
         return {"Authorization": f"Bearer {self.bearer}"} if self.bearer else {}
 
     def admits(self, presented: str, *, admin: bool) -> bool:
-        """Whether this opens a command (``admin``) or another request. In constant time."""
+        """Return whether ``presented`` is accepted for a command (``admin``) or another request. Compares in constant time."""
         wanted = (self.admin,) if admin else (self.admin, self.api)
         given = presented.encode(errors="surrogateescape")
         return any([bool(key) and hmac.compare_digest(key.encode(), given) for key in wanted])
 
 
 class RunKeys:
-    """The keys of a run as its rows say, read when they are first needed. Of the process that serves, or asks, by HTTP."""
+    """The keys of a run, read from its rows when they are first needed; for HTTP servers and clients."""
 
     def __init__(self, read: Callable[[], Awaitable[Keys]]) -> None:
         self._read, self._keys, self._read_s = read, Keys(), float("-inf")
@@ -63,7 +63,7 @@ class RunKeys:
 
     @classmethod
     def fixed(cls, keys: Keys) -> "RunKeys":
-        """These, whatever the bus says."""
+        """Return an object with these keys, which does not read the bus."""
 
         async def read() -> Keys:
             return keys
@@ -71,18 +71,18 @@ class RunKeys:
         return cls(read)
 
     async def known(self) -> Keys:
-        """As they were last read; read now where none were known. Raises BusError."""
+        """Return the keys as last read; read them where none are known. Raises BusError."""
         return self._keys if self._keys.bearer else await self.newest()
 
     async def headers(self) -> dict[str, str]:
-        """Of a request; none while the bus is away and no key is known, for most listeners ask for none."""
+        """Return the headers of a request; none while the bus is away and no key is known, because most servers require none."""
         try:
             return (await self.known()).headers
         except BusError:
             return {}
 
     async def newest(self) -> Keys:
-        """Read again, unless that was done within the last second: for a key that is not the known one. Raises BusError."""
+        """Read the keys again, unless that was done within the last second: for a presented key that differs. Raises BusError."""
         async with self._reading:
             if time.monotonic() - self._read_s >= _AGAIN_S:
                 self._keys = await self._read()
@@ -91,7 +91,7 @@ class RunKeys:
 
 
 def admin_keys(bus: Bus) -> RunKeys:
-    """For a process that may give commands to engines, or takes them."""
+    """Return the keys for a process that sends commands to engines, or receives them."""
 
     async def read() -> Keys:
         return Keys.of(await _key(bus, "keys", ADMIN_KEY))
@@ -100,7 +100,7 @@ def admin_keys(bus: Bus) -> RunKeys:
 
 
 def api_keys(bus: Bus) -> RunKeys:
-    """For every other process."""
+    """Return the keys for every other process."""
 
     async def read() -> Keys:
         return Keys(api=await _key(bus, "run", API_KEY))
@@ -109,7 +109,7 @@ def api_keys(bus: Bus) -> RunKeys:
 
 
 async def make_keys(bus: Bus) -> Keys:
-    """The run's keys, made where it has none yet: by its learner, before any engine is given a command. Raises BusUnavailable."""
+    """Return the run's keys. Its learner makes them if missing, before it sends a command to an engine. Raises BusUnavailable."""
     with suppress(RowConflict):
         await bus.rows("keys").create(ADMIN_KEY, {"key": secrets.token_urlsafe(_KEY_BYTES)})
     keys = Keys.of(await _key(bus, "keys", ADMIN_KEY))
@@ -119,7 +119,7 @@ async def make_keys(bus: Bus) -> Keys:
 
 
 async def _key(bus: Bus, bucket: str, name: str) -> str:
-    """Empty when the run has none (yet)."""
+    """Return a key; empty when the run has none (yet)."""
     try:
         row = await bus.rows(bucket).get(name)
     except NotFound:  # a run of an older release has no such bucket

@@ -1,4 +1,4 @@
-"""Liveness of processes: rows that heartbeats renew, whose age is measured by the reader's own clock."""
+"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock."""
 
 import asyncio
 import dataclasses
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
 _PATIENCE = 5
-"""Periods after which a heartbeat that is not stored counts as failed, and a new one is written."""
+"""Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
 _FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
 _CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 
@@ -45,13 +45,13 @@ class Heartbeat:
         self._written = Waiter()
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the row; written at once."""
+        """Change fields of the row, which is written at once."""
         self.row = dataclasses.replace(self.row, **changes)
         self._changes += 1
         self._waiter.wake()
 
     async def stored(self) -> None:
-        """Return when the bus has the row as it is now, or newer; however long it is away."""
+        """Return when the bus has the row as it is now, or a newer one, however long the bus is away."""
         changes = self._changes
         while self._stored < changes:
             await self._written.wait()
@@ -65,7 +65,7 @@ class Heartbeat:
         self._ending = True
         self._waiter.wake()
         within_s = (_PATIENCE if self._bus.connected else 1) * self._every_s
-        if exc_type is None:  # a row on its way may be stored behind its own removal: let it arrive
+        if exc_type is None:  # a row in flight may be stored after its own removal: wait for it
             await asyncio.wait({self._beating}, timeout=within_s)
         self._beating.cancel()
         await asyncio.gather(self._beating, return_exceptions=True)
@@ -92,7 +92,7 @@ class Heartbeat:
 
 
 class LiveView:
-    """Remembers each row's revision and when it last changed, on this process' monotonic clock: no clocks are compared."""
+    """The rows with their revisions and the times of their last changes on this process' monotonic clock: no clocks are compared."""
 
     def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
         self._rows, self._refusals, self._dead_after_s = bus.rows(_BUCKET), bus.refusals, dead_after_s
@@ -101,8 +101,8 @@ class LiveView:
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
         """Return (row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
 
-        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: let a dead bus not
-        look like dead processes by asking ``bus.connected`` too.
+        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: check ``bus.connected``
+        too, or an outage of the bus looks like dead processes.
         """
         rows, now = await self._rows.all(role), time.monotonic()
         kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
@@ -118,7 +118,7 @@ class LiveView:
         return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
 
     def noticing(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, ``wake`` is called about when a row of the role is written. Some writes may be missed, so refresh besides."""
+        """While entered, call ``wake`` about when a row of the role is written. Some writes may be missed, so callers also refresh."""
         return self._rows.noticing(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
@@ -142,7 +142,7 @@ def _key(row: LiveRow) -> str:
 
 
 def _parse(key: str, value: dict[str, Any]) -> LiveRow:
-    """Raises WireError for a row that names another process than the one that may write this key."""
+    """Return the row. Raises WireError for a row that names another process than its key."""
     known = {name: item for name, item in value.items() if name in _FIELDS}
     stated = {name: item for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
     row = LiveRow(**known, capabilities=Capabilities(**stated))
