@@ -1,9 +1,9 @@
-"""Users of the embedded server: a password each, and the permissions of its role. Knows files, no connection.
+"""Users of the embedded server, each with a password and the permissions of its role. Knows files, no connection.
 
-A process is a user of its own, named as the process is, so that the server can tell one actor's samples and rows from another's.
-The streams are in the account of the learner. Every other user is in an account of its own, into which the server takes the subjects
-its role needs: in one account with the learner it could name any subject of the run as the place for an answer, and the server
-would write the answer there.
+Every process has a user of its own, with the name of the process, so that the server can distinguish one actor's samples and rows
+from another's. The streams are in the account of the learner. Every other user is in an account of its own, which imports the subjects
+its role needs: in one account with the learner it could name any subject of the run as reply subject, and the server would write
+the answer there.
 """
 
 import ctypes
@@ -28,17 +28,18 @@ POOLS = ("actor", "engine", "host")
 """Roles with numbered users."""
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"
 SINGLE = (LEARNER, VIEWER, OPERATOR, ROUTER)
-"""Roles with one user, named as the role is."""
+"""Roles with one user of the same name."""
 USER_VARIABLE, PASSWORD_VARIABLE = "TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD"
 CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
-"""Path of a file that sets the other two."""
+"""Environment variable with the path of a file that sets the other two."""
 USERS_FILE = "users.json"
 SERVER_FILE = "users.conf"
 _ROUTES = "routes"
-"""Not a user: the servers of a cluster show it to each other."""
+"""User of the servers of a cluster among each other; no process has it."""
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
 """Requests of readers, which are answered by more than one message. A request for a task has one answer: the server drops its reply
-subject after that one; the others live until they are unsubscribed."""
+subject after that one; the others live until they are unsubscribed.
+"""
 _PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
 _BCRYPT = "$2a$04$"
@@ -53,9 +54,9 @@ class Permissions:
     publish: tuple[str, ...]
     heard: tuple[str, ...]
     inbox: str
-    """Where answers to it arrive."""
+    """Filter of the subjects on which its answers arrive."""
     never: tuple[str, ...] = ()
-    """Not to be published to although ``publish`` covers it."""
+    """Subjects that it may not publish to although ``publish`` covers them."""
 
 
 def permissions(role: str, name: str, run: str, config: BusConfig) -> Permissions:
@@ -72,7 +73,7 @@ _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, heard, never) of every role; methods are named as the roles. No role hears what it writes: that would be a cycle."""
+    """(publish, subscribe, never) of every role, in methods named after the roles. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name = run, name
@@ -81,7 +82,7 @@ class _Rights:
         self._rows_of = {bucket: subjects.row(run, bucket, ">") for bucket in subjects.BUCKETS}
 
     def learner(self) -> _Lists:
-        """Everything of its run."""
+        """All rights on its run."""
         own = [subjects.everything(self._run), *self._rows_of.values()]
         api = [_api("INFO"), _api("STREAM.NAMES")]
         for stream in self._streams:
@@ -109,7 +110,7 @@ class _Rights:
         return [*publish, *self._member("actor")], self._hears(live=("engine",), weights=(">",)), []
 
     def engine(self) -> _Lists:
-        """Reads which weights there are, and asks for a snapshot of them."""
+        """Reads the versions of the weights, and requests snapshots of them."""
         publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
         return publish, self._hears(live=(), weights=("head", "snapshot")), []
 
@@ -118,11 +119,11 @@ class _Rights:
         return list(self._member("host")), self._hears(live=(), weights=()), []
 
     def router(self) -> _Lists:
-        """Sees where the engines are; commands to it want the same key as those to engines."""
+        """Reads the addresses of the engines; commands to it require the same key as those to engines."""
         return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._hears(live=("engine",), weights=()), []
 
     def viewer(self) -> _Lists:
-        """Reads everything but secret rows. A consumer of its own to read with is all it makes; those of tasks it may not touch."""
+        """Reads everything but secret rows. It creates consumers of its own to read with; those of tasks it may not touch."""
         publish = [_api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:
@@ -147,12 +148,12 @@ class _Rights:
         """Yield the subjects of its own live row and metrics, and those to read every bucket but the secret ones."""
         yield subjects.row(self._run, "live", f"{role}.{self._name}")
         yield subjects.metric(self._run)
-        yield _api("INFO")  # an account that has not this from another gets an API of its own, of no streams
+        yield _api("INFO")  # an account that does not import this gets a JetStream API of its own, without streams
         yield _api("STREAM.NAMES")
         yield from self._reading(_PUBLIC_BUCKETS)
 
     def _reading(self, buckets: Sequence[str]) -> Iterator[str]:
-        """Rows, one by one."""
+        """Yield the subjects that read single rows."""
         for bucket in buckets:
             stream = subjects.bucket_stream(self._run, bucket)
             yield _api(f"STREAM.INFO.{stream}")
@@ -174,9 +175,9 @@ def _api(verb: str) -> str:
 
 
 def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
-    """Lines of the server's configuration; makes the users that are missing, a file ``<user>.env`` for each, readable by its owner alone.
+    """Return lines of the server's configuration. Makes the missing users, with a file ``<user>.env`` each that only its owner can read.
 
-    Users that exist keep their passwords, so that running processes stay welcome.
+    Users that exist keep their passwords, so that running processes can still connect.
     """
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
@@ -198,7 +199,7 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
 
 
 def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
-    """Lines of the configuration of a server without accounts on which there is the viewer and no other user; none without a password."""
+    """Return the configuration of a server without accounts, with the viewer as its only user; no lines without a password."""
     if not password:
         return []
     return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]

@@ -17,13 +17,14 @@ _CLUSTER_NAME = "tidemill"
 
 
 class EmbeddedBus:
-    """Synchronous, as its servers are: call it from a thread that lives as long as the process."""
+    """The servers of this machine. Synchronous, like each of them: call it from a thread that lives as long as the process."""
 
     def __init__(
         self, directory: Path, run: str, config: BusConfig, auth_dir: Path | None = None, *, read_only: bool = False, viewer: str = ""
     ) -> None:
-        """``read_only``: for looking at a run that is over (``EmbeddedServer``). ``viewer``: password of the viewer, then
-        the only user of a bus without ``auth``."""
+        """``read_only``: for reading a run that has ended (``EmbeddedServer``). ``viewer``: password of the viewer, then
+        the only user of a bus without ``auth``.
+        """
         self._directory, self._config, self._read_only = directory, config, read_only
         self._auth_dir = auth_dir or directory / "auth"
         users = make_users(self._auth_dir, run, config) if config.auth else viewer_alone(viewer, run, config)
@@ -31,7 +32,7 @@ class EmbeddedBus:
 
     @property
     def url(self) -> str:
-        """All servers, separated by commas; without a user."""
+        """URL of all servers, separated by commas; without a user."""
         return ",".join(server.url for server in self.servers)
 
     @property
@@ -39,14 +40,14 @@ class EmbeddedBus:
         return self.servers[0].pid
 
     def start(self) -> str:
-        """Start all that do not run; the URL. Raises ServerFailed."""
+        """Start all servers that do not run, and return the URL. Raises ServerFailed."""
         for server in self.servers:
             _check_account(server.store, with_users=self._config.auth)
             server.start()
         return self.url
 
     def ended(self) -> list[EmbeddedServer]:
-        """Servers that should be running and are not."""
+        """Return the servers that should be running and are not."""
         return [server for server in self.servers if not server.running]
 
     def stop(self) -> None:
@@ -67,7 +68,7 @@ class EmbeddedBus:
         return EmbeddedServer(self._directory / f"n{number}", own, extra=[*users, *lines], read_only=self._read_only)
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
-        """Routes carry everything between the servers; with users or TLS they ask for a password and speak TLS, too."""
+        """Return the lines of the routes, which carry all traffic between servers; with users or TLS they require a password and TLS."""
         quoted, config = json.dumps, self._config
         password = route_password(self._auth_dir) if config.auth else ""
         login = f"routes:{password}@" if password else ""
@@ -81,7 +82,7 @@ class EmbeddedBus:
         return [*lines, "}"]
 
     def _places(self) -> list[str]:
-        """Where the servers on this machine expect each other: chosen once, kept over restarts."""
+        """Return the route addresses of the servers on this machine: chosen once, kept over restarts."""
         file = self._directory / _ROUTES_FILE
         if file.exists():
             return list(json.loads(file.read_text()))
@@ -92,7 +93,7 @@ class EmbeddedBus:
 
 
 def _check_account(store: Path, *, with_users: bool) -> None:
-    """The streams of a run made without users are not seen with them, and the other way round: no reason to begin anew in silence."""
+    """Raise ServerFailed for a store of the other kind: streams made without users are invisible with them, and the other way round."""
     other = NO_ACCOUNT if with_users else ACCOUNT
     there = store / "jetstream" / other / "streams"
     if there.is_dir() and any(there.iterdir()):
@@ -101,7 +102,7 @@ def _check_account(store: Path, *, with_users: bool) -> None:
 
 
 def free_places(count: int) -> list[str]:
-    """``127.0.0.1:port`` of ports that nobody uses at the moment."""
+    """Return ``127.0.0.1:port`` of ports that are free at the moment."""
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     try:
         return [f"127.0.0.1:{sock.getsockname()[1]}" for sock in taken]

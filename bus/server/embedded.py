@@ -1,4 +1,4 @@
-"""nats-server as a child of this process: found, configured, started, and gone when this process is."""
+"""nats-server as a child of this process: finds, configures and starts it; it ends with this process."""
 
 import fcntl
 import json
@@ -20,14 +20,14 @@ from bus.system.files import write_whole
 from bus.system.processes import die_with_parent, tail
 
 LOCK_FILE = "lock"
-"""In a server's directory: locked as long as the server lives."""
+"""File in a server's directory that is locked as long as the server lives."""
 _START_S = 30.0
-"""Recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
+"""Seconds to wait for the start: recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
 _STOP_S = 5.0
 
 
 def find_binary() -> str:
-    """Path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
+    """Return the path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
     beside = Path(sys.executable).parent / "nats-server"
     found = str(beside) if beside.exists() else shutil.which("nats-server")
     if not found:
@@ -36,7 +36,7 @@ def find_binary() -> str:
 
 
 def in_use(directory: Path) -> bool:
-    """Return True while a server of the run has the store in ``directory`` open; one for reading alone does not count."""
+    """Return True while a server of the run has the store in ``directory`` open; a read-only one does not count."""
     file = directory / LOCK_FILE
     if not file.exists() or holder(directory):
         return False
@@ -49,7 +49,7 @@ def in_use(directory: Path) -> bool:
 
 
 def end_reader(directory: Path) -> None:
-    """End the process that has this store open for reading alone, if there is one. Raises ServerFailed when it does not end."""
+    """End the process that has this store open read-only, if there is one. Raises ServerFailed when it does not end."""
     pid, deadline = holder(directory), time.monotonic() + _STOP_S
     ask_to_end(directory)
     while pid and holder(directory) == pid:
@@ -64,8 +64,8 @@ class EmbeddedServer:
     def __init__(self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False) -> None:
         """``extra``: more lines of its configuration (users, the cluster it is part of).
 
-        ``read_only``: for looking at a run that is over. Any free port, which is not remembered (processes of the run that still wait for
-        their bus must not find it), and this process is asked to end when the run's own server is started.
+        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes of the run that wait for
+        their bus must not find it), and this process is signalled to end when the run's own server is started.
         """
         self.directory = Path(directory).absolute()
         self._reader = ReaderLock(self.directory) if read_only else None
@@ -76,7 +76,7 @@ class EmbeddedServer:
 
     @property
     def url(self) -> str:
-        """Where it listens; known after the first ``start``."""
+        """The URL at which it listens; known after the first ``start``."""
         if not self._url:
             raise ServerFailed("not started yet: it has no url")
         return self._url
@@ -93,11 +93,11 @@ class EmbeddedServer:
 
     @property
     def store(self) -> Path:
-        """Where its streams are."""
+        """Directory of its streams."""
         return self.directory / "store"
 
     def start(self) -> str:
-        """Start and wait until it listens; its URL. Raises ServerFailed with the last lines of its log.
+        """Start it, wait until it listens, and return its URL. Raises ServerFailed with the last lines of its log.
 
         The server ends when the *thread* that called this ends: call it from one that lives as long as the process.
         """
@@ -114,7 +114,7 @@ class EmbeddedServer:
         return self._url
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after 5 s."""
+        """Stop it by SIGTERM, and by SIGKILL after 5 s."""
         if self._process is not None and self.running:
             self._process.terminate()
             try:
@@ -124,7 +124,7 @@ class EmbeddedServer:
         self._let_go()
 
     def kill(self) -> None:
-        """SIGKILL (for tests)."""
+        """Send SIGKILL (for tests)."""
         if self._process is not None and self.running:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
@@ -154,16 +154,16 @@ class EmbeddedServer:
                     stderr=log,
                     pass_fds=(lock,),
                     preexec_fn=die_with_parent(),
-                    process_group=0,  # Ctrl-C is for this process, which stops the server when it has finished with it
+                    process_group=0,  # Ctrl-C is for this process, which stops the server after its own work
                 )
         finally:
             os.close(lock)
         return self._await_ports(Path(binary).name)
 
     def _lock(self) -> int:
-        """A lock on the directory that the server inherits and holds as long as it lives: two on one store would destroy it.
+        """Return a lock on the directory that the server inherits and holds while it lives: two servers on one store would destroy it.
 
-        A server that only reads waits for another one of its kind; the run's own asks such a one to end.
+        A read-only server waits for another one of its kind; the run's own signals such a one to end.
         """
         lock = os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
         deadline, asked = time.monotonic() + _STOP_S, 0
@@ -172,7 +172,7 @@ class EmbeddedServer:
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise ServerFailed(f"another one is running on {self.directory}{_of_reader(holder(self.directory))}")
-            time.sleep(0.02)  # one that was killed with its parent is gone in a moment
+            time.sleep(0.02)  # a server killed with its parent releases the lock in a moment
         return lock
 
     def _acquired(self, lock: int) -> bool:
@@ -195,8 +195,9 @@ class EmbeddedServer:
         return self.directory / "port"
 
     def _port(self) -> int:
-        """The configured one, else the one of the last time, else any: that is kept until ``stop``, so that nobody else is given it while
-        a server that was killed is started again."""
+        """Return the configured port, or else the last one or any free one, reserved until ``stop``, so that no other process gets it while
+        a killed server is started again.
+        """
         if self._reader is not None:
             return -1
         if self.config.port >= 0:
@@ -211,7 +212,7 @@ class EmbeddedServer:
         except OSError as error:
             if self._url or not number:
                 raise ServerFailed(f"it cannot listen at {self.config.host}:{number}: {error}") from error
-            return self._keep(0)  # taken by a stranger since the last run, and nobody of this run knows it yet
+            return self._keep(0)  # taken by another program since the last run, and no process of this run knows it yet
 
     def _last_port(self) -> int:
         try:
@@ -220,7 +221,7 @@ class EmbeddedServer:
             return 0
 
     def _let_go(self) -> None:
-        """Release the port and the lock that are kept while the server may be started again."""
+        """Release the port and the lock, which are kept while the server may be started again."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -228,7 +229,7 @@ class EmbeddedServer:
             self._reader.release()
 
     def _write_config(self) -> Path:
-        """One field a line: on one line nats-server wants commas."""
+        """Write the configuration and return its path. One field a line: on one line nats-server requires commas."""
         quoted = json.dumps
         lines = [
             f"listen: {quoted(f'{self.config.host}:{self._port()}')}",
@@ -272,5 +273,5 @@ def _of_reader(pid: int) -> str:
 
 
 def _reachable(url: str, config: BusConfig) -> str:
-    """With the scheme clients must use."""
+    """Return the URL with the scheme that clients must use."""
     return f"{'tls' if config.tls_cert else 'nats'}://{url.partition('://')[2]}"

@@ -1,4 +1,4 @@
-"""A port for a process that is yet to start: kept, so that the system gives it to nobody else until then."""
+"""A port reserved for a process that starts later: until then the system gives it to no other process."""
 
 import socket
 from types import TracebackType
@@ -6,11 +6,12 @@ from typing import Self
 
 
 class KeptPort:
-    """A free TCP port of this machine: ``number``. Servers, which listen with SO_REUSEADDR, can have it; whoever asks the system for any
-    free port, or connects from one, is not given it until ``close``."""
+    """A free TCP port of this machine: ``number``. A server, which listens with SO_REUSEADDR, can bind it; a process that requests any free
+    port, or connects from one, does not get it until ``close``.
+    """
 
     def __init__(self, host: str = "127.0.0.1", number: int = 0) -> None:
-        """``number``: the one wanted; 0 = any. Raises OSError when somebody listens there."""
+        """``number``: the requested port; 0 = any. Raises OSError when a process listens there."""
         family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), number, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family)
         try:

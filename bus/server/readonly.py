@@ -1,4 +1,4 @@
-"""A lock that names its holder: the process that has started a run's server for reading alone, and gives way to the run itself.
+"""A lock that names its holder: the process that has started a run's server read-only, and ends when the run itself starts.
 
 A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it ends.
 """
@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import IO
 
 FILE = "reader"
-"""In a server's directory."""
+"""Name of the lock file in a server's directory."""
 _FLOCK = "hhqqi"
 """struct flock of Linux on 64 bits: l_type, l_whence, l_start, l_len, l_pid."""
 
 
 class ReaderLock:
-    """Held by at most one process per directory. A process opens it once: closing any descriptor of the file releases the lock."""
+    """A lock held by at most one process per directory. A process opens it once: closing any descriptor of the file releases the lock."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE
@@ -45,7 +45,7 @@ class ReaderLock:
 
 
 def holder(directory: Path) -> int:
-    """Process id of the holder; 0 = none, or not known (another machine, another system than Linux)."""
+    """Return the process id of the holder; 0 = none, or unknown (another machine, another system than Linux)."""
     path = directory / FILE
     if sys.platform != "linux" or not path.exists():
         return 0
@@ -56,7 +56,7 @@ def holder(directory: Path) -> int:
 
 
 def ask_to_end(directory: Path) -> int:
-    """SIGTERM to the holder; its process id, 0 when there is none that may be signalled."""
+    """Send SIGTERM to the holder and return its process id; 0 when there is none that may be signalled."""
     pid = holder(directory)
     if not pid or pid == os.getpid():
         return 0
