@@ -55,12 +55,12 @@ class Bus:
 
     @property
     def js(self) -> JetStreamContext:
-        """The client library's JetStream context; for tests and benchmarks, too."""
+        """The client library's JetStream context; also for tests and benchmarks."""
         return self._link.nc.jetstream()
 
     @property
     def connected_url(self) -> str:
-        """The server to which the connection is, or was last."""
+        """URL of the present or last server."""
         return self._link.connected_url
 
     @property
@@ -73,7 +73,7 @@ class Bus:
         return self._link.connected
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Raises BusUnavailable."""
+        """Wait until the bus is connected. Raises BusUnavailable."""
         await self._link.wait_up(timeout_s)
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
@@ -94,7 +94,7 @@ class Bus:
         return self._rows[bucket]
 
     async def announce(self, source: str, metric: dict[str, Any]) -> None:
-        """Publish live numbers of a process; they are stored nowhere, and may be lost. Raises BusUnavailable."""
+        """Publish live metrics of a process; they are not stored, and may be lost. Raises BusUnavailable."""
         await self._link.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 
     async def create_layout(self) -> None:

@@ -1,6 +1,6 @@
 """Further readers of SAMPLES, registered by name: trimming waits for them or not, by the policy of each.
 
-A row ``cursor.<name>`` of the bucket ``run`` holds a reader's place: all samples up to its floor are taken care of. The learner's own
+A row ``cursor.<name>`` of the bucket ``run`` holds a reader's place: all samples up to its floor are processed. The learner's own
 place is in its checkpoint, and in no row.
 """
 
@@ -24,7 +24,7 @@ _FIELDS = ("created", "floor", "policy", "owner", "given_up")
 
 
 class CursorTaken(BusError):
-    """Another process reads under this name now."""
+    """Another process has taken over this name."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"cursor {name}: taken over by another reader of this name; this one ends")
@@ -37,12 +37,12 @@ class Place:
     created: str
     """Creation time of the stream."""
     floor: int
-    """All sequences up to this are taken care of."""
+    """Highest sequence up to which all samples are processed."""
     policy: str = WAIT
     owner: str = ""
-    """Name of the process that reads; one that starts takes over."""
+    """Name of the process that reads; a process that starts takes over."""
     given_up: bool = False
-    """The stream was so full that trimming did not wait for it any longer."""
+    """True when trimming stopped waiting for it, because the stream was too full."""
 
 
 class Cursors:
@@ -84,7 +84,7 @@ class Reader:
 
     @classmethod
     async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, owner: str = "") -> "Reader":
-        """Register under ``name``, or go on where the last reader of this name was, which is refused from now on.
+        """Register under ``name``, or continue from the place of the last reader of this name, which is refused from now on.
 
         A new one begins at the first sample there is. Raises StreamReplaced when the place is in another stream, ValueError for an
         unknown policy, BusUnavailable.
@@ -104,13 +104,13 @@ class Reader:
         return cls(bus, name, _place(after), is_new=before is None)
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
-        """Yield every sample behind its place, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
+        """Yield every sample after its place, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
         cursor = None if self._is_new else Cursor(created=self.place.created, floor=self.place.floor)
         async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
             yield received
 
     async def advance(self, floor: int) -> None:
-        """Record that all samples up to ``floor`` are taken care of. Never goes back. Raises CursorTaken, BusUnavailable."""
+        """Record that all samples up to ``floor`` are processed. Never goes back. Raises CursorTaken, BusUnavailable."""
         if floor > self.place.floor:
             self._is_new = False
             self.place = await _change(self._rows, self.name, owner=self.place.owner, floor=floor)

@@ -17,7 +17,7 @@ from bus.wire.codec import decode_dead, decode_word, encode_dead, encode_word
 from bus.wire.messages import SCHEMA, Dead, Word
 
 REQUEUE, DROP = "requeue", "drop"
-"""Decisions."""
+"""The decisions."""
 _IDS, _COUNTS = 2**63, 2**31
 
 _log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class DeadLetters:
 
 
 def _decode(delivered: Delivered) -> Dead | Word:
-    """Raises WireError, also for a message about another task than its subject names, and for a place that no prompt can have."""
+    """Return the record in a message. Raises WireError, also when its task is not that of its subject, or its place is none of a prompt."""
     *_, kind, named = delivered.subject.split(".")
     found = decode_word(delivered.data) if kind == "word" else decode_dead(delivered.data)
     if found.task != subjects.natural(named) or found.task < 1:

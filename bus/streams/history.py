@@ -1,4 +1,4 @@
-"""SAMPLES as an onlooker reads it: from any time or version on, headers alone where they suffice, payloads as they were stored."""
+"""SAMPLES for readers other than the learner: from any time or version on, headers alone where they suffice, payloads as stored."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from bus.wire.messages import Kind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A sample as it lies in the stream. One that was published in parts is one, at the sequence of its manifest."""
+    """A stored sample. One that was published in parts is one, at the sequence of its manifest."""
 
     seq: int
     subject: str
@@ -22,11 +22,11 @@ class Stored:
     data: bytes | WireError
     """The payload, joined from parts where there are any, or the reason it cannot be read."""
     stored_s: float
-    """Unix time of the server's clock."""
+    """Unix time by the server's clock."""
 
 
 class History:
-    """The stored and the coming messages of stream SAMPLES. Every reading has a consumer of its own that the server keeps in memory."""
+    """The stored and the coming messages of stream SAMPLES. Every read has a consumer of its own, which the server keeps in memory."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -55,14 +55,14 @@ class History:
             yield await self._stored(delivered)
 
     async def payload(self, seq: int) -> Stored:
-        """Return one sample. Raises NotFound; ValueError for a sequence at which no sample stands."""
+        """Return one sample. Raises NotFound; ValueError for the sequence of another kind of message."""
         message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
         if not subjects.is_sample(self._jet.run, message.subject):
             raise ValueError(f"sequence {seq}: want a sample, got a message on {message.subject}")
         return await self._stored(message)
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
-        """Return the sequence of the first message of stream ``name`` that was stored then or later; one behind the last if none was."""
+        """Return the sequence of the first message of stream ``name`` that was stored then or later; one past the last if none was."""
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
@@ -80,7 +80,7 @@ class History:
         return low
 
     async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
-        """Return ``at_time`` of the time at which a task was issued: no earlier message is about it. 1 when the task is gone."""
+        """Return ``at_time`` of the time at which a task was issued: no earlier message refers to it. 1 when the task is gone."""
         try:
             issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
         except NotFound:

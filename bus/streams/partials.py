@@ -21,10 +21,10 @@ class Partials:
         self._found = False
 
     async def store(self, partial: Partial) -> bool:
-        """Store it, tried for ever under its message id. Cancellable.
+        """Store a partial, tried for ever under its message id. Cancellable.
 
-        False = it cannot be stored: larger than a message may be, or the run is older than the stream. Raises WireError when it breaks an
-        invariant.
+        Returns False when it cannot be stored: it is larger than a message may be, or the run is older than the stream. Raises WireError
+        when it breaks an invariant.
         """
         check_partial(partial)
         data = encode_partial(partial)

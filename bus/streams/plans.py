@@ -1,4 +1,4 @@
-"""The log of plans: what every step was made of, written by one fenced learner."""
+"""The log of plans: the content of every step, written by one fenced learner."""
 
 from collections.abc import AsyncIterator
 
@@ -27,7 +27,7 @@ class PlanLog:
         await self._writer.fence(epoch)
 
     async def append(self, record: PlanRecord) -> int:
-        """Store a record; its sequence. Retries until stored. Raises Fenced; needs ``fence`` first.
+        """Store a record and return its sequence. Retries until stored. Raises Fenced; needs ``fence`` first.
 
         ``record.epoch`` must be the fenced one.
         """
@@ -36,23 +36,23 @@ class PlanLog:
         return await self._writer.append(subjects.plan(self._jet.run, record_name(record)), encode_record(record))
 
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
-        """Every valid record from sequence ``start`` to the present end, fences included."""
+        """Yield every valid record from sequence ``start`` to the present end, fences included."""
         async for delivered, record in valid(self._log, start, follow=False):
             yield delivered.seq, record
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, PlanRecord]]:
-        """``scan``, then what comes, for ever."""
+        """Yield the records of ``scan``, then every new one, for ever."""
         async for delivered, record in valid(self._log, start, follow=True):
             yield delivered.seq, record
 
     async def trim(self, below: int) -> None:
-        """Forget records with sequences < ``below``; fences stay."""
+        """Remove records with sequences < ``below``; fences stay."""
         for kind in _TRIMMED:
             await self._jet.purge(self._stream, below, subject=subjects.plan(self._jet.run, kind))
 
 
 def _decode(message: Message | Delivered) -> PlanRecord:
-    """Raises WireError, also for a record on the subject of another kind."""
+    """Return the record in a message. Raises WireError, also for a record on the subject of another kind."""
     record = decode_record(message.data)
     if not message.subject.endswith(f".{record_name(record)}"):
         raise WireError("type", f"that of the subject {message.subject}", record_name(record))

@@ -15,25 +15,25 @@ from bus.wire.messages import Cursor, Kind, Sample
 
 SAMPLE_HEADER = "Tm-Sample"
 PARTS_HEADER = "Tm-Parts"
-"""Number of parts; only on a manifest."""
+"""Header with the number of parts; only on a manifest."""
 _HEADER_VALUE = re.compile(r"[!-~]{1,200}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A message of SAMPLES. One that was published in parts is one message, at the sequence of its manifest."""
+    """A message of SAMPLES. A sample that was published in parts is one message, at the sequence of its manifest."""
 
     seq: int
     sample: Sample | WireError
     """The sample, or the reason it cannot be used (undecodable, invariant broken, parts missing)."""
     headers: dict[str, str]
     pending: int
-    """Messages behind this one when it was delivered."""
+    """Number of messages after this one when it was delivered."""
     stored_s: float
     """Unix time at which the server stored it."""
     size_bytes: int
     actor: str = ""
-    """The actor that the subject names; also of a message that cannot be decoded."""
+    """The actor that the subject names; known also for a message that cannot be decoded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +54,12 @@ class PublishStats:
 
     published: int = 0
     duplicates: int = 0
-    """Messages that an earlier try had stored, whose answer was lost; part of ``published``."""
+    """Messages stored by an earlier try with a lost acknowledgement; part of ``published``."""
     retries: int = 0
     full: int = 0
     """Refusals because the stream was full."""
     waiting_full: int = 0
-    """Publishes that wait now because the stream is full."""
+    """Publishes that wait at present because the stream is full."""
     last_error: str = ""
 
 
@@ -74,7 +74,7 @@ class SampleStream:
     async def publish(self, sample: Sample) -> int:
         """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check invariants.
 
-        Any number may be in flight at once. Waits while the stream is full. Raises WireError for what cannot be encoded, and
+        Any number may be in flight at once. Waits while the stream is full. Raises WireError for a sample that cannot be encoded, and
         ValueError for a sample of another run.
         """
         if sample.run != self._jet.run:
@@ -104,12 +104,12 @@ class SampleStream:
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Received]:
-        """Yield every message behind the cursor in stream order, for ever, over server restarts. End it with ``aclose`` or cancellation.
+        """Yield every message after the cursor in stream order, for ever, over server restarts. End it with ``aclose`` or cancellation.
 
-        None begins at the first message there is. Sequences the cursor calls settled are skipped. Samples are decoded and, with
-        ``check``, held against the invariants, but for sequences in ``checked_before``: those passed the invariants of their time.
-        ``on_passed`` gets the sequence of every message once the caller asks for the next one, parts and settled ones included.
-        Raises StreamReplaced, StreamTrimmed when messages behind the cursor are gone.
+        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. Samples are decoded and, with
+        ``check``, checked against the invariants, except sequences in ``checked_before``: those passed the invariants of their time.
+        ``on_passed`` gets the sequence of every message once the caller requests the next one, parts and settled ones included.
+        Raises StreamReplaced, StreamTrimmed when messages after the cursor are gone.
         """
         reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before)
         return reading.messages(self._filters(kinds), on_passed)
@@ -192,7 +192,7 @@ class SampleStream:
         return stored.seq
 
     async def _oldest_part_needed(self, below: int) -> int:
-        """Return the smallest sequence of a part that a manifest at ``below`` or behind it names; ``below`` when there is none."""
+        """Return the smallest sequence of a part that a manifest at ``below`` or after it names; ``below`` when there is none."""
         oldest, seq = below, below
         manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
         while True:
@@ -235,11 +235,11 @@ class _Waits:
 
 
 _NO_CHECK = -1
-"""A ``vocab_size`` that means: do not check invariants."""
+"""Value of ``vocab_size`` that disables the check of invariants."""
 
 
 class _Reading:
-    """One reader of SAMPLES."""
+    """One read of SAMPLES."""
 
     def __init__(
         self, jet: JetStream, stream: str, cursor: Cursor | None, vocab_size: int | None, checked_before: Container[int] = ()
@@ -295,7 +295,7 @@ class _Reading:
         self._check_first(state, max(position, self._start))
 
     async def _check_gap(self, expected: int) -> None:
-        """Check a jump in the sequences: a message of another kind stood there, or there is a hole."""
+        """Check a jump in the sequences: either messages of another kind have the sequences between, or there is a hole."""
         self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
@@ -360,7 +360,7 @@ def headers_of(sample: Sample) -> dict[str, str]:
 
 
 def told_by(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ...; those present."""
+    """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ..."""
     task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
     words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
     return {"task": task, "index": rest.partition(".")[0], **words}

@@ -25,9 +25,9 @@ from bus.wire.messages import Dead, Fence, Kind, Task
 _log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 50
-"""A task delivered more often is dead even without a report: it ends its actors before they can report."""
+"""Deliveries after which a task is dead even without a report: it ends its actors before they can report."""
 _LOOK_EVERY_S = 2.0
-"""The task floor and the fences that an actor knows are at most so old."""
+"""Seconds after which the task floor and the fences known to an actor are read again."""
 _CONFIRM_S = 2.0
 _OVER = (ACK, b"+NXT", b"+TERM")
 """Acknowledgements after which a task is not delivered again."""
@@ -35,7 +35,7 @@ _NS = 1_000_000_000
 
 
 class Lease:
-    """A task held by this process until it is settled, handed back or failed, or not renewed for ``lease_s``.
+    """The right of this process to work on a task, until ``settle``, ``hand_back`` or ``fail``, or ``lease_s`` without renewal.
 
     No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is harmless.
     """
@@ -43,9 +43,9 @@ class Lease:
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
         self.task = task
         self.attempt = nonce()
-        """``Sample.attempt`` of everything made under this lease."""
+        """``Sample.attempt`` of every sample made under this lease."""
         self.deliveries = deliveries
-        """1 for the first delivery."""
+        """Number of this delivery, from 1."""
         self._queue, self._reply = queue, message.reply
         self._lease_s = queue.lease_s
 
@@ -54,7 +54,7 @@ class Lease:
         return await self._say(PROGRESS)
 
     async def settle(self) -> bool:
-        """Acknowledge the task, whose samples are all stored; retried for ``lease_s``. Returns whether the server confirmed it."""
+        """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server confirmed it."""
         link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
 
         async def ack() -> None:
@@ -150,7 +150,7 @@ class TaskQueue:
         return decode_task((await self.jet.message(self._stream, id)).data, id)
 
     async def backlog(self, kind: Kind = Kind.TRAIN) -> tuple[int, int]:
-        """Return (waiting, leased). A task that was handed back and not delivered again yet counts as leased."""
+        """Return (waiting, leased). A nak'ed task that is not delivered again yet counts as leased."""
         info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{subjects.CONSUMERS[kind]}")
         return int(info["num_pending"]), int(info["num_ack_pending"])
 
@@ -193,9 +193,9 @@ class TaskQueue:
     # --- the actors' side
 
     async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN) -> Lease | None:
-        """Return the next task, or None when none came within ``timeout_s``. Any number may wait at once; cancellable.
+        """Return the next task, or None when none came within ``timeout_s``. Any number of callers may wait at once; cancellable.
 
-        Acks and passes over tasks that are settled (below the floor), void (behind a fence), unreadable or delivered too often (DEAD).
+        Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -219,7 +219,7 @@ class TaskQueue:
         try:
             async with asyncio.timeout(_CONFIRM_S):
                 await self._look()
-        except (BusUnavailable, TimeoutError) as error:  # go on with the floor and fences read before
+        except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
             _log.info("task floor unknown reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
             await self.jet.link.tell(message.reply, ACK)
@@ -244,7 +244,7 @@ class TaskQueue:
 
     async def _look(self) -> None:
         """Refresh the floor and the fences, when they are old."""
-        async with self._looking:  # or a second caller would go on with the old values
+        async with self._looking:  # or a second caller would use the old values
             if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
                 return
             row, _ = await self._rows.standing(subjects.FLOOR_KEY)
@@ -255,7 +255,7 @@ class TaskQueue:
 
 
 def _decode(message: Message | Delivered) -> Task | Fence:
-    """Raises WireError, also for a task on the subject of another kind."""
+    """Return the record in a message. Raises WireError, also for a task on the subject of another kind."""
     if not message.subject.endswith(".fence"):
         task = decode_task(message.data, message.seq)
         if not message.subject.endswith(f".{task.kind}"):
