@@ -1,4 +1,4 @@
-"""Several coroutines at once: run until the first of them ends, and the error that a group of errors is about."""
+"""Concurrent coroutines: run until the first of them ends, and find the first error in a group."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,7 +8,7 @@ from typing import Any
 async def first_of(*works: Awaitable[Any]) -> tuple[asyncio.Future[Any], ...]:
     """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
 
-    Returns the future of each; those that did not end first are cancelled. A task that is to go on is given as ``asyncio.shield(task)``.
+    Returns the future of each; those that did not end first are cancelled. A task that must continue is given as ``asyncio.shield(task)``.
     """
     futures = tuple(asyncio.ensure_future(work) for work in works)
     try:

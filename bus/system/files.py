@@ -1,11 +1,11 @@
-"""Files that are there whole or not at all, and on the disk when that is asked for."""
+"""Files that appear whole or not at all, and are synced to disk on request."""
 
 import os
 from pathlib import Path
 
 
 def write_whole(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a small file beside its place, then put it there. ``private``: only its owner can read it, from its first byte on."""
+    """Write a small file under another name, then rename it. ``private``: only its owner can read it, from its first byte on."""
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.new")
     aside.unlink(missing_ok=True)
@@ -15,7 +15,7 @@ def write_whole(file: Path, text: str, *, private: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Return when a file, or the names in a directory, would survive a power loss."""
+    """Sync a file, or the names in a directory: it survives a power loss afterwards."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

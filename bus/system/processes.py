@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 LAST_LINES = 20
 LAST_BYTES = 1 << 16
-"""The end of a log file in which the last lines of a child are looked for."""
+"""Number of bytes at the end of a log file in which a child's last lines are searched."""
 _LINE_BYTES = 1 << 20
-"""The longest line of a child whose output is passed on."""
+"""Size of the longest line of a child whose output is passed on, in bytes."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -36,7 +36,7 @@ def die_with_parent() -> Callable[[], None]:
         if libc is None:
             return
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before prctl
+        if os.getppid() != parent:  # the parent ended before prctl
             os.kill(os.getpid(), signal.SIGKILL)
 
     return arrange
@@ -74,7 +74,7 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self.started_s = 0.0
         self._log_began = 0
-        """Size of the log when the process was started: the lines before are of an earlier one."""
+        """Size of the log when the process was started: the lines before are of an earlier process."""
         self._passed_on: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
 
     @property
@@ -87,7 +87,7 @@ class Child:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; None while it runs, and before it was started."""
+        """Exit code; None while it runs, and before it was started."""
         return None if self.process is None else self.process.returncode
 
     async def start(self, pass_fds: Sequence[int] = ()) -> None:
@@ -112,7 +112,7 @@ class Child:
         self.started_s = time.monotonic()
 
     async def wait(self) -> int:
-        """Return the exit code when it has ended; output that is passed on has been read by then, to its end."""
+        """Return the exit code when it has ended; output that is passed on has then been read to its end."""
         process = self._started()
         if process.stdout is not None:
             async for line in process.stdout:
@@ -131,15 +131,15 @@ class Child:
             self._send_group(number)
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the process itself; it passes it on to its own children as it sees fit."""
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
+        """Send SIGTERM to the process itself, which passes it on to its own children where necessary."""
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop has not noticed yet
             if self.running:
                 os.kill(self.pid, signal.SIGTERM)
 
     async def end(self, within_s: float, *, group: bool = False) -> int | None:
-        """SIGTERM, and SIGKILL to its whole group after ``within_s``; return the exit code, None if it never ran.
+        """Send SIGTERM, and SIGKILL to its whole group after ``within_s``; return the exit code, None if it never ran.
 
-        ``group``: SIGTERM is for its whole group, too, and no process of the group outlives it.
+        ``group``: SIGTERM goes to its whole group, too, and no process of the group outlives it.
         """
         if self.process is None:
             return None
@@ -171,7 +171,7 @@ class Child:
         return exit_codes.reason(self.lines())
 
     def _send_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop does not know it yet
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the event loop has not noticed yet
             os.killpg(self.pid, number)
 
     def _started(self) -> asyncio.subprocess.Process:
