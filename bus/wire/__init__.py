@@ -1,1 +1,1 @@
-"""What stands on the wire: messages, their bytes, what must hold for them, and the names of streams and subjects."""
+"""The wire format: messages, their bytes, their invariants, and the names of streams and subjects."""

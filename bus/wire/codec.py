@@ -1,7 +1,7 @@
 """Bytes of every message: one msgpack map, ``schema`` and ``type`` first, arrays as raw little-endian bytes. Knows no transport.
 
-A field without a default must be there; one with a default may be missing. Unknown fields of a Task or Sample are kept in
-``extra`` and written again; unknown fields inside ``sampling`` or ``timings`` are refused (they would change what is meant).
+A field without a default is required; one with a default may be missing. Unknown fields of a Task or Sample are kept in
+``extra`` and written again; unknown fields inside ``sampling`` or ``timings`` are refused (they would change the meaning).
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ __all__ = [
 _FIRST = ("schema", "type")
 _MISSING: Any = object()
 _AS_DATETIME = 3
-"""msgpack's number for timestamps as datetime, which is what msgspec makes of them, too."""
+"""msgpack's number for timestamps as datetime, the type that msgspec decodes them to as well."""
 _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 
 
@@ -91,12 +91,12 @@ class Table:
             raise self._not_packable(packed) from None
 
     def read(self, data: bytes) -> Any:
-        """The message from its bytes. Raises WireError, UnknownSchema."""
+        """Return the message in ``data``. Raises WireError, UnknownSchema."""
         found = None if self._compiled is None else self._compiled.decode(data)
         return self.decode(unpack(data, self.name)) if found is None else found
 
     def decode(self, fields: dict[str, Any]) -> Any:
-        """The message from its map."""
+        """Return the message in a map."""
         found = self._take(fields)
         if self._keeps_unknown and len(fields) > len(found) + 2:
             extra = {_name(key): value for key, value in fields.items() if key not in found and key not in _FIRST}
@@ -111,7 +111,7 @@ class Table:
         return extra
 
     def pack(self, value: Any) -> dict[str, Any]:
-        """As a map, without ``schema`` and ``type``."""
+        """Return a message as a map, without ``schema`` and ``type``."""
         packed: dict[str, Any] = {}
         self._pack(value, packed)
         return packed
@@ -153,7 +153,7 @@ class Table:
         return WireError(self.name, "what msgpack can hold", _short(packed))
 
     def nested(self) -> Form:
-        """This message as a field of another: a map that may hold nothing unknown."""
+        """Return the form of this message as a field of another: a map without unknown fields."""
 
         def unpack(value: Any) -> Any:
             if type(value) is not dict:
@@ -182,7 +182,7 @@ def _seen(value: Any, field: str) -> object:
 
 
 def _short(value: object) -> object:
-    """The value if it is small, else a description: error messages stay readable."""
+    """Return the value if it is small, else a description: error messages stay readable."""
     try:
         text = repr(value)
     except RecursionError:
@@ -322,79 +322,79 @@ _RECORD_OF = {table.message: table for table in _RECORDS.values()}
 
 
 def encode_sample(sample: Sample) -> bytes:
-    """Bytes of a sample. Raises WireError naming the field that cannot be written."""
+    """Return the bytes of a sample. Raises WireError naming the field that cannot be written."""
     return _SAMPLE.encode(sample)
 
 
 def decode_sample(data: bytes) -> Sample:
-    """Sample from its bytes; arrays are read-only views. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    """Return a sample from its bytes; arrays are read-only views. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
     sample: Sample = _SAMPLE.read(data)
     return sample
 
 
 def encode_task(task: Task) -> bytes:
-    """Bytes of a task; its id is not among them. Raises WireError."""
+    """Return the bytes of a task; its id is not among them. Raises WireError."""
     return _TASK.encode(task)
 
 
 def decode_task(data: bytes, id: int) -> Task:
-    """Task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
+    """Return a task from its bytes and its sequence in TASKS. Raises WireError naming the field, UnknownSchema."""
     task: Task = dataclasses.replace(_TASK.read(data), id=id)
     return task
 
 
 def encode_partial(partial: Partial) -> bytes:
-    """Bytes of what is left of a response. Raises WireError."""
+    """Return the bytes of a partial. Raises WireError."""
     return _PARTIAL.encode(partial)
 
 
 def decode_partial(data: bytes) -> Partial:
-    """Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    """Return a partial. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
     partial: Partial = _PARTIAL.read(data)
     return partial
 
 
 def encode_record(record: PlanRecord) -> bytes:
-    """Bytes of a record of the log of plans. Raises WireError."""
+    """Return the bytes of a record of the log of plans. Raises WireError."""
     return _RECORD_OF[type(record)].encode(record)
 
 
 def decode_record(data: bytes) -> PlanRecord:
-    """Plan, Done, Settle, Requeue or Fence. Raises WireError naming the field, UnknownSchema."""
+    """Return a Plan, Done, Settle, Requeue or Fence. Raises WireError naming the field, UnknownSchema."""
     fields = unpack(data, *_RECORDS)
     record: PlanRecord = _RECORDS[fields["type"]].decode(fields)
     return record
 
 
 def record_name(record: PlanRecord) -> str:
-    """plan, done, settle, requeue or fence: its ``type`` on the wire and its subject."""
+    """Return plan, done, settle, requeue or fence: the record's ``type`` on the wire and its subject."""
     return _RECORD_OF[type(record)].name
 
 
 def encode_dead(dead: Dead) -> bytes:
-    """Bytes of a dead task. Raises WireError."""
+    """Return the bytes of a dead task. Raises WireError."""
     return _DEAD.encode(dead)
 
 
 def decode_dead(data: bytes) -> Dead:
-    """Raises WireError naming the field, UnknownSchema."""
+    """Return a dead task. Raises WireError naming the field, UnknownSchema."""
     dead: Dead = _DEAD.read(data)
     return dead
 
 
 def encode_word(word: Word) -> bytes:
-    """Bytes of a word about a dead task. Raises WireError."""
+    """Return the bytes of a decision on a dead task. Raises WireError."""
     return _WORD.encode(word)
 
 
 def decode_word(data: bytes) -> Word:
-    """Raises WireError naming the field, UnknownSchema."""
+    """Return a decision on a dead task. Raises WireError naming the field, UnknownSchema."""
     word: Word = _WORD.read(data)
     return word
 
 
 def unpack(data: bytes, *types: str) -> dict[str, Any]:
-    """The map of a message of one of these types. Raises WireError, UnknownSchema."""
+    """Return the map of a message of one of these types. Raises WireError, UnknownSchema."""
     try:
         fields = msgpack.unpackb(data, strict_map_key=False, timestamp=_AS_DATETIME)
     except (*_BAD, msgpack.UnpackException) as error:

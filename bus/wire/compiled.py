@@ -1,8 +1,8 @@
 """A message compiled for msgspec, which checks, reads and writes it in C: several times as fast as field by field in Python.
 
-It takes what is usual: on the wire, every field and no unknown one; in memory, fields of the declared types, of what msgpack has a
-form for. All else is left to the table (``bus.wire.codec``), which knows defaults and unknown fields and names the field that is wrong.
-A test holds both to the same results.
+It handles the usual case: on the wire, every field and no unknown one; in memory, fields of the declared types, all of which msgpack
+can express. The table (``bus.wire.codec``) handles the rest: it knows defaults and unknown fields and names the field that is wrong.
+A test requires equal results of both.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowE
 
 
 class Compiled:
-    """Encodes and decodes one message type. ``head``: further fields that stand on the wire, and the one value of each."""
+    """Encoder and decoder of one message type. ``head``: further fields on the wire, and the one value of each."""
 
     def __init__(self, message: type, forms: Mapping[str, Form], head: Mapping[str, Any]) -> None:
         heads = {name: Literal[value] for name, value in head.items()}
@@ -33,7 +33,7 @@ class Compiled:
         self._map_header = msgpack.Packer().pack_map_header(len(incoming.__struct_fields__))
 
     def encode(self, value: Any) -> bytes | None:
-        """The bytes; None when the table must look at it."""
+        """Return the bytes; None when the table must encode it."""
         try:
             wire = msgspec.convert(value, self._outgoing, from_attributes=True)
             for name, pack in self._packs:
@@ -43,7 +43,7 @@ class Compiled:
             return None
 
     def decode(self, data: bytes) -> Any:
-        """The message; None when the table must look at it."""
+        """Return the message; None when the table must decode it."""
         if not data.startswith(self._map_header):
             return None
         try:
@@ -56,11 +56,11 @@ class Compiled:
 
 
 def nested(message: type, forms: Mapping[str, Form]) -> type:
-    """Type on the wire of a message that is a field of another, with nothing unknown in it."""
+    """Return the wire type of a message that is a field of another, without unknown fields."""
     assert not any(form.by_hand for form in forms.values()), message
     return msgspec.defstruct(message.__name__, [(name, form.wire) for name, form in forms.items()], forbid_unknown_fields=True, gc=False)
 
 
 def pair(message: type, *fields: tuple[str, type]) -> type:
-    """Type on the wire of a message that is a list of its fields."""
+    """Return the wire type of a message that is a list of its fields."""
     return msgspec.defstruct(message.__name__, fields, array_like=True, forbid_unknown_fields=True, gc=False)

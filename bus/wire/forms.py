@@ -1,4 +1,4 @@
-"""How one field looks on the wire: a form packs a value, and unpacks it again or refuses it. Knows no message."""
+"""The wire format of single fields: a form packs a value, and unpacks it again or refuses it. Knows no message."""
 
 import sys
 from collections.abc import Callable
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 MOST_LEVELS = 64
-"""Of maps and lists in each other, in a field that may hold anything."""
+"""Limit of nesting of maps and lists in a field that may hold anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """``pack`` and ``unpack`` raise TypeError or ValueError for what does not fit; ``want`` says what fits."""
+    """A field's format. ``pack`` and ``unpack`` raise TypeError or ValueError for a value that does not fit ``want``, its description."""
 
     want: str
     pack: Callable[[Any], Any]
@@ -24,9 +24,9 @@ class Form:
     wire: Any = Any
     """The type of the packed value, as msgspec checks it (``bus.wire.compiled``)."""
     by_hand: bool = False
-    """msgspec cannot do all of it: ``unpack`` is called after it, ``plain`` (or else ``pack``) before it."""
+    """True when msgspec cannot do all of it: ``unpack`` is called after it, ``plain`` (or else ``pack``) before it."""
     plain: Callable[[Any], Any] | None = None
-    """As ``pack``, and refuses what msgspec might write differently from msgpack."""
+    """Like ``pack``, but refuses values that msgspec might write differently from msgpack."""
 
 
 def _int(value: Any) -> int:
@@ -73,7 +73,7 @@ def _same(value: Any) -> Any:
 
 
 def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
-    """Raise ValueError for what is nested so deeply that it could be decoded, and then neither shown nor compared."""
+    """Raise ValueError for a value nested so deeply that it could be decoded, but neither shown nor compared."""
     if isinstance(value, dict | list | tuple):
         if not levels:
             raise ValueError
@@ -82,7 +82,7 @@ def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
 
 
 def _plain(value: Any, levels: int = MOST_LEVELS) -> Any:
-    """The value itself, if all of it is of types that every msgpack library writes in one way. Raises ValueError, TypeError."""
+    """Return the value, if all of it is of types that every msgpack library writes in one way. Raises ValueError, TypeError."""
     kind = type(value)
     if kind in _SCALARS:
         return value
@@ -112,7 +112,7 @@ ANY = Form("anything msgpack can hold", _same, _same, by_hand=True, plain=_plain
 
 
 def optional(form: Form) -> Form:
-    """nil or the form."""
+    """Return a form that also accepts nil."""
 
     def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda value: None if value is None else convert(value)
@@ -121,7 +121,7 @@ def optional(form: Form) -> Form:
 
 
 def many(form: Form) -> Form:
-    """A list of the form; a tuple on this side."""
+    """Return the form of a list, which is a tuple in memory."""
 
     def unpack(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
@@ -133,7 +133,7 @@ def many(form: Form) -> Form:
 
 
 def keyed(key: Form, form: Form) -> Form:
-    """A map from one form to another."""
+    """Return the form of a map from one form to another."""
 
     def convert(value: Any, key_of: Callable[[Any], Any], value_of: Callable[[Any], Any]) -> dict[Any, Any]:
         if type(value) is not dict:
@@ -150,7 +150,7 @@ def keyed(key: Form, form: Form) -> Form:
 
 
 def either(first: Form, second: Form) -> Form:
-    """One of two forms. The exact type of the first is taken without a call, so what is converted is tried as the second before."""
+    """Return the form of one of two. The exact type of the first is taken without a call; a value to convert is tried as the second before."""
 
     def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def convert(value: Any) -> Any:
@@ -166,7 +166,7 @@ def either(first: Form, second: Form) -> Form:
 
 
 def choice(enum: type[StrEnum]) -> Form:
-    """One value of an enumeration, as text."""
+    """Return the form of an enumeration's value, as text."""
     members = {str(member.value): member for member in enum}
 
     def unpack(value: Any) -> StrEnum:
@@ -181,7 +181,7 @@ def choice(enum: type[StrEnum]) -> Form:
 
 
 def array(dtype: str) -> Form:
-    """A one-dimensional array as raw little-endian bytes (``dtype`` as numpy spells it: ``<i4``); unpacked as a read-only view."""
+    """Return the form of a 1-D array: raw little-endian bytes (``dtype`` as in numpy: ``<i4``), unpacked as a read-only view."""
     wire = np.dtype(dtype)
     native = wire.newbyteorder("=")
     swap = sys.byteorder != "little" and wire.itemsize > 1

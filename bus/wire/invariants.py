@@ -1,6 +1,6 @@
-"""What every sample promises (``docs/wire.md``), held where tokens are appended and again where samples are taken in; and every partial.
+"""Invariants of every sample and partial (``docs/wire.md``), checked where tokens are appended and again where samples are read.
 
-The bounds of numbers are here and nowhere else. What passes can be computed with: no later sum, square or exponential leaves the floats.
+The bounds of numbers are here and nowhere else. They make values safe to compute with: no later sum, square or exponential overflows.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.to
 
 
 def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
-    """Hold the invariants. Raises WireError naming the field. Costs one pass over each array, no copies."""
+    """Check a sample. Raises WireError naming the field. Costs one pass over each array, no copies."""
     _check_identity(sample)
     _check_lengths(sample)
     _check_tokens(sample, _TOKEN_LIMIT if vocab_size is None else vocab_size)
@@ -44,7 +44,7 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None) -> None:
 
 
 def check_partial(partial: Partial) -> None:
-    """Hold the invariants of what is left of a response. Raises WireError naming the field."""
+    """Check a partial. Raises WireError naming the field."""
     if not 1 <= partial.task < _ID_LIMIT or partial.index < 0:
         raise WireError("task, index", f"1 <= task < {_ID_LIMIT} and index >= 0", f"{partial.task}, {partial.index}")
     if not partial.attempt:
@@ -91,7 +91,7 @@ def _check_tokens(sample: Sample, limit: int) -> None:
 
 
 def _check_response(sample: Sample) -> None:
-    """Trainable tokens: log-probability from MIN_LOG_PROB to 0. Environment tokens: mask 0 and log-probability 0."""
+    """Check trainable tokens (log-probability from MIN_LOG_PROB to 0) and environment tokens (mask 0 and log-probability 0)."""
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     if not len(mask):
         return
@@ -124,7 +124,7 @@ def _check_covered(spans: Sequence[Span], length: int) -> None:
 
 
 def check_reward(reward: float | dict[str, float]) -> None:
-    """Hold the bounds of a reward, or of its parts and the score made of them. Raises WireError naming the part."""
+    """Check the bounds of a reward, or of its parts and the score made of them. Raises WireError naming the part."""
     if not isinstance(reward, dict) and abs(reward) <= MAX_REWARD:
         return
     parts = reward if isinstance(reward, dict) else {"": reward}
@@ -139,7 +139,7 @@ def check_reward(reward: float | dict[str, float]) -> None:
 
 def _check_seconds(timings: Timings, created_s: float = 0.0) -> None:
     seconds = (created_s, timings.queued_s, timings.generating_s, timings.tools_s, timings.reward_s)
-    if sum(map(abs, seconds)) <= MAX_SECONDS:  # then each is; the usual case
+    if sum(map(abs, seconds)) <= MAX_SECONDS:  # then each of them is within the bound; the usual case
         return
     for field, value in zip(_SECONDS, seconds, strict=True):
         if not abs(value) <= MAX_SECONDS:  # NaN fails it too

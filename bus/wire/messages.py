@@ -1,4 +1,4 @@
-"""What crosses a process: Task, Sample, Plan and their parts. Knows no transport; ``bus.wire.codec`` turns them into bytes.
+"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``bus.wire.codec`` turns them into bytes.
 
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, G = groups of a step.
 """
@@ -18,20 +18,20 @@ Prompt = str | list[dict[str, Any]]
 
 
 class Kind(StrEnum):
-    """What a task is for."""
+    """Purpose of a task."""
 
     TRAIN = "train"
     EVAL = "eval"
 
 
 class Status(StrEnum):
-    """How a sample ended."""
+    """Outcome of a sample."""
 
     PENDING = "pending"
     COMPLETED = "completed"  # stopped by itself (end-of-sequence or a stop string)
     TRUNCATED = "truncated"  # ran into max_new_tokens or the context length
     ABORTED = "aborted"  # stopped from outside
-    FAILED = "failed"  # could not be generated or scored; ``metadata["error"]`` says why
+    FAILED = "failed"  # could not be generated or scored; the reason is in ``metadata["error"]``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The distribution to sample from, and when to stop."""
+    """The sampling distribution, and when to stop."""
 
     temperature: float = 1.0
     """0 is greedy decoding."""
@@ -54,7 +54,7 @@ class Sampling:
     max_new_tokens: int = 128
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Besides the tokenizer's end-of-sequence id."""
+    """Stop tokens besides the tokenizer's end-of-sequence id."""
     seed: int | None = None
     """Sampler seed of the group; sample ``index`` uses ``seed + index``. None = the engine chooses."""
 
@@ -65,7 +65,7 @@ class Task:
 
     run: str
     epoch: int
-    """Learner epoch that issued it."""
+    """Epoch of the learner that issued it."""
     prompt: Prompt
     prompt_tokens: NDArray[np.int32]
     group_size: int
@@ -77,10 +77,10 @@ class Task:
     kind: Kind = Kind.TRAIN
     label: Any = None
     reissue_of: int | None = None
-    """Id of the first task for this prompt when it was dropped and is issued again."""
+    """Id of the first task for this prompt, when it was dropped and is issued again."""
     reissues: int = 0
     min_version: int = 0
-    """No engine with older weights may work on it."""
+    """Oldest version of the weights with which an engine may work on it."""
     issue_step: int = 0
     """Step of the newest published version when it was issued."""
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds a sample spent in each place."""
+    """Seconds that a sample spent in each place."""
 
     queued_s: float = 0.0
     generating_s: float = 0.0
@@ -106,7 +106,7 @@ class Sample:
     run: str
     task: int
     index: int
-    """0 <= index < group_size."""
+    """Number of the sample in its group, 0 <= index < group_size."""
     group_size: int
     attempt: str
     """Nonce of the lease under which it was made; the message id is ``<task>.<index>.<attempt>``."""
@@ -114,7 +114,7 @@ class Sample:
     tokens: NDArray[np.int32]
     """Prompt and response, [L]."""
     response_length: int
-    """R."""
+    """Number of tokens of the response, R."""
     response: str
     rollout_log_probs: NDArray[np.float32]
     """Log-probability (nats) under the distribution that was sampled from, [R]; 0 where loss_mask is 0."""
@@ -142,12 +142,12 @@ class Sample:
 
     @property
     def score(self) -> float:
-        """The scalar that is trained on (``score_of``)."""
+        """Scalar that is trained on (``score_of``)."""
         return score_of(self.reward)
 
     @property
     def min_version(self) -> int:
-        """Oldest version that made one of its tokens (-1 for an empty response)."""
+        """Oldest version that generated one of its tokens (-1 for an empty response)."""
         return min([span.version for span in self.spans], default=-1)
 
     @property
@@ -156,7 +156,7 @@ class Sample:
 
 
 def score_of(reward: float | dict[str, float]) -> float:
-    """The scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
+    """Return the scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
     if not isinstance(reward, dict):
         return float(reward)
     for name in ("score", "reward"):
@@ -167,7 +167,7 @@ def score_of(reward: float | dict[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """What became of one response of a task that was handed back: its tokens so far, or where the finished sample stands."""
+    """The state of one response of a task that was nak'ed: its tokens so far, or the sequence of its finished sample."""
 
     run: str
     task: int
@@ -175,9 +175,9 @@ class Partial:
     attempt: str
     """Nonce of the lease under which it was stored; the message id is ``partial.<task>.<index>.<attempt>``."""
     tokens: NDArray[np.int32]
-    """Of the response so far, [R]; none when the sample is stored."""
+    """Tokens of the response so far, [R]; none when the sample is stored."""
     rollout_log_probs: NDArray[np.float32]
-    """As in a Sample, [R]."""
+    """Log-probabilities as in a Sample, [R]."""
     spans: tuple[Span, ...]
     response: str = ""
     """The tokens as text."""
@@ -189,7 +189,7 @@ class Partial:
     """Sequence of the finished sample in SAMPLES; 0 = it is not finished."""
     actor: str = ""
     timings: Timings = field(default_factory=Timings)
-    """Of all attempts at it so far."""
+    """Timings of all attempts at it so far."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 
@@ -221,12 +221,12 @@ class Plan:
     """Tokens of a version with a smaller step are masked; None = nothing is masked."""
     data_parallel: int
     num_micro_batches: int
-    """On every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
+    """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
     config_digest: str
     chain: str
-    """SHA-256 over the chain of the plan before and this plan's columns (see ``learner.data.plans``)."""
+    """SHA-256 over the previous plan's chain and this plan's columns (see ``learner.data.plans``)."""
     num_minibatches: int = 1
-    """Optimizer steps that the plan is trained in."""
+    """Number of optimizer steps that the plan is trained in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,15 +255,15 @@ class Settle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeue:
-    """The prompt of a dead task is owed another one, because somebody asked for it: recorded once, before it is issued."""
+    """An operator's decision that the prompt of a dead task is issued again as a new task: recorded once, before the issue."""
 
     epoch: int
     task: int
-    """The dead one."""
+    """Id of the dead task."""
     root: int
     """Id of the first task for this prompt."""
     count: int
-    """``Task.reissues`` of the one that is owed."""
+    """``Task.reissues`` of the task to be issued."""
     prompt_epoch: int
     offset: int
     step: int
@@ -272,7 +272,7 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """First message of a learner on a stream: messages of an older epoch behind it are void."""
+    """First message of a learner on a stream: later messages of an older epoch are void."""
 
     epoch: int
 
@@ -294,36 +294,36 @@ class Dead:
     reissues: int = 0
     prompt_epoch: int = 0
     offset: int = 0
-    """The prompt's place, as in the task."""
+    """Position of the prompt, as in the task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Word:
-    """What somebody said of a dead task; the first word counts."""
+    """An operator's decision on a dead task (requeue or drop). The first one stored wins."""
 
     task: int
     word: str
-    """requeue | drop."""
+    """The decision: requeue | drop."""
     by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """A reader's place in a stream: all up to ``floor`` is settled, and ``settled`` above it."""
+    """A reader's place in a stream: all sequences up to ``floor`` are settled, and those in ``settled`` above it."""
 
     created: str
-    """Creation time of the stream as the server tells it: another value means another stream."""
+    """Creation time of the stream as reported by the server: another value means another stream."""
     floor: int
     settled: tuple[int, ...] = ()
 
 
 MOST_RANKS = 1024
-"""Processes of one engine that receive weights, at most."""
+"""Largest number of processes of one engine that receive weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """How an engine receives weights, and whether it serves them to other engines."""
+    """Capabilities of an engine to receive weights, and to serve them to other engines."""
 
     single_request_push: bool = False
     """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request each."""
@@ -332,12 +332,12 @@ class Capabilities:
     colocated: bool = False
     """It shares an accelerator with the learner, and releases its memory for each step."""
     ranks: int = 1
-    """Its processes that receive: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
+    """Number of its processes that receive weights: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRow:
-    """What a process says of itself, every heartbeat."""
+    """Liveness row of a process, written with every heartbeat."""
 
     role: str
     """bus | engine | actor | feeder | learner | host | router | up."""
@@ -347,25 +347,25 @@ class LiveRow:
     phase: str
     """starting | joining | catching up | serving | stale | waiting | working | draining | ..."""
     waits_for: str = ""
-    """What it waits for and since when, in words."""
+    """Condition that it waits for and since when, in words."""
     trouble: str = ""
-    """What goes wrong again and again, in words: how often, and the last reason; empty = nothing does."""
+    """Repeated failures, in words: how often, and the last reason; empty = none."""
     version: int = -1
     epoch: int = 0
     load: dict[str, float] = field(default_factory=dict)
     """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
     capabilities: Capabilities = field(default_factory=Capabilities)
-    """Of an engine."""
+    """Capabilities of an engine."""
     taking_memory: bool = False
     """A colocated engine is taking memory by itself; a learner that acquires the accelerator waits for it."""
     address: str = ""
     """URL at which it serves, if it does."""
     pool: str = ""
-    """Of a host: the group of hosts that it belongs to."""
+    """Group of hosts that a host belongs to."""
     handles: str = ""
-    """Of an engine: where it takes handles of weights (``ipc://...``), if it does."""
+    """Address at which an engine receives handles of weights (``ipc://...``), if it does."""
     place: str = ""
-    """Of an engine that takes handles: its domain of shared memory (``weightstore/transport/handles.py``). Equal ones can share memory."""
+    """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can share memory."""
     unreadable: str = ""
     """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none."""
 

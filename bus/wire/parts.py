@@ -1,7 +1,7 @@
 """Samples larger than one message: cut into parts, named by a manifest, joined again. Knows no transport.
 
-A manifest is a few bytes that anybody can write, and it costs its readers what it names: so it is checked before anything is fetched, and
-every part as it arrives.
+A manifest is a few bytes that any actor can write, and its readers pay for the parts it names: so it is checked before any part is
+fetched, and every part as it arrives.
 """
 
 import hashlib
@@ -18,27 +18,27 @@ HEADER_RESERVE_BYTES = 1024
 MAX_SAMPLE_BYTES = 64 << 20
 """A sample of a million tokens has 9 bytes for each, its text and its metadata: a larger one is neither published nor read."""
 _FEW_PARTS = 16
-"""So many are taken of any size."""
+"""Number of parts that may have any size."""
 _SMALLEST_PART_BYTES = 256 << 10
-"""More of them have at least so many bytes on average, or half of what fits in a message where that is less."""
+"""Smallest mean size of more parts, or half of the payload of a message where that is less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Stands in the stream for a sample whose bytes are in parts stored before it."""
+    """The stored message of a sample with its bytes in parts stored before it."""
 
     seqs: tuple[int, ...]
     """Sequences of the parts, in order."""
     length: int
     sha256: str
-    """Of the joined bytes, hexadecimal."""
+    """Digest of the joined bytes, hexadecimal."""
 
 
 _MANIFEST = Table(Manifest, "parts", seqs=many(INT), length=INT, sha256=TEXT)
 
 
 def cut(data: bytes, max_payload: int) -> Iterator[bytes]:
-    """Pieces that fit in a message each."""
+    """Yield pieces that fit in a message each."""
     size = max_payload - HEADER_RESERVE_BYTES
     for start in range(0, len(data), size):
         yield data[start : start + size]
@@ -49,12 +49,12 @@ def fits(data: bytes, max_payload: int) -> bool:
 
 
 def describe(data: bytes, seqs: Sequence[int]) -> bytes:
-    """Bytes of the manifest."""
+    """Return the bytes of the manifest."""
     return _MANIFEST.encode(Manifest(seqs=tuple(seqs), length=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
 
 def read_manifest(data: bytes, *, seq: int, max_payload: int) -> Manifest:
-    """The manifest stored at ``seq``, before which its parts must stand.
+    """Return the manifest stored at ``seq``, before which its parts must stand.
 
     Raises WireError, also for one that names more bytes or more parts than a sample has, or a part twice.
     """
@@ -79,7 +79,7 @@ class Joining:
         self._joined, self._digest = io.BytesIO(), hashlib.sha256()
 
     def add(self, part: bytes) -> None:
-        """Raises WireError when the parts are longer than stated."""
+        """Add a part. Raises WireError when the parts are longer than stated."""
         length = self._joined.tell() + len(part)
         if length > self._manifest.length:
             raise WireError("parts.length", f"{self._manifest.length} bytes", f"{length} or more")
@@ -87,7 +87,7 @@ class Joining:
         self._digest.update(part)
 
     def whole(self) -> bytes:
-        """The sample's bytes. Raises WireError when length or digest differ."""
+        """Return the sample's bytes. Raises WireError when length or digest differ."""
         if self._joined.tell() != self._manifest.length:
             raise WireError("parts.length", f"{self._manifest.length} bytes", self._joined.tell())
         if self._digest.hexdigest() != self._manifest.sha256:

@@ -1,4 +1,4 @@
-"""What each row of each bucket must hold: fields that must be there, and fields that may. A row that holds something else is refused."""
+"""Shapes of the rows of each bucket: required and optional fields. A row of another shape is refused."""
 
 import json
 import math
@@ -17,7 +17,7 @@ _LIMIT = 2**63
 
 
 def json_map(data: bytes) -> dict[str, Any]:
-    """The JSON object in ``data``. Raises WireError."""
+    """Return the JSON object in ``data``. Raises WireError."""
     if len(data) > MAX_ROW_BYTES:
         raise WireError("size", f"<= {MAX_ROW_BYTES} bytes", len(data))
     try:
@@ -30,7 +30,7 @@ def json_map(data: bytes) -> dict[str, Any]:
 
 
 def read_row(bucket: str, key: str, data: bytes) -> dict[str, Any]:
-    """The row in ``data``. Raises WireError naming the field that is missing or of another type."""
+    """Return the row in ``data``. Raises WireError naming the field that is missing or of another type."""
     value = json_map(data)
     _shape(bucket, key).check(value)
     return value
@@ -83,7 +83,7 @@ NUMBERS, FLAG = keyed(TEXT, _form("a finite number", _number)), _form("true or f
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Fields by name. Others may be there, and are nobody's business."""
+    """Required and optional fields by name. Further fields are ignored."""
 
     must: Mapping[str, Form]
     may: Mapping[str, Form]
@@ -104,14 +104,14 @@ class Shape:
 
 
 def _of(row: type, forms: Mapping[str, Form]) -> Shape:
-    """Of a row that is a dataclass: the fields without a default must be there."""
+    """Return the shape of a row that is a dataclass: the fields without a default are required."""
     must = {field.name for field in fields(row) if field.default is MISSING and field.default_factory is MISSING}
     assert {field.name for field in fields(row)} == set(forms), row
     return Shape({name: form for name, form in forms.items() if name in must}, {n: form for n, form in forms.items() if n not in must})
 
 
 def _nested(shape: Shape) -> Form:
-    """A map in a row, which has fields of its own."""
+    """Return the form of a map in a row, which has fields of its own."""
 
     def check(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -200,7 +200,7 @@ _ROWS: Mapping[str, Mapping[str, Shape]] = {
     "keys": {"admin": Shape({"key": TEXT}, {})},
     "wanted": {"*": Shape({}, {"engine": WHOLE, "actor": WHOLE})},
 }
-"""By bucket and key; ``*`` stands for any end."""
+"""Shapes by bucket and key; ``*`` stands for any end."""
 
 
 def _shape(bucket: str, key: str) -> Shape:

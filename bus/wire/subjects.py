@@ -9,7 +9,7 @@ from bus.wire.messages import Kind
 TASKS, SAMPLES, PLAN, PARTIALS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "DEAD"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
 SECRET_BUCKETS = ("keys",)
-"""Those that not every process may read."""
+"""Buckets that not every process may read."""
 CONSUMERS = {Kind.TRAIN: "rollout", Kind.EVAL: "eval"}
 """Durable consumer of TASKS for each kind."""
 
@@ -33,14 +33,14 @@ _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
 
 def check_run(run: str) -> str:
-    """The run id itself. Raises ValueError when it cannot be part of a subject and of a stream name."""
+    """Return the run id. Raises ValueError when it cannot be part of a subject and of a stream name."""
     if not RUN_NAME.fullmatch(run):
         raise ValueError(f"run: want 1 to 64 of A-Z a-z 0-9 _ -, got {run!r}")
     return run
 
 
 def token(text: str) -> str:
-    """Text made fit to be one token of a subject."""
+    """Return the text as one token of a subject."""
     return _NOT_TOKEN.sub("_", text) or "_"
 
 
@@ -49,7 +49,7 @@ def stream(run: str, name: str) -> str:
 
 
 def bucket_stream(run: str, bucket: str) -> str:
-    """The stream behind a key-value bucket."""
+    """Return the stream behind a key-value bucket."""
     return f"KV_TM_{run}_{bucket}"
 
 
@@ -58,37 +58,37 @@ def row(run: str, bucket: str, key: str) -> str:
 
 
 def task(run: str, kind: str) -> str:
-    """``kind``: train, eval, or fence."""
+    """Return the subject of a task. ``kind``: train, eval, or fence."""
     return f"tm.{run}.task.{kind}"
 
 
 def plan(run: str, kind: str) -> str:
-    """``kind``: plan, done, settle, requeue, or fence."""
+    """Return the subject of a record. ``kind``: plan, done, settle, requeue, or fence."""
     return f"tm.{run}.plan.{kind}"
 
 
 def sample(run: str, kind: str, version: int, actor: str) -> str:
-    """``version``: the oldest that made one of its tokens; ``none`` for an empty response."""
+    """Return the subject of a sample. ``version``: the oldest that generated one of its tokens; ``none`` for an empty response."""
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
 def samples(run: str, *tokens: object) -> str:
-    """Filter of all samples, or of those whose subject goes on with these tokens (kind, version)."""
+    """Return the filter of all samples, or of those whose subject continues with these tokens (kind, version)."""
     return ".".join(("tm", run, "sample", *map(str, tokens), ">"))
 
 
 def samples_of(run: str, actor: str) -> str:
-    """Filter of all samples of an actor (a token already, or ``*``), except their manifests."""
+    """Return the filter of all samples of an actor (a token already, or ``*``), except their manifests."""
     return f"tm.{run}.sample.*.*.{actor}"
 
 
 def manifest(sample: str) -> str:
-    """Subject of the manifest of a sample that is stored in parts, from the sample's own."""
+    """Return the subject of the manifest of a sample that is stored in parts, from the sample's own."""
     return f"{sample}.parts"
 
 
 def sample_in(run: str, subject: str) -> str:
-    """Subject of a sample, or of its manifest, as that of the whole sample in another run."""
+    """Return the subject of a sample, or of its manifest, as that of the whole sample in another run."""
     tokens = subject.split(".")
     return ".".join((tokens[0], run, *tokens[2:6]))
 
@@ -102,35 +102,35 @@ def kind_of_sample(subject: str) -> str:
 
 
 def version_of_sample(subject: str) -> int | None:
-    """The version that a subject of SAMPLES names; None when it names none."""
+    """Return the version that a subject of SAMPLES names; None when it names none."""
     tokens = subject.split(".", 5)
     return natural(tokens[4]) if len(tokens) > 4 else None
 
 
 def refused(actor: str) -> str:
-    """Key of the row of a refused actor."""
+    """Return the key of the row of a refused actor."""
     return f"{REFUSED_KEY}.{token(actor)[:_LONGEST_NAME]}"
 
 
 def actor_of_sample(subject: str) -> str:
-    """The actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the message."""
+    """Return the actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the message."""
     tokens = subject.split(".", 6)
     return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
 
 
 def acks(run: str) -> tuple[str, str]:
-    """Subjects on which actors acknowledge training tasks, without a JetStream domain and with one."""
+    """Return the subjects on which actors acknowledge training tasks, without a JetStream domain and with one."""
     consumer = f"{stream(run, TASKS)}.{CONSUMERS[Kind.TRAIN]}"
     return f"$JS.ACK.{consumer}.>", f"$JS.ACK.*.*.{consumer}.>"
 
 
 def part(run: str, kind: str, task: int | str) -> str:
-    """Parts of samples too large for one message."""
+    """Return the subject of parts of a sample too large for one message."""
     return f"tm.{run}.part.{kind}.{task}"
 
 
 def parts(run: str) -> str:
-    """Filter of all parts of all samples."""
+    """Return the filter of all parts of all samples."""
     return f"tm.{run}.part.>"
 
 
@@ -139,12 +139,12 @@ def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
 
 
 def task_of_partial(subject: str) -> int | None:
-    """Id of the task that a subject of PARTIALS names; None when it names none."""
+    """Return the id of the task that a subject of PARTIALS names; None when it names none."""
     return natural(subject.split(".")[3])
 
 
 def natural(text: str) -> int | None:
-    """The number that a token or header spells, 0 to 2**63 - 1; None for any other text."""
+    """Return the number that a token or header spells, 0 to 2**63 - 1; None for any other text."""
     if len(text) > _MOST_DIGITS or not (text.isascii() and text.isdigit()):
         return None
     number = int(text)
@@ -162,7 +162,7 @@ class Delivery(NamedTuple):
 
 
 def delivery(reply: str) -> Delivery | None:
-    """Parse the reply subject of a message that a consumer delivered; None for any other subject."""
+    """Return the numbers in the reply subject of a message that a consumer delivered; None for any other subject."""
     fields = reply.split(".")
     if fields[:2] != ["$JS", "ACK"] or len(fields) < _ACK_TOKENS:
         return None
@@ -172,13 +172,13 @@ def delivery(reply: str) -> Delivery | None:
         return None
     try:
         told = Delivery(*map(int, numbers))
-    except (ValueError, TypeError):  # an empty one, one of thousands of digits; fewer than five
+    except (ValueError, TypeError):  # an empty text, or one of thousands of digits; fewer than five
         return None
     return told if max(told) < _LIMIT else None
 
 
 def dead(run: str) -> str:
-    """Filter of everything in stream DEAD."""
+    """Return the filter of everything in stream DEAD."""
     return f"tm.{run}.dead.>"
 
 
@@ -195,10 +195,10 @@ def dead_word(run: str, task: int | str) -> str:
 
 
 def metric(run: str, source: str = ">") -> str:
-    """Live numbers of one process, or of all; core messages, in no stream."""
+    """Return the subject of live metrics of one process, or of all; core messages, in no stream."""
     return f"tm.{run}.metric.{source}"
 
 
 def everything(run: str) -> str:
-    """Filter of every subject of the run, except its rows."""
+    """Return the filter of every subject of the run, except its rows."""
     return f"tm.{run}.>"
