@@ -4,7 +4,7 @@ from bus import exit_codes
 
 
 class BusError(Exception):
-    """Something went wrong between this process and the bus."""
+    """Something failed between this process and the bus."""
 
 
 class BusUnavailable(BusError):
@@ -19,7 +19,7 @@ class BusUnavailable(BusError):
 
 
 class Denied(BusError):
-    """The bus does not let this process in: name or password are wrong or missing, or a certificate is not to be trusted."""
+    """The bus refuses the connection: user or password are wrong or missing, or a certificate is not trusted."""
 
     def __init__(self, where: str, reason: str, cure: str) -> None:
         super().__init__(where, reason, cure)
@@ -30,7 +30,7 @@ class Denied(BusError):
 
 
 class Forbidden(BusError):
-    """The bus let this process in, but its user may not do this: it would not help to try again."""
+    """The bus accepted the connection, but its user lacks this permission: a retry would not help."""
 
     def __init__(self, subject: str, verb: str, user: str) -> None:
         super().__init__(subject, verb, user)
@@ -52,7 +52,7 @@ class ServerFailed(BusError):
 
 
 class ConfigMismatch(BusError):
-    """A stream, consumer or bucket exists, or was created, with another configuration than asked for."""
+    """A stream, consumer or bucket exists, or was created, with a configuration other than the requested one."""
 
     exit_code = exit_codes.CONFIG
 
@@ -65,7 +65,7 @@ class ConfigMismatch(BusError):
 
 
 class WireError(BusError, ValueError):
-    """A message that cannot be decoded or breaks an invariant: says which field, what was wanted, what came."""
+    """A message cannot be decoded or breaks an invariant; the error names the field, the expected and the actual value."""
 
     def __init__(self, field: str, want: str, got: object) -> None:
         super().__init__(field, want, got)
@@ -80,7 +80,7 @@ class UnknownSchema(WireError):
 
 
 class UnreadableRow(WireError):
-    """A row that a process cannot do without holds something else: names bucket, key and revision."""
+    """A row that a process needs cannot be read; the error names bucket, key and revision."""
 
     def __init__(self, field: str, revision: int, want: str, got: object) -> None:
         super().__init__(field, want, got)
@@ -139,7 +139,7 @@ class Refused(BusError):
 
 
 class StreamReplaced(BusError):
-    """The stream is another one than the cursor was made for: it was deleted and created again, or restored."""
+    """The stream is not the one that the cursor was made for: it was deleted and created again, or restored."""
 
     exit_code = exit_codes.CONFIG
 

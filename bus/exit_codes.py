@@ -16,7 +16,7 @@ CONFIG = 78
 FINAL = frozenset({WRONG_USE, TAKEN_OVER, CONFIG})
 """A process that ends with one of these is not started again."""
 LINE = "error: "
-"""How the last line of a process begins that has ended by an error; the message follows."""
+"""Prefix of the last line of a process that ends by an error; the message follows."""
 
 
 def of(error: BaseException) -> int:
@@ -34,7 +34,7 @@ def message(error: BaseException) -> str:
 def report(error: BaseException, log: logging.Logger) -> int:
     """Write the last line of a process that ends by ``error`` to stderr; return its exit code.
 
-    The traceback goes to ``log`` before, except for errors that are the user's to mend: there the message is all there is to know.
+    The traceback goes to ``log`` before, except for errors that the user has to correct: their message is sufficient.
     """
     code = of(error)
     if code not in FINAL:
@@ -53,7 +53,7 @@ def reason(lines: Iterable[str]) -> str:
 
 
 def how(code: int) -> str:
-    """Return how a process with this exit code ended, in words."""
+    """Return a description of the end of a process with this exit code."""
     if code >= 0:
         return f"ended with code {code}"
     try:
