@@ -31,7 +31,7 @@ _FORBIDDEN_S = 10.0
 """Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 _TIDYING = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused without consequence: readers delete their consumers, and the server also removes idle ones by itself."""
+"""Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself, too."""
 _NO_ENTRY = ("authorization violation", "authentication", "user credentials")
 
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)

@@ -60,7 +60,7 @@ class OrderedPull:
         on_open: Callable[[StreamState, int], None] | None = None,
     ) -> None:
         self.position = start
-        """Sequence of the next message, or of a later one."""
+        """Smallest sequence that the next message can have."""
         self.reopened = 0
         self._jet, self._stream, self._filters, self._headers_only = jet, stream, list(filters), headers_only
         self._on_open = on_open

@@ -35,7 +35,7 @@ CREDENTIALS_VARIABLE = "TIDEMILL_BUS_CREDENTIALS"
 USERS_FILE = "users.json"
 SERVER_FILE = "users.conf"
 _ROUTES = "routes"
-"""User of the servers of a cluster among each other; no process has it."""
+"""Login of the servers of a cluster to each other; no process has it."""
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
 """Requests of readers, which are answered by more than one message. A request for a task has one answer: the server drops its reply
 subject after that one; the others live until they are unsubscribed.

@@ -17,7 +17,7 @@ from bus.wire.codec import decode_dead, decode_word, encode_dead, encode_word
 from bus.wire.messages import SCHEMA, Dead, Word
 
 REQUEUE, DROP = "requeue", "drop"
-"""The decisions."""
+"""The decisions on a dead task."""
 _IDS, _COUNTS = 2**63, 2**31
 
 _log = logging.getLogger(__name__)

@@ -150,7 +150,7 @@ def keyed(key: Form, form: Form) -> Form:
 
 
 def either(first: Form, second: Form) -> Form:
-    """Return the form of one of two. The exact type of the first is taken without a call; a value to convert is tried as the second before."""
+    """Return the form of one of two. The exact type of the first is taken without a call; other values are tried as the second first."""
 
     def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def convert(value: Any) -> Any:
