@@ -1,11 +1,11 @@
 """An auditor that shares no code with the system: it reads the streams and the newest checkpoint as docs/wire.md spells them.
 
-It knows msgpack, JSON and NATS requests. What it asks of a run, whatever was killed in it:
+It knows msgpack, JSON and NATS requests. It requires of a run, whatever was killed in it:
 
-- every message that a witness has seen stored is still there, or was trimmed behind a record or a cursor that accounts for it
+- every message that a witness has seen stored is still there, or was trimmed, and a record or a cursor accounts for it
 - every sample that is there is in a step, given up with its reason, a duplicate of a trained one, refused, or still to come
 - no sample, no (task, index) and no task is in two steps; steps are planned once, 1, 2, 3 ...
-- the newest checkpoint's cursor has behind it exactly what its model has trained, and nothing that is yet to be trained
+- the newest checkpoint's cursor covers exactly the samples that its model has trained, and none that is yet to be trained
 - a step that was taken again ended in the same bits
 """
 
@@ -26,24 +26,24 @@ from nats.aio.client import Client
 Place = tuple[int, int]
 
 SOUND = ("good", "duplicate")
-"""What a foreign actor's sample may be called and be trained."""
+"""Kinds of a foreign actor's samples that may be trained."""
 CHANCE = ("mutated", "version of tomorrow", "version of next week")
-"""What may turn out to be sound: the version exists by now, the change of a byte changes nothing that counts."""
+"""Kinds of samples that may be valid by chance: the version exists by now, or the changed byte has no effect."""
 REASONS = {"stale", "filtered", "empty", "dead", "lost", "failed", "aborted"}
 
 
 @dataclass
 class Verdict:
-    """What was found; ``wrong`` says in words what must not be."""
+    """The findings; ``wrong`` lists violations in words."""
 
     steps: int = 0
-    """Planned."""
+    """Number of planned steps."""
     steps_done: int = 0
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     duplicates: int = 0
     refused: int = 0
-    """Of a foreign actor: samples with a defect."""
+    """Number of a foreign actor's samples with a defect."""
     to_come: int = 0
     trimmed: int = 0
     steps_taken_again: int = 0
@@ -66,12 +66,12 @@ class Message:
 
 
 async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str], foreign: Mapping[str, str] | None = None) -> Verdict:
-    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as somebody saw them while it ran.
+    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as a reader saw them while it ran.
 
-    ``foreign``: what a hostile actor meant by each of its message ids (see ``hostile``): a defect must not be trained, and is no loss.
+    ``foreign``: the intent of a hostile actor for each of its message ids (see ``hostile``): a defect must not be trained, and is no loss.
     """
     user = urlsplit(url).username
-    inbox = f"_INBOX_{user}" if user else "_INBOX"  # where docs/security.md lets a user take its answers
+    inbox = f"_INBOX_{user}" if user else "_INBOX"  # where docs/security.md lets a user receive its answers
     nc = await nats.connect(url, max_reconnect_attempts=1, inbox_prefix=inbox.encode())
     try:
         audit = _Audit(foreign or {})
@@ -169,7 +169,7 @@ class _Audit:
     # ---- the checkpoint
 
     def checkpoint(self, root: Path) -> None:
-        """The newest one whose files are as its manifest says."""
+        """Read the newest checkpoint with files that match its manifest."""
         found = sorted(root.glob("step-*"), key=lambda path: tuple(map(int, path.name.split("-")[1::2])), reverse=True)
         newest = next((path for path in found if _whole(path)), None)
         if newest is None:
@@ -189,7 +189,7 @@ class _Audit:
     # ---- the samples
 
     def trimmed(self, first: int, witnessed: dict[int, str]) -> None:
-        """What stands before the first message is accounted for by a record, or behind the cursor as a duplicate or a failed one."""
+        """Check that every sample before the first message is in a record, or behind the cursor as a duplicate or a failed one."""
         self.verdict.trimmed = max(0, first - 1)
         for seq in range(1, first):
             if not self._behind(seq):
@@ -203,7 +203,7 @@ class _Audit:
                 self.verdict.lost.append(f"sample {seq} ({witnessed[seq]}) was trimmed, and no record knows its place")
 
     def defective(self, message: Message) -> bool:
-        """A foreign actor's sample that was not meant to be trained; it is wrong when it was."""
+        """Return whether a message is a foreign actor's sample that was not meant to be trained; training it is recorded as wrong."""
         kind = self._foreign.get(message.headers["Nats-Msg-Id"], SOUND[0])
         if kind in SOUND or (kind in CHANCE and message.seq in self._step_of):
             return False
@@ -252,7 +252,7 @@ def _ints(data: bytes, form: str) -> list[int]:
 
 
 def _map(data: bytes) -> dict[str, Any]:
-    """The map of a message; empty when it is none."""
+    """Return the map of a message; empty when it is none."""
     try:
         found = msgpack.unpackb(data, strict_map_key=False)
     except (ValueError, TypeError, msgpack.UnpackException):
@@ -267,7 +267,7 @@ async def _ask(nc: Client, verb: str, request: dict[str, Any] | None = None) -> 
 
 
 async def _messages(nc: Client, stream: str) -> AsyncIterator[Message]:
-    """All of a stream that is at rest, in order."""
+    """Yield all messages of a stream that is at rest, in order."""
     wanted = (await _ask(nc, f"STREAM.INFO.{stream}"))["state"]["messages"]
     if not wanted:
         return

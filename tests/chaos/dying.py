@@ -1,12 +1,12 @@
-"""A learner or an engine that is killed -9, or frozen, at a named instant. Nothing of it is changed but one function's entry.
+"""A learner or an engine that is killed -9, or frozen, at a named instant. Only the entry of one function is changed.
 
-    python -m tests.chaos.dying learner <instant> <signal> <arguments of `tidemill learner`>
-    python -m tests.chaos.dying engine <phase> <signal> <arguments of `tidemill engine`>
+python -m tests.chaos.dying learner <instant> <signal> <arguments of `tidemill learner`>
+python -m tests.chaos.dying engine <phase> <signal> <arguments of `tidemill engine`>
 
-The learner has one rank; feeder and rank are started as `tidemill learner` does, one of them with the instant's function wrapped, and so
+The learner has one rank; feeder and rank are started as by `tidemill learner`, one of them with the instant's function wrapped, and so
 is the engine: at its n-th call the process sends the signal (KILL or STOP) to its whole process group and to those of all its children
-(KILL-SERVER, STOP-SERVER: to the children's alone). The file <instant>.died (of an engine: <its name>.died) beside the run's directory says
-that it came to that.
+(KILL-SERVER, STOP-SERVER: to the children's alone). The file <instant>.died (of an engine: <its name>.died) beside the run's directory
+records that the instant was reached.
 """
 
 import importlib
@@ -39,18 +39,18 @@ INSTANTS = {
     "committed": ("feeder", "learner.feed.outcomes:Outcomes._trim", 1),
     "pruned": ("feeder", "bus.streams.tasks:TaskQueue.raise_floor", 1),
 }
-"""Instant: whose function, which, and at which of its calls. It dies as the call begins:
+"""Instants: the process, the function, and the number of the call on which it dies, before any of its work:
 
-planned      a plan stands in the log, nobody has taken it
+planned      the plan is in the log, no rank has it
 fetched      a rank has its batch
 stepping     the gradients are there, the weights are the old ones
-stepped      the weights are the new ones, nobody knows
-reported     the feeder knows, the log does not
+stepped      the weights are the new ones, which is not reported yet
+reported     the feeder has the report, the log does not
 pushed       engines have the version, the registry's head is the one before
 due          the step of a checkpoint is done
 written      the ranks' files are there, no state and no manifest
 listed       the manifest is there, nothing is synced, the directory has no name
-named        the directory has its name, nobody knows
+named        the directory has its name, which no row has
 committed    the row names it, nothing is pruned or trimmed
 pruned       older checkpoints are gone, task floor and streams are untouched
 """
@@ -66,7 +66,7 @@ PHASES = {
     "flipping": ("actors.serving.builtin.updates:WeightUpdates._flip", 2),
     "between": ("actors.serving.builtin.engine:BuiltinEngine._updated", 3),
 }
-"""Phase of a push: the engine's function, and at which of its calls it dies, as the call begins."""
+"""Phases of a push: the engine's function, and the number of the call on which it dies."""
 
 SGLANG_PHASES = {
     "sglang joining": ("actors.serving.sglang.updates:WeightUpdates.join", 1),
@@ -76,7 +76,7 @@ SGLANG_PHASES = {
     "sglang ending": ("actors.serving.sglang.updates:WeightUpdates.end", 2),
     "sglang between": ("actors.serving.sglang.engine:SglangEngine._updated", 3),
 }
-"""The same of the guard of a real SGLang server."""
+"""Phases in the guard of a real SGLang server."""
 
 
 def engine(phase: str, how: str, arguments: list[str]) -> int:
@@ -87,7 +87,7 @@ def engine(phase: str, how: str, arguments: list[str]) -> int:
 
 
 def learner(instant: str, how: str, arguments: list[str]) -> int:
-    """Both children; 0 when both have ended well. They are in this process' group: who kills it, kills all."""
+    """Run both children; return 0 when both have ended well. They are in this process' group, so a signal to the group kills all."""
     with KeptPort() as port, KeptPort() as feeder:
         return _children(instant, how, [*arguments, "--feeder-url", f"tcp://127.0.0.1:{feeder.number}"], port.number)
 

@@ -2,7 +2,7 @@
 
 It leases tasks as user ``actor-<n>`` of a bus with users and publishes good samples, duplicates, and samples with one defect each;
 it writes junk on every subject that its user may publish to, sends random HTTP to the engines, and random frames to every TCP port
-of the feeder. What it does is drawn from a seed, at a bounded rate; it ends when it is cancelled.
+of the feeder. Its actions are drawn from a seed, at a bounded rate; it ends when it is cancelled.
 
 Consumes TASKS and the rows ``live/engine.engine-0``, ``weights/head``; produces junk. Waits for nothing longer than ``ANSWER_S``.
 """
@@ -31,7 +31,7 @@ from nats.aio.msg import Msg
 
 ANSWER_S = 2.0
 PAUSE_S = 0.02
-"""Between two actions of one loop, in the mean."""
+"""Mean seconds between two actions of one loop."""
 ENGINE = "engine-0"
 GOOD, DUPLICATE = "good", "duplicate"
 PATHS = (
@@ -120,16 +120,16 @@ DEFECTS: dict[str, Callable[[Body, int], None]] = {
 
 @dataclass
 class Hostile:
-    """See the module. ``directory``: of the run, whose bus has users."""
+    """The foreign actor. ``directory``: of the run, which has a bus with users."""
 
     directory: Path
     run: str
     user: str
     seed: int
     sent: Counter[str] = field(default_factory=Counter)
-    """Actions by kind."""
+    """Number of actions by kind."""
     kinds: dict[str, str] = field(default_factory=dict)
-    """What a message id of SAMPLES stands for: ``good``, ``duplicate`` or the name of a defect."""
+    """Kind of each message id of SAMPLES: ``good``, ``duplicate`` or the name of a defect."""
     head: int = -1
 
     def __post_init__(self) -> None:
@@ -190,7 +190,7 @@ class Hostile:
     # ---- samples
 
     async def _work(self, nc: Client) -> None:
-        """Lease a task, publish something for each of its group, settle it somehow."""
+        """Lease a task, publish a message for each index of its group, and ack, nak or abandon the task."""
         message = await self._lease(nc)
         if message is None:
             return
@@ -242,7 +242,7 @@ class Hostile:
         }
 
     async def _publish(self, nc: Client, body: Body) -> None:
-        """A good sample, sometimes again; or one with a defect; or bytes; or a manifest."""
+        """Publish a valid sample, sometimes twice; or one with a defect; or bytes; or a manifest."""
         what = self._random.choice(("good", "good", "defect", "defect", "defect", "defect", "twice", "bytes", "mutated", "manifest"))
         id = f"{body['task']}.{body['index']}.{body['attempt']}"
         if what in ("good", "twice"):
@@ -262,7 +262,7 @@ class Hostile:
             await self._manifest(nc, id)
 
     async def _manifest(self, nc: Client, id: str) -> None:
-        """A manifest that names one part many times, or parts that are missing, or a size that no sample has."""
+        """Publish a manifest that names one part many times, or missing parts, or a size that no sample has."""
         part = f"tm.{self.run}.part.train.{id.split('.')[0]}"
         stored = json.loads((await nc.request(part, b"x" * 200_000, timeout=ANSWER_S, headers={"Nats-Msg-Id": f"{id}.chunk/0"})).data)
         seqs = self._random.choice(([stored["seq"]] * 3000, [2**40], [], [-1], list(range(1, 3000)), [stored["seq"]], ["1"], 7))
@@ -280,7 +280,7 @@ class Hostile:
     # ---- junk
 
     async def _junk(self, nc: Client) -> None:
-        """On a subject that an actor may publish to, with a header of JetStream's now and then."""
+        """Publish on a subject that an actor may publish to, with a header of JetStream's now and then."""
         task = self._random.choice((1, self._random.randint(1, 500), 10**9))
         subject = self._random.choice(
             (
@@ -330,7 +330,7 @@ class Hostile:
                 pass
 
     async def _engine(self, nc: Client) -> str:
-        """Where an engine answers; empty while none says so."""
+        """Return the URL of an engine; empty while no row names one."""
         request = json.dumps({"last_by_subj": f"$KV.TM_{self.run}_live.engine.{ENGINE}"}).encode()
         answer = await nc.request(f"$JS.API.DIRECT.GET.KV_TM_{self.run}_live", request, timeout=ANSWER_S)
         try:
@@ -339,12 +339,12 @@ class Hostile:
             return ""
 
     def _api_key(self) -> str:
-        """The key that every process of the run may present: it opens no command. Empty while there is none."""
+        """Return the key that every process of the run may present: it is refused for commands. Empty while there is none."""
         file = self.directory / "auth/api-key"
         return file.read_text().strip() if file.exists() else ""
 
     async def _frames(self, nc: Client) -> None:
-        """To every TCP port that a process of the learner listens on."""
+        """Send frames to every TCP port that a process of the learner listens on."""
         del nc
         ports = await asyncio.to_thread(_learner_ports, str(self.directory))
         if not ports:
@@ -379,7 +379,7 @@ class _Reconnect(Exception):
 
 
 def _learner_ports(directory: str) -> list[int]:
-    """Ports that the feeder and the ranks of the run in this directory listen on."""
+    """Return the ports that the feeder and the ranks of the run in this directory listen on."""
     ports: list[int] = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []

@@ -1,4 +1,4 @@
-"""An engine joins a run that is under way: its first response is of the newest version, and nobody has waited for it."""
+"""An engine joins a run in progress: its first response is of the newest version, and no other process has waited for it."""
 
 import asyncio
 import itertools
@@ -13,11 +13,11 @@ from tests.chaos.test_instants import new_steps
 from weightstore.store.registry import VersionRegistry
 
 MAX_LAG = 2
-"""Of smoke.yaml: from a version to the next one that made a sample there are no more steps than one more."""
+"""``staleness.max_lag`` of smoke.yaml: a version and the next one that made a sample differ by at most one step more."""
 
 
 def join(tmp_path: Path, engine: Sequence[str] = ()) -> None:
-    """``engine``: further settings, of both engines above all."""
+    """Play the test. ``engine``: further settings, of both engines above all."""
     asyncio.run(_join(tmp_path, engine))
 
 
@@ -62,16 +62,16 @@ async def _head(versions: VersionRegistry) -> int:
 
 
 class _Seen:
-    """Samples, as they are stored."""
+    """Samples, recorded as they are stored."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._newest: list[tuple[float, int]] = []
-        """When a sample was stored, and the newest version until then."""
+        """Time at which a sample was stored, and the newest version until then."""
         self.versions: list[int] = []
         self.of_second: Sample | None = None
         self.newest_before_it = -1
-        """Of the samples that were stored when the response of that one began."""
+        """Newest version of the samples that were stored when generation of that one began."""
 
     async def watch(self) -> None:
         async for received in self._bus.samples.tail(follow=True):

@@ -1,4 +1,4 @@
-"""A run whose processes are started one by one, as on several machines, and can be stopped, killed and looked at one by one."""
+"""A run with processes started one by one, as on several machines, which can be stopped, killed and inspected one by one."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from tests.whole.running import ROOT, SMOKE
 
 RUN = "smoke"
 PATIENCE_S = 400.0
-"""Longest wait for what must come; wall time on shared cores."""
+"""Longest wait for an expected event, in seconds of wall time on shared cores."""
 
 
 @dataclass
@@ -36,12 +36,12 @@ class Part:
         return self.log_file.read_text(errors="replace")
 
     def family(self) -> list[psutil.Process]:
-        """The process and all below it."""
+        """Return the process and all its descendants."""
         top = psutil.Process(self.process.pid)
         return [top, *top.children(recursive=True)]
 
     async def frozen(self, *, below: bool = False) -> list[psutil.Process]:
-        """The whole family (or all below its top), once SIGSTOP has reached all of it; `thaw` ends it."""
+        """Wait until SIGSTOP has reached the whole family (or all below its top), and return it; `thaw` continues it."""
         async with asyncio.timeout(PATIENCE_S):
             while {process.status() for process in self.family()[below:]} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -52,7 +52,7 @@ class Part:
         self.process.wait()
 
     async def code(self) -> int:
-        """Its exit code, once it has ended."""
+        """Return its exit code, once it has ended."""
         try:
             return await asyncio.to_thread(self.process.wait, PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -67,7 +67,7 @@ def thaw(stopped: Sequence[psutil.Process]) -> None:
 
 @dataclass
 class Parts:
-    """Starts processes on one configuration; ends what is left of them."""
+    """Starter of processes on one configuration, which ends those that remain."""
 
     directory: Path
     settings: tuple[str, ...] = ()
@@ -79,7 +79,7 @@ class Parts:
         return self.directory / "run"
 
     def start(self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "", how: str = "KILL") -> Part:
-        """``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see `dying`)."""
+        """Start ``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see `dying`)."""
         how = ["tests.chaos.dying", role, instant, how] if instant else ["launch", role]
         command = [sys.executable, "-m", *how, *(() if role in ("bus", "prepare") else ("--bus", url or self.url))]
         command += [str(SMOKE)] if role == "prepare" else ["--config", str(SMOKE)]
@@ -105,7 +105,7 @@ class Parts:
         return part
 
     async def begin(self, *roles: str, url: str = "") -> None:
-        """Model and prompts, the bus (unless it is at ``url``), then the roles."""
+        """Prepare model and prompts, start the bus (unless it is at ``url``), then the roles."""
         put_prepared(SMOKE, self.root)
         assert await self.start("prepare").code() == 0
         self.url = url or await self._begin_bus()
@@ -127,7 +127,7 @@ class Parts:
             yield bus
 
     def end(self) -> None:
-        """Last started, first ended; SIGTERM only to the bus, which stops its server."""
+        """End the processes, the last started first; the bus gets only SIGTERM, and stops its server itself."""
         for part in reversed(self.started):
             if part.process.poll() is None:
                 with contextlib.suppress(psutil.Error):

@@ -21,14 +21,14 @@ HOWS = ("KILL", "STOP")
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """What happens to one engine."""
+    """One engine's failure."""
 
     phase: str
-    """Of a push (see `dying`)."""
+    """Phase of a push (see `dying`)."""
     how: str
-    """KILL | STOP of the engine; KILL-SERVER | STOP-SERVER of what it has started, itself left alone."""
+    """KILL | STOP of the engine; KILL-SERVER | STOP-SERVER of the server it has started, the engine itself left alone."""
     may_end: bool = False
-    """One that thaws may also end by itself, with code 1, and is started again as its supervisor would."""
+    """True when a thawed engine may also end by itself, with code 1; the test then starts it again, like its supervisor."""
 
 
 def play(
@@ -40,9 +40,9 @@ def play(
     settings: Sequence[str] = (),
     others: Sequence[str] = ("engine",),
 ) -> str:
-    """One round after the other on one run, and then the books; the learner's log.
+    """Play one round after the other on one run, then check the accounting; return the learner's log.
 
-    ``victims``: settings of the engines that suffer; ``settings``: of all processes; ``others``: names of engines that live all the time.
+    ``victims``: settings of the engines that fail; ``settings``: of all processes; ``others``: names of engines that live all the time.
     """
     with parts(tmp_path, *SETTINGS, f"weights.phase_deadline_s={deadline_s}", *settings) as run:
         return asyncio.run(_all(run, rounds, victims, others))
@@ -73,7 +73,7 @@ async def _all(run: Parts, rounds: Sequence[Round], victims: Sequence[str], othe
 
 
 def _spared(log: str, others: Sequence[str]) -> None:
-    """Every push has reached all of the others, and some a victim besides."""
+    """Check that every push has reached all of the others, and some pushes a victim as well."""
     evicted = re.findall(r"evicted engine=.*", log)
     assert not [line for line in evicted if line.split()[1].partition("=")[2] in others], evicted
     reached = [int(count) for count in re.findall(r"pushed version=.* engines=(\d+)", log)]
@@ -105,7 +105,7 @@ async def _round(run: Parts, bus: Bus, name: str, one: Round, victims: Sequence[
 
 
 async def _back(bus: Bus, engine: Part, version: int, what: str) -> None:
-    """It serves this version, and then one that was pushed while it did."""
+    """Wait until it serves this version, and then one that was pushed while it did."""
     row = await serving(bus, engine, version, what)
     await serving(bus, engine, max(row.version, await _head(bus)) + 1, f"{what}, back")
 

@@ -1,7 +1,7 @@
-"""A storm: processes of a running `tidemill up` are killed with -9 at random moments, itself included, as a seed says.
+"""A storm: processes of a running `tidemill up` are killed with -9 at random moments, itself included, drawn from a seed.
 
-The seed draws who is killed and how long after the one before. A kill hits whatever instant of its life the process is in, starting up
-included; every ``BREATH`` kills the run must have got a step done, so that no storm passes because nothing ran.
+The seed draws each victim and the pause before its kill. A kill hits any instant of the process's life, its start
+included; every ``BREATH`` kills the run must have completed a step, so that no storm passes because nothing ran.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
-"""Processes and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started again."""
+"""Processes, and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started again."""
 MEAN_GAP_S = 1.0
 BREATH = 8
 PATIENCE_S = 300.0
@@ -46,29 +46,29 @@ class Storm:
     directory: Path
     seed: int
     kills: int
-    """At least so many,"""
+    """Smallest number of kills."""
     lasts_s: float = 0.0
-    """and for at least so long."""
+    """Smallest number of seconds."""
     settings: tuple[str, ...] = ()
     auth: bool = False
-    """The bus has users."""
+    """True = the bus has users."""
     killed: Counter[str] = field(default_factory=Counter)
     witnessed: dict[int, str] = field(default_factory=dict)
-    """Message ids of SAMPLES by sequence, seen by a reader that nobody kills."""
+    """Message ids of SAMPLES by sequence, seen by a reader that is never killed."""
     steps: int = 0
     starts: int = 0
 
     @property
     def hits(self) -> int:
-        """Processes killed."""
+        """Return the number of processes killed."""
         return sum(count for name, count in self.killed.items() if name in VICTIMS)
 
     def rage(self) -> Up:
-        """From the first start to a drained end; the run as it was left."""
+        """Run the storm from the first start to a drained end; return the run as left."""
         return asyncio.run(self.blow())
 
     async def blow(self) -> Up:
-        """``rage`` in the caller's loop."""
+        """Run the storm in the caller's loop."""
         rng, ends_s = random.Random(self.seed), time.monotonic() + self.lasts_s
         run = self._start()
         witness = asyncio.create_task(self._witness())
@@ -93,13 +93,13 @@ class Storm:
                 run.process.wait()
 
     def _start(self, *settings: str) -> Up:
-        """`up`, resumed when there is something to resume."""
+        """Start `up`, with --resume when the run exists."""
         flags = ("--resume",) if (self.directory / "run" / "config.yaml").exists() else ()
         self.starts += 1
         return start(self.directory, *SETTINGS, *self.settings, *settings, flags=flags)
 
     async def finish(self, steps: int) -> Up:
-        """After the storm: so many steps more, undisturbed; the run as it has ended by itself."""
+        """Run ``steps`` more steps undisturbed after the storm; return the run after its own end."""
         run = self._start(f"learner.steps={self.steps + steps}")
         try:
             assert await asyncio.to_thread(run.wait) == 0, f"seed {self.seed}: it did not end by itself\n{run.log[-3000:]}"
@@ -129,7 +129,7 @@ class Storm:
         return address_of(self.directory / "run", auth=self.auth)
 
     async def _step(self, run: Up) -> None:
-        """Until a step is done that was not before."""
+        """Wait until a further step is done."""
         want, deadline = self.steps + 1, time.monotonic() + PATIENCE_S
         while self.steps < want:
             assert time.monotonic() < deadline, f"seed {self.seed}: no step for {PATIENCE_S:.0f} s\n{run.log[-3000:]}"
@@ -142,7 +142,7 @@ class Storm:
             await asyncio.sleep(0.1)
 
     async def _witness(self) -> None:
-        """Follow SAMPLES over every restart of everything."""
+        """Follow SAMPLES, over every restart of the bus."""
         while True:
             with contextlib.suppress(BusError, OSError, TimeoutError):
                 async with connect(self._address(), "smoke", name="witness", wait_s=5) as bus:
@@ -152,12 +152,12 @@ class Storm:
 
 
 def address_of(directory: Path, *, auth: bool = False) -> str:
-    """Where the bus of a run answers, as its onlooker may ask there. Raises OSError while it does not run."""
+    """Return the address of a run's bus, with the user of a viewer. Raises OSError while it does not run."""
     return viewer_line((directory / "bus.url").read_text().strip(), {}, directory, {"auth": auth})
 
 
 def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]]:
-    """(command, process) of everything below `up`."""
+    """Return (command, process) of every descendant of `up`."""
     found = []
     for child in psutil.Process(process.pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):
@@ -170,7 +170,7 @@ def _children(process: subprocess.Popen[str]) -> list[tuple[str, psutil.Process]
 
 
 async def _until_alone(directory: Path) -> None:
-    """The kernel ends the children of a killed `up`: until the last is gone."""
+    """Wait until the kernel has ended the children of a killed `up`."""
     deadline = time.monotonic() + 30
     while True:
         left = [p.pid for p in psutil.process_iter(["cmdline"]) if any(str(directory) in word for word in p.info["cmdline"] or ())]
@@ -181,7 +181,7 @@ async def _until_alone(directory: Path) -> None:
 
 
 async def drained_and_judged(run: Up) -> Verdict:
-    """End a run that has no end of its own; the auditor's verdict on what it leaves, which must be good."""
+    """End a run that has no end of its own; return the auditor's verdict on it, which must be good."""
     run.process.send_signal(signal.SIGTERM)
     code = await asyncio.to_thread(run.wait)
     assert code in (0, 75), run.log[-3000:]
@@ -193,7 +193,7 @@ async def drained_and_judged(run: Up) -> Verdict:
 
 @contextlib.asynccontextmanager
 async def standing_bus(directory: Path) -> AsyncIterator[str]:
-    """The bus of a run that has ended, started again to be read."""
+    """Start the bus of a run that has ended again, for reading."""
     from bus.config import BusConfig
     from bus.server.embedded import EmbeddedServer
 

@@ -1,4 +1,4 @@
-"""The storm's auditor sees what is wrong: streams and checkpoints with one defect each."""
+"""The storm's auditor finds violations: streams and checkpoints with one defect each."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from tests.chaos.auditor import Verdict, judge
 
 
 class Scene:
-    """Three tasks of two samples: one trained, one given up, one half there; a checkpoint of the step. Sound until a test changes it."""
+    """Three tasks of two samples: one trained, one given up, one incomplete; a checkpoint of the step. Valid until a test changes it."""
 
     def __init__(self, bus: Bus, url: str, root: Path) -> None:
         self.bus, self.url, self.root = bus, url, root
@@ -28,11 +28,11 @@ class Scene:
         self.done = [(1, "a"), (1, "a")]
         self.late: list[tuple[int, int]] = []
         self.cursor: tuple[int, int, list[int]] = (1, 4, [])
-        """Step, floor, settled above it."""
+        """Step, floor, and settled sequences above it."""
         self.witnessed: dict[int, str] = {}
         self.deleted: list[int] = []
         self.requeued: list[int] = []
-        """Tasks, by their place here."""
+        """Requeued tasks, by their index here."""
         self.trim = 0
 
     async def judged(self) -> Verdict:

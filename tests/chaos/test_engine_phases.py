@@ -26,7 +26,7 @@ def test_a_hundred_rounds_over_every_phase(tmp_path: Path, pytestconfig: pytest.
 
 
 COHORT: dict[str, Any] = {"deadline_s": 4.0, "settings": ("weights.group=all",), "others": ("engine-a", "engine-b")}
-"""The victim and two others in one process group with the learner. Who is only slow within the deadline is not frozen."""
+"""Settings for the victim and two others in one process group with the learner. An engine slow within the deadline is not frozen."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Two learners on one run: the newer goes on, the older ends with the reason, and nothing of it stands behind the fence."""
+"""Two learners on one run: the newer continues, the older ends with the reason, and writes nothing after the fence."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weig
 
 
 def test_a_learner_that_was_replaced_writes_nothing_and_ends_with_the_reason(tmp_path: Path) -> None:
-    """Replaced while it works; and replaced while it is frozen, with a checkpoint committed and the older ones still to be removed."""
+    """The learner is replaced while it works; and while it is frozen, with a checkpoint committed and the older ones not removed yet."""
     asyncio.run(asyncio.wait_for(_replaced(tmp_path), 3 * PATIENCE_S))
 
 
@@ -60,7 +60,7 @@ async def _replaced(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_up_ends_when_a_stranger_has_taken_its_learner_s_place(tmp_path: Path) -> None:
-    """To start it again would fence the other, whose keeper would start that again, and so on."""
+    """A restart would fence the other learner, which its supervisor would restart, and so on."""
     asyncio.run(asyncio.wait_for(_up_and_a_stranger(tmp_path), 3 * PATIENCE_S))
 
 
@@ -76,7 +76,7 @@ async def _up_and_a_stranger(tmp_path: Path) -> None:
 
 
 async def _done_by(bus: Bus, epoch: int) -> None:
-    """A step that was not done before is done by the learner of this epoch."""
+    """Wait until the learner of this epoch completes a new step."""
     newest = 0
     async with asyncio.timeout(PATIENCE_S):
         async for _, record in bus.plans.follow():
@@ -87,7 +87,7 @@ async def _done_by(bus: Bus, epoch: int) -> None:
 
 
 async def _left_by(bus: Bus, run: Parts, epoch: int) -> dict[str, dict[str, Any]]:
-    """What carries this epoch, outside of the fenced streams: rows, checkpoints. A version under way may yet be told to have failed."""
+    """Return the rows and checkpoints of this epoch, outside of the fenced streams. A version in transfer may yet be marked as failed."""
     found: dict[str, dict[str, Any]] = {path.name: {} for path in (run.root / "checkpoints").glob(f"step-*-epoch-{epoch}*")}
     for bucket in ("weights", "run"):
         for key, (value, _) in (await bus.rows(bucket).all()).items():
@@ -97,7 +97,7 @@ async def _left_by(bus: Bus, run: Parts, epoch: int) -> dict[str, dict[str, Any]
 
 
 async def _epochs_fall(bus: Bus, stream: str, fence: str) -> list[tuple[int, int]]:
-    """Messages behind a fence of a newer epoch: (sequence, epoch), void or not."""
+    """Return messages after a fence of a newer epoch: (sequence, epoch), void or not."""
     fallen, newest, seq = [], 0, 0
     while True:
         try:

@@ -23,7 +23,7 @@ SETTINGS = ("bus.auth=true", "bus.lease_s=3", "learner.checkpoint_every=10", "le
 STEPS = 40
 KILLS, STORM_S = 80, 600.0
 ROOM_BYTES = 500_000_000
-"""How much a process may grow beside the foreign actor: its manifests name gigabytes."""
+"""Bytes by which a process may grow beside the foreign actor: its manifests name gigabytes."""
 
 
 async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, pytestconfig: pytest.Config) -> None:
@@ -55,7 +55,7 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_a_storm_of_kills_beside_a_foreign_actor_that_misbehaves(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Ten minutes; afterwards the run goes on and ends by itself."""
+    """The storm lasts ten minutes; afterwards the run continues and ends by itself."""
     seed = pytestconfig.getoption("--storm-seed") or 3
     print(f"seed {seed} (--storm-seed {seed})")
     storm = Storm(tmp_path, seed=seed, kills=KILLS, lasts_s=STORM_S, settings=("bus.auth=true",), auth=True)
@@ -88,7 +88,7 @@ async def _end(*tasks: asyncio.Task[None]) -> None:
 
 @contextlib.asynccontextmanager
 async def _bus(run: Up) -> AsyncIterator[Bus]:
-    """The run's bus, as an onlooker sees it, once it is there."""
+    """Open the run's bus as a viewer, once it is there."""
     async with asyncio.timeout(60):
         while not (run.directory / "bus.url").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -97,7 +97,7 @@ async def _bus(run: Up) -> AsyncIterator[Bus]:
 
 
 async def _measure(run: Up, grown: Counter[str]) -> None:
-    """Largest growth of each process of the run, in bytes, by its command."""
+    """Record the largest growth of each process of the run, in bytes, by its command."""
     first: dict[int, int] = {}
     while True:
         for process in psutil.Process(run.process.pid).children(recursive=True):

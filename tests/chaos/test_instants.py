@@ -1,4 +1,4 @@
-"""The learner is killed -9 at each instant of a step that matters, and comes to the same bits as an undisturbed one."""
+"""The learner is killed -9 at each critical instant of a step, and reaches the same bits as an undisturbed one."""
 
 import asyncio
 import signal
@@ -20,11 +20,11 @@ SETTINGS = (
     "bus.lease_s=5",
     "bus.history_samples=1000000",
 )
-"""Nothing is trimmed, so that all of it can be trained again."""
+"""Settings without trimming, so that every step can be trained again."""
 
 
 TELLING = ("stepped", "written", "named", "committed")
-"""Between step and report, in the middle of a checkpoint, between checkpoint and commit, between commit and trim."""
+"""Instants between step and report, in the middle of a checkpoint, between checkpoint and commit, between commit and trim."""
 
 
 def test_killed_at_the_telling_instants(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ async def _killed_and_resumed(run: Parts, instants: tuple[str, ...]) -> None:
 
 
 async def new_steps(bus: Bus, count: int) -> None:
-    """So many steps are done that were not done before."""
+    """Wait until ``count`` further steps are done."""
     newest = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)], default=0)
     async with asyncio.timeout(PATIENCE_S):
         async for _, record in bus.plans.follow():
@@ -72,7 +72,7 @@ async def new_steps(bus: Bus, count: int) -> None:
 
 
 async def _trained_again(run: Parts, steps: int) -> None:
-    """A learner that has no checkpoint executes every recorded step, and nobody kills it."""
+    """Check that a learner without a checkpoint executes every recorded step, undisturbed."""
     (run.root / "checkpoints").rename(run.root / "checkpoints of the killed")
     async with run.bus() as bus:
         await bus.rows("run").delete(CHECKPOINT_KEY)

@@ -10,7 +10,7 @@ STEPS = 160
 
 
 async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path: Path) -> None:
-    """One run; after each kill many more steps must get done before the next."""
+    """There is one run; many more steps must be completed after each kill before the next."""
     settings = (f"learner.steps={STEPS}", "learner.checkpoint_every=20", "learner.weights_digest=true", "bus.lease_s=3")
     with up(tmp_path, *settings) as run:
         async with run.bus() as bus:
@@ -24,7 +24,7 @@ async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path
 
 
 async def _steps_taken_again_are_the_same_bits(tmp_path: Path, run: Up) -> None:
-    """Steps that the restarted learner re-executed from the recorded plans ended in bit-identical weights."""
+    """Check that steps re-executed from the recorded plans by the restarted learner ended in bit-identical weights."""
     from bus.config import BusConfig
     from bus.server.embedded import EmbeddedServer
     from bus.streams.connection import connect

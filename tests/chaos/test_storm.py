@@ -52,7 +52,7 @@ async def _judge(storm: Storm, directory: Path) -> Verdict:
 
 
 async def _trained_again(storm: Storm, directory: Path, *, steps: int) -> Verdict:
-    """A learner that has no checkpoint executes every recorded step; whoever was killed before, nobody is now."""
+    """Check that an undisturbed learner without a checkpoint executes every recorded step; return the verdict."""
     async with standing_bus(directory) as url:
         (directory / "checkpoints").rename(directory / "checkpoints of the storm")
         async with connect(url, "smoke", name="storm") as bus:

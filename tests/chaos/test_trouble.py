@@ -1,4 +1,4 @@
-"""No room, no disk, no network: what waits says so, what cannot go on ends with the reason; nothing is lost or trained twice."""
+"""No space, no disk, no network: a process waits and logs the reason, or ends with it; no sample is lost or trained twice."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ from tests.chaos.wire import Wire
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3")
 ROOM_BYTES = 5_000_000_000
-"""More than the streams of a run may ever hold."""
+"""A size in bytes that the streams of a run never reach."""
 
 
 def test_a_full_stream_holds_publishers_back_visibly(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ async def _full(run: Parts) -> Verdict:
 
 @pytest.mark.slow
 def test_the_disk_of_the_bus_is_full_for_a_while(tmp_path: Path) -> None:
-    """Nobody can store anything: everybody waits, says why in its log, and goes on when there is room."""
+    """No message can be stored: all processes wait, log the reason, and continue when there is space."""
     with parts(tmp_path, *SETTINGS) as run, Server(tmp_path / "store") as server:
         verdict = asyncio.run(_no_disk(run, server))
         assert verdict.steps_taken_again == 0, f"a full disk is no reason to start again: {verdict}"
@@ -74,7 +74,7 @@ async def _no_disk(run: Parts, server: "Server") -> Verdict:
 
 
 def test_no_room_for_a_checkpoint_ends_the_learner_with_the_reason(tmp_path: Path) -> None:
-    """The one before it stays what a start begins with; what was half written is removed."""
+    """The previous checkpoint stays the one that a start uses; the half-written one is removed."""
     with parts(tmp_path, *SETTINGS) as run:
         asyncio.run(_no_room_for_a_checkpoint(run))
 
@@ -85,7 +85,7 @@ async def _no_room_for_a_checkpoint(run: Parts) -> None:
     async with _witnessed(run) as (bus, seen):
         await _new_steps(bus, 7)
         (rank,) = [process for process in learner.family() if "rank" in process.cmdline()]
-        rank.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))  # of every file it writes
+        rank.rlimit(psutil.RLIMIT_FSIZE, (4096, 4096))  # limit of every file it writes
         assert await learner.code() == 1
         told = "-epoch-1.tmp: cannot be written: rank 0: [Errno 27] File too large"
         assert told in learner.log.splitlines()[-1], learner.log[-3000:]
@@ -99,7 +99,7 @@ async def _no_room_for_a_checkpoint(run: Parts) -> None:
 
 
 class Server:
-    """A nats-server with so much room. The same port and store at every start."""
+    """A nats-server with a limited store. The same port and directory at every start."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._kept = directory, KeptPort()
@@ -131,7 +131,7 @@ class Server:
 
 
 def test_the_network_is_cut(tmp_path: Path) -> None:
-    """For an actor, the engine and the learner in turn, longer than leases and live rows last; another actor is never cut."""
+    """Actor, engine and learner are cut off in turn, for longer than leases and live rows last; another actor is never cut off."""
     with parts(tmp_path, *SETTINGS) as run:
         asyncio.run(_cut(run))
 
@@ -160,7 +160,7 @@ async def _cut(run: Parts) -> None:
 
 @contextlib.asynccontextmanager
 async def _witnessed(run: Parts) -> AsyncIterator[tuple[Bus, dict[int, str]]]:
-    """The bus, and message ids by sequence as they are stored in SAMPLES."""
+    """Yield the bus, and message ids by sequence as they are stored in SAMPLES."""
     seen: dict[int, str] = {}
 
     async def watch(bus: Bus) -> None:
@@ -178,7 +178,7 @@ async def _witnessed(run: Parts) -> AsyncIterator[tuple[Bus, dict[int, str]]]:
 
 
 async def _rest_and_judge(run: Parts, bus: Bus, seen: dict[int, str]) -> Verdict:
-    """Everybody drains, and says so with 0; then the books."""
+    """Drain every process, each of which must exit with 0; then audit the run."""
     for role in ("actor", "learner", "engine"):
         for part in _running(run, role):
             part.process.send_signal(signal.SIGTERM)
@@ -193,7 +193,7 @@ def _running(run: Parts, role: str) -> list[Part]:
 
 
 async def _new_steps(bus: Bus, count: int) -> None:
-    """So many steps are done that were not done before."""
+    """Wait until ``count`` further steps are done."""
     newest = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)], default=0)
     async with asyncio.timeout(PATIENCE_S):
         async for _, record in bus.plans.follow():
@@ -209,7 +209,7 @@ async def _limit(bus: Bus, max_bytes: int) -> None:
 
 
 async def _row(bus: Bus, role: str, wanted: Callable[[LiveRow], bool]) -> LiveRow:
-    """The row of a live process of the role, once it is as wanted."""
+    """Return the row of a live process of the role, once ``wanted`` is true of it."""
     view = LiveView(bus)
     async with asyncio.timeout(PATIENCE_S):
         while True:
@@ -220,7 +220,7 @@ async def _row(bus: Bus, role: str, wanted: Callable[[LiveRow], bool]) -> LiveRo
 
 
 async def _cut_off(bus: Bus, part: Part) -> None:
-    """The bus hears nothing of it any more, and it has given its connection up and tries to make another."""
+    """Wait until nothing of it reaches the bus, and it has given its connection up and tries to make another."""
     view = LiveView(bus)
     async with asyncio.timeout(PATIENCE_S):
         while any(row.id == part.name for row in await view.alive(part.role)) or "bus: disconnected" not in part.log:  # noqa: ASYNC110

@@ -1,4 +1,4 @@
-"""A wire to the bus that can be held: nothing passes, nothing breaks, new connections are taken and stay silent, as in a cut network."""
+"""A TCP proxy to the bus that can be held: nothing passes or breaks, new connections are accepted and stay silent, as in a cut network."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Wire:
-    """Async context manager; ``url`` instead of the server's."""
+    """Async context manager of the proxy; use ``url`` instead of the server's."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rsplit(":", 1)[1])
@@ -29,7 +29,7 @@ class Wire:
         self._open.clear()
 
     def release(self) -> None:
-        """What was held passes now, late and in order."""
+        """Pass on the held bytes, late and in order."""
         self._open.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
