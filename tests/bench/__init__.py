@@ -1,1 +1,1 @@
-"""Benchmarks that anyone can run: each compares with something in the same run and prints a ratio."""
+"""Benchmarks for any machine: each compares with a reference in the same run and prints a ratio."""

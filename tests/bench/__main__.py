@@ -36,7 +36,7 @@ def main() -> int:
 
 
 def chosen(words: list[str]) -> list[tuple[str, list[str]]] | None:
-    """Names, each with the words up to the next name; None when the first word is no name."""
+    """Return the names, each with the arguments up to the next name; None when the first argument is no name."""
     if words and words[0] not in NAMES:
         return None
     found: list[tuple[str, list[str]]] = []
@@ -49,7 +49,7 @@ def chosen(words: list[str]) -> list[tuple[str, list[str]]] | None:
 
 
 def runs_well(name: str, options: list[str]) -> bool:
-    """Run one; what it raises is printed, and the others go on."""
+    """Run one benchmark; its exception is printed, and the others continue."""
     print(f"== {name}: {NAMES[name]}", flush=True)
     sys.argv = [f"python -m tests.bench {name}", *options]
     try:

@@ -1,11 +1,11 @@
 """A thousand actors at once: does the learner's side keep up with 1,000 samples/s of 32 KB, and what does each process cost?
 
 One process plays the actors: each has a connection of its own, leases tasks, publishes valid samples one after the other, renews and
-settles, as a real one does; only the tokens are made up, at a fixed pace. Behind the real nats-server stands the real feeder
+acks like a real one; only the tokens are made up, at a fixed pace. Behind the real nats-server is the real feeder
 (`learner.feed.feeder`), in a process of its own, with a rank that takes every batch and trains nothing.
 
-Printed: samples/s offered and stored, CPU of each process per second, memory, how many messages the feeder was behind, and how much
-the feeder could take with a core of its own.
+Printed: samples/s offered and stored, CPU of each process per second, memory, the number of messages by which the feeder was behind, and
+the rate that the feeder could reach with a core of its own.
 """
 
 import argparse
@@ -110,12 +110,12 @@ async def watch(server: EmbeddedServer, children: dict[str, subprocess.Popen[byt
 
 
 def cpu(processes: dict[str, psutil.Process]) -> dict[str, float]:
-    """User and system seconds so far."""
+    """Return user and system seconds so far."""
     return {name: sum(process.cpu_times()[:2]) for name, process in processes.items()}
 
 
 async def counted(view: LiveView, name: str) -> float:
-    """A number of the feeder's live row."""
+    """Return a number of the feeder's live row."""
     return next(row.load.get(name, 0.0) for row, _ in await view.refresh("feeder"))
 
 
@@ -156,9 +156,9 @@ async def feeder(args: argparse.Namespace) -> None:
 
 
 async def rank(args: argparse.Namespace) -> None:
-    """Takes every batch, says that it is done, and publishes a version: all a learner does, without the learning."""
+    """Take every batch, report it as done, and publish a version: all the work of a learner except the training."""
     directory = Path(args.directory)
-    while not (directory / "url").exists():  # noqa: ASYNC110 - a file tells nobody
+    while not (directory / "url").exists():  # noqa: ASYNC110 - a file sends no event
         await asyncio.sleep(0.05)
     url, loop = (directory / "url").read_text(), asyncio.get_running_loop()
     async with connect(args.url, RUN, CONFIG, name="rank") as bus:
@@ -200,7 +200,7 @@ async def actors(args: argparse.Namespace) -> None:
 
 
 async def act(bus: Bus, id: str, pause_s: float) -> None:
-    """A sample every ``pause_s``, or as soon as it can when it is late."""
+    """Publish a sample every ``pause_s``, or as soon as possible when it is late."""
     pattern = make_sample(RUN, 1, TOKENS)
     prompt = np.zeros(PROMPT_TOKENS, np.int32)
     pattern = replace(pattern, tokens=np.concatenate([prompt, pattern.tokens[PROMPT_TOKENS:]]), actor=id)

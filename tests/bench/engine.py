@@ -39,7 +39,7 @@ def generate_round(model: Any, prompts: np.ndarray, num_tokens: int) -> None:
 
 
 async def measure(model_dir: Path, prompts: np.ndarray, num_tokens: int, rounds: int) -> list[tuple[float, float]]:
-    """(seconds of the engine, seconds of generate) of each round, turn by turn, so that other load on the machine meets both."""
+    """Return (seconds of the engine, seconds of generate) of each round, taking turns, so that other load on the machine affects both."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa").eval()

@@ -1,11 +1,12 @@
-"""How long the bus stands still when the leader of a stream is killed, on a cluster of three, and whether anything is lost.
+"""Pause of the bus when the leader of a stream is killed, on a cluster of three, and a check that nothing is lost.
 
-    python -m tests.bench.failover [--kills 6] [--streams SAMPLES,TASKS,PLAN]
+python -m tests.bench.failover [--kills 6] [--streams SAMPLES,TASKS,PLAN]
 
-Under load - samples published and read by cursor, tasks issued, leased and settled, records appended by a fenced writer, a row changed by
-compare-and-set - the server that leads a stream is killed with -9, stays away until all goes on, comes back, and catches up. The pause
-of an activity is the longest time between two of its successes around the kill. At the end the books: every sample that was acknowledged
-is read once, every task settled, every record in its place, the row as often changed as was said. One machine, loopback.
+Under load - samples published and read by cursor, tasks issued, leased and acked, records appended by a fenced writer, a row changed by
+compare-and-set - the server that leads a stream is killed with -9, stays away until all activities continue, comes back, and catches
+up. The pause of an activity is the longest time between two of its successes around the kill. At the end the accounting is checked:
+every acknowledged sample is read once, every task acked, every record in its place, the row changed as often as acknowledged. One
+machine, loopback.
 """
 
 import argparse
@@ -35,10 +36,10 @@ from tests.bench.sample_path import make_sample
 RUN = "failover"
 IN_FLIGHT = 4
 PACE_S = 0.02
-"""Between two successes of one activity: enough to see a pause, little enough to leave the machine to the servers."""
+"""Seconds between two successes of one activity: short enough to show a pause, long enough to leave the machine to the servers."""
 ROW = "count"
 GOES_ON = 5
-"""Successes of every activity after which all goes on."""
+"""Number of successes of every activity after which the load counts as continued."""
 GOES_ON_S = 120.0
 CAUGHT_UP_S = 120.0
 LOOK_S = 0.1
@@ -46,18 +47,18 @@ LOOK_S = 0.1
 
 @dataclass(slots=True)
 class Load:
-    """What was done, by whom, and when."""
+    """The record of all activities, with times."""
 
     published: list[str] = field(default_factory=list)
-    """Message ids of samples that were said to be stored."""
+    """Message ids of samples with an acknowledgement."""
     read: list[str] = field(default_factory=list)
     issued: list[int] = field(default_factory=list)
     leased: Counter[int] = field(default_factory=Counter)
     settled: set[int] = field(default_factory=set)
     appended: list[tuple[int, int]] = field(default_factory=list)
-    """(sequence, step)"""
+    """Appended records: (sequence, step)."""
     written: int = 0
-    """Changes of the row that were said to be stored."""
+    """Number of acknowledged changes of the row."""
     when: dict[str, list[float]] = field(default_factory=dict)
     """Monotonic times of the successes of each activity."""
 
@@ -65,19 +66,19 @@ class Load:
         self.when.setdefault(activity, []).append(time.monotonic())
 
     def pause_s(self, activity: str, since: float) -> float:
-        """The longest time between two successes, of those that ended after ``since``."""
+        """Return the longest time between two successes, of those that ended after ``since``."""
         times = [moment for moment in self.when[activity] if moment >= since - 5]
         return max(later - earlier for earlier, later in pairwise(times) if later >= since)
 
 
 class Activities:
-    """The loops of the load, each for ever, on connections of their own."""
+    """The endless loops of the load, on connections of their own."""
 
     def __init__(self, load: Load, buses: dict[str, Bus]) -> None:
         self.load, self.buses = load, buses
         self._next = 0
         self.ending = False
-        """Nothing more is to be published: what was cancelled on its way might be stored, and in no book."""
+        """True = publish nothing more: a message cancelled in flight might be stored without a record here."""
 
     async def publish(self) -> None:
         while not self.ending:
@@ -136,7 +137,7 @@ class Activities:
         while True:
             try:
                 revision = await rows.update(ROW, {"count": self.load.written + 1}, revision)
-            except BusUnavailable:  # stored or not: what stands there tells
+            except BusUnavailable:  # stored or not: the row shows it
                 found = await self.buses["feeder"].jet.retry_for_ever(lambda: rows.get(ROW))
                 if found is None or found[0]["count"] != self.load.written + 1:
                     continue
@@ -151,7 +152,7 @@ class Activities:
 
 @asynccontextmanager
 async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus, Load, Activities]]:
-    """Three servers and the load on them; at the end of the block the load comes to rest, nothing of it in flight."""
+    """Run three servers and the load on them; at the end of the block the load comes to rest, with nothing in flight."""
     config = BusConfig(cluster=3, lease_s=5.0, samples_max_bytes=500_000_000)
     servers, load = EmbeddedBus(directory, RUN, config), Load()
     servers.start()
@@ -183,7 +184,7 @@ async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus
 
 
 async def fail_over(servers: EmbeddedBus, load: Load, bus: Bus, stream: str) -> dict[str, float]:
-    """Kill the leader of a stream, wait until all goes on without it, start it, wait until it has caught up. Pauses in seconds."""
+    """Kill the leader of a stream, wait until all activities continue, restart it, wait until it has caught up. Return pauses in s."""
     name = subjects.stream(bus.run, stream)
     victim = await leader(servers, bus, name)
     since = time.monotonic()
@@ -202,7 +203,7 @@ def goes_on(load: Load, since: float) -> bool:
 
 
 async def leader(servers: EmbeddedBus, bus: Bus, stream: str) -> EmbeddedServer:
-    """The server that leads a stream; waited for, when there is none at the moment."""
+    """Return the server that leads a stream; wait for one when there is none at the moment."""
     async with asyncio.timeout(GOES_ON_S):
         while True:
             name = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"].get("leader", "")
@@ -212,7 +213,7 @@ async def leader(servers: EmbeddedBus, bus: Bus, stream: str) -> EmbeddedServer:
 
 
 async def caught_up(bus: Bus) -> None:
-    """Every stream has three copies, all current."""
+    """Wait until every stream has three copies, all current."""
     async with asyncio.timeout(CAUGHT_UP_S):
         while not all([await _complete(bus, subjects.stream(bus.run, name)) for name in ("SAMPLES", "TASKS", "PLAN", "DEAD")]):  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
@@ -225,7 +226,7 @@ async def _complete(bus: Bus, stream: str) -> bool:
 
 
 async def check_books(load: Load, bus: Bus) -> None:
-    """Raises AssertionError naming what is lost or doubled."""
+    """Raise AssertionError naming lost and doubled messages."""
     doubled = [id for id, times in Counter(load.read).items() if times > 1]
     assert not doubled, f"read twice: {doubled[:5]}"
     assert set(load.published) <= set(load.read), "samples lost"

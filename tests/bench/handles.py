@@ -1,7 +1,7 @@
 """Seconds to hand weights to an engine of this host by handles, against a plain memory copy of the same bytes: same process, same run.
 
 ``python -m tests.bench.handles`` prints, for each size, the median ratio of pairs (1 = as fast as the copy; the goal is 0.8):
-``read``: what the engine does with the handles of all buckets, copying them into its own tensors, in the process that also copies plainly;
+``read``: the engine's part, copying the handles of all buckets into its own tensors, in the process that also copies plainly;
 ``push``: a whole push to one receiver (bus, ZMQ, begin, buckets, end), against a plain copy in the learner's process.
 Then the same push by broadcast, over the transfer by handles. ``--verify always`` as in ``bench.push``.
 """
@@ -39,7 +39,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def reader(handles: list[dict[str, Any]], rounds: int, tell: Connection) -> None:
-    """Another process: copies what handles mean, and the same bytes from its own memory, in turns."""
+    """Run in another process: copy the memory of handles, and the same bytes from its own memory, in turns."""
     torch.set_num_threads(1)
     mapped = Mapped()
     own = [torch.ones(handle["num_bytes"], dtype=torch.uint8) for handle in handles]
@@ -57,7 +57,7 @@ def reader(handles: list[dict[str, Any]], rounds: int, tell: Connection) -> None
 
 
 def read_pairs(num_bytes: int, rounds: int) -> list[tuple[float, float]]:
-    """(plain, read) seconds; the first pair, which maps, comes first."""
+    """Return (plain, read) seconds; the first pair, which maps the memory, comes first."""
     memory = HostMemory()
     block = memory.empty(num_bytes)
     block.fill_(7)
@@ -78,7 +78,7 @@ async def make_layout(bus_url: str, run: str) -> None:
 
 
 def push_pairs(bus_url: str, directory: Path, transport: str, tensors: dict[str, torch.Tensor], args: Any) -> list[tuple[float, float]]:
-    """(plain, transfer) seconds of pushes to one receiver, which has been warmed by two."""
+    """Return (plain, transfer) seconds of pushes to one receiver, warmed up by two."""
     config = WeightsConfig(
         bucket_bytes=args.bucket_mbytes * 1_000_000,
         min_engines=1,

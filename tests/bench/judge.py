@@ -1,4 +1,4 @@
-"""A reward that takes its time, as a judge behind a network does: it costs latency and no computation."""
+"""A slow reward, like a judge behind a network: it costs latency and no computation."""
 
 import asyncio
 
@@ -7,6 +7,6 @@ from rewards.port import RewardRequest
 
 
 async def judged(request: RewardRequest, *, seconds: float) -> float:
-    """Give the reward of ``rewards.digits`` after ``seconds``."""
+    """Return the reward of ``rewards.digits`` after ``seconds``."""
     await asyncio.sleep(seconds)
     return digits(request)

@@ -1,11 +1,12 @@
 """Samples and seconds to reward 0.9: Tidemill, synchronous and asynchronous, against TRL's GRPOTrainer on the same task.
 
 Same model, tokenizer, prompts, reward, batch, optimizer and seed; one torch thread a process. TRL is one process, Tidemill is bus, engine,
-actor, feeder, rank and their parents. They take turns, so that other load on the machine meets all of them.
+actor, feeder, rank and their parents. They take turns, so that other load on the machine affects all of them.
 
-``seconds`` count from where training begins: TRL's on_train_begin (model loaded, nothing generated); Tidemill's first request for a batch
-(model loaded; the wait for the engine to come up and for the first samples is in). ``with start`` is from the command on. ``CPU`` is user
-and system time of all processes, from the first step's end to the crossing: what the run costs, whoever else uses the machine.
+``seconds`` count from the beginning of training: TRL's on_train_begin (model loaded, nothing generated); Tidemill's first request for a
+batch (model loaded; the wait for the engine to come up and for the first samples is included). ``with start`` counts from the command.
+``CPU`` is user and system time of all processes, from the first step's end to the crossing: the cost of the run, independent of other
+load.
 """
 
 import argparse
@@ -27,14 +28,14 @@ from tests.bench.meter import Metered, metered
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "launch/configs/digits.yaml"
 TARGET, OVER = 0.9, 5
-"""Reached when the mean reward of so many consecutive steps is so high."""
+"""Target: mean reward, and number of consecutive steps over which it is taken."""
 TRL = ("torch==2.13.0", "trl==1.16.0", "datasets", "accelerate")
 LAST = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """Where a run crossed the target; ``step`` None = it never did, and the other figures are those of its end."""
+    """The point at which a run crossed the target; ``step`` None = it never did, and the other figures are those of its end."""
 
     step: int | None
     samples: int
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_environment(directory: Path) -> str:
-    """A virtual environment with TRL; torch first, so that whatever build the index offers satisfies the rest."""
+    """Create a virtual environment with TRL; torch first, so that any build the index offers satisfies the rest."""
     python = directory / "bin" / "python"
     if not (directory / "ready").exists():
         print(f"installing {', '.join(TRL)} in {directory.relative_to(ROOT)}", flush=True)
@@ -89,7 +90,7 @@ def run_trl(python: str, work: Path, seed: int, steps: int) -> Reached:
 
 
 def trl_settings(config: RunConfig, seed: int, steps: int) -> dict[str, object]:
-    """What of the configuration TRL can be told. Refuses what ``trl_grpo.py`` does not hand on."""
+    """Return the configuration as settings of TRL. Refuses settings that ``trl_grpo.py`` does not pass on."""
     learner, optimizer, algorithm = config.learner, config.learner.optimizer, config.learner.algorithm
     assert (optimizer.warmup_steps, optimizer.lr_decay, optimizer.weight_decay) == (0, "constant", 0.0), optimizer
     assert (algorithm.advantage, algorithm.clip_low, algorithm.clip_high) == ("grpo", 0.2, 0.28), algorithm
@@ -120,7 +121,7 @@ def run_tidemill(work: Path, seed: int, steps: int, lag: int) -> Reached:
 
 
 def crossed(run: Metered, name: str, samples_per_step: int, *, began_s: float) -> Reached:
-    """First crossing of the target."""
+    """Return the first crossing of the target."""
     rewards = [line[name] for line in run.lines]
     ends = (end for end in range(OVER, len(rewards) + 1) if sum(rewards[end - OVER : end]) / OVER >= TARGET)
     step = next(ends, None)
@@ -136,7 +137,7 @@ def crossed(run: Metered, name: str, samples_per_step: int, *, began_s: float) -
 
 
 def note(results: dict[str, list[Reached]], name: str, found: Reached) -> None:
-    """Keep and print one run."""
+    """Record and print one run."""
     results.setdefault(name, []).append(found)
     where = f"step {found.step}" if found.step else "never"
     print(
@@ -147,7 +148,7 @@ def note(results: dict[str, list[Reached]], name: str, found: Reached) -> None:
 
 
 def report(results: dict[str, list[Reached]]) -> None:
-    """Medians over the seeds; ratios to TRL's run of the same seed, which came just before: their median and range."""
+    """Print medians over the seeds; ratios to TRL's run of the same seed, which came just before: their median and range."""
     print(
         f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}{'last reward':>13}{'never':>7}"
     )
@@ -165,7 +166,7 @@ def figures(run: Reached) -> tuple[float, float, float, float]:
 
 
 def ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> str:
-    """Of the seeds with which both got there."""
+    """Return the ratios for the seeds with which both reached the target."""
     pairs = [(figures(mine), figures(trl)) for mine, trl in zip(ours, theirs, strict=True) if mine.step and trl.step]
     if not pairs:
         return "with no seed did both get there"

@@ -31,7 +31,7 @@ ROUNDS = 15
 
 
 def make_model(directory: Path, *, layers: int, hidden: int, vocab: int) -> None:
-    """A random Qwen3 in Hugging Face format."""
+    """Write a random Qwen3 in Hugging Face format."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def make_model(directory: Path, *, layers: int, hidden: int, vocab: int) -> None
 
 
 def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> StepBatch:
-    """One packed micro-batch of sequences with responses of about ``response`` tokens."""
+    """Return one packed micro-batch of sequences with responses of about ``response`` tokens."""
     generator = np.random.default_rng(0)
     lengths_N = generator.integers(max(1, response // 2), response + response // 2 + 1, sequences)
     parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "targets", "positions", "sample", "mask", "mu", "lag")}
@@ -99,7 +99,7 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
 
 
 def our_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
-    """The trainer's step; returns the loss."""
+    """Return the trainer's step, which returns the loss."""
     from learner.megatron.model import build_policy
     from learner.megatron.optimizer import PolicyOptimizer
     from learner.megatron.parallel import Parallel, choose_device, join
@@ -123,7 +123,7 @@ _parallel: Any = None
 
 
 def plain_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
-    """The same step with transformers and torch: right-padded, AdamW, no diagnostics; returns the loss."""
+    """Return the same step with transformers and torch (right-padded, AdamW, no diagnostics), which returns the loss."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -156,7 +156,7 @@ def plain_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
 
 
 def compare(name: str, *, rounds: int = ROUNDS) -> dict[str, float]:
-    """Median and minimum seconds of both, and the ratio of the medians; the first losses must agree."""
+    """Return median and minimum seconds of both, and the ratio of the medians; the first losses must agree."""
     shape = SHAPES[name]
     batch = make_batch(**{key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
     with tempfile.TemporaryDirectory() as directory:

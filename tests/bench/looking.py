@@ -1,15 +1,15 @@
-"""What onlookers cost the queue: publishing and reading with 0, 1 and 8 of them, in the same run.
+"""Cost of readers for the queue: publishing and reading with 0, 1 and 8 of them, in the same run.
 
-    python -m tests.bench.looking [--rounds 3] [--samples 1500] [--tokens 3500] [--rate 150]
+python -m tests.bench.looking [--rounds 3] [--samples 1500] [--tokens 3500] [--rate 150]
 
-A publisher and the learner's reader (decoding, checking) work as in ``bench.sample_path``, while onlookers follow the stream, each a
-``tidemill tail --follow`` process of its own: ``tails`` want every payload (and print it, to nowhere), ``filters`` want ``--reward '>2'``,
-which none fits, and so read headers alone. Once flat out (samples/s from the first publish to the last read), and once at ``--rate``
-samples/s: what a sample costs publisher, server and reader in CPU time, and how long a publish waits for the server's word.
+A publisher and the learner's reader (decoding, checking) work as in ``bench.sample_path``, while other readers follow the stream, each a
+``tidemill tail --follow`` process of its own: ``tails`` read every payload (and print it, to nowhere), ``filters`` have ``--reward '>2'``,
+which no sample meets, and so read headers alone. The first part is at full speed (samples/s from the first publish to the last read), the
+second at ``--rate`` samples/s: CPU time of a sample in publisher, server and reader, and a publish's wait for its acknowledgement.
 
 Rounds are interleaved: each runs every variant once, in turning order. Ratios compare medians with those of the same run without
-onlookers. Where there are fewer cores than processes, the onlookers' own CPU time takes from everybody: flat out says more about the
-machine than about the queue, and the CPU per sample is what counts.
+such readers. Where there are fewer cores than processes, the readers' own CPU time takes from all others: full speed then measures the
+machine more than the queue, and the CPU per sample is the figure that counts.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from tests.bench.sample_path import IN_FLIGHT, clear, in_flight, make_sample, pr
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = {"nobody": (0, ()), "1 tail": (1, ()), "8 tails": (8, ()), "8 filters": (8, ("--reward", ">2"))}
-"""How many onlookers, and what they want."""
+"""Variants by name: number of readers, and their options."""
 _MORE_FLAT_OUT = 4
-"""Times as many samples, where nothing holds them back."""
+"""Factor of the number of samples at full speed."""
 
 
 async def publisher(url: str, run: str, count: int, tokens: int, rate: float) -> dict[str, float]:
@@ -59,7 +59,7 @@ async def publisher(url: str, run: str, count: int, tokens: int, rate: float) ->
 
 
 async def paced(count: int, rate: float, publish: Any) -> None:
-    """``rate`` a second, at most as many at once as flat out."""
+    """Publish at ``rate`` a second, with at most as many in flight as at full speed."""
     room, began = asyncio.Semaphore(IN_FLIGHT), time.monotonic()
 
     async def one(number: int) -> None:
@@ -91,7 +91,7 @@ async def reader(url: str, run: str, count: int) -> dict[str, float]:
 
 
 async def readers_there(url: str, run: str, count: int) -> None:
-    """Wait until so many consumers read SAMPLES."""
+    """Wait until ``count`` consumers read SAMPLES."""
     async with connect(url, run, name="look") as bus, asyncio.timeout(120):
 
         async def there() -> int:
@@ -134,7 +134,7 @@ def one(variant: str, server: EmbeddedServer, args: argparse.Namespace, rate: fl
 
 
 def compare(server: EmbeddedServer, args: argparse.Namespace, rate: float) -> dict[str, dict[str, float]]:
-    """Medians of every variant."""
+    """Return the medians of every variant."""
     names = list(VARIANTS)
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(args.rounds):

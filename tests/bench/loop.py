@@ -2,11 +2,11 @@
 
 The same model, prompts, engine, actor and learner on the same cores, one after the other, in rounds. Training alone: a learner with no
 checkpoint on the bus of the run just made executes its recorded plans again from the first step, reading its samples from the stream;
-nobody generates and nothing is pushed. Generating alone: bus, engine and actor with the model that the run made (so responses are of a
-trained model's length), fed with tasks by this process, which also reads the samples; nobody trains.
+there is no generation and no push. Generating alone: bus, engine and actor with the model that the run made (so responses are of a
+trained model's length), fed with tasks by this process, which also reads the samples; there is no training.
 
-Where both halves share two cores the loop cannot reach its slower half: the work of both has to be done. So what doing one after the
-other would give is printed as well, and the CPU time of a step, from which follows what two free cores could do.
+Where both halves share two cores the loop cannot reach its slower half: the work of both has to be done. So the rate of the two
+halves in sequence is printed as well, and the CPU time of a step, from which the rate on two free cores follows.
 """
 
 import argparse
@@ -45,7 +45,7 @@ END_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """Samples/s of each, and CPU seconds of a step of the loop."""
+    """Samples/s of each variant, and CPU seconds of a step of the loop."""
 
     loop: float
     generate: float
@@ -100,7 +100,7 @@ def one(number: int, args: argparse.Namespace) -> Round:
 
 
 async def train_only(config: RunConfig) -> float:
-    """Samples per second of the learner alone, on the recorded stream, its checkpoints taken away."""
+    """Return samples per second of the learner alone, on the recorded stream, with its checkpoints deleted."""
     shutil.rmtree(config.checkpoints)
     async with asyncio.timeout(LIMIT_S), running(config, "bus"), on_bus(config) as bus:
         epoch = await current_epoch(bus)
@@ -116,7 +116,7 @@ async def train_only(config: RunConfig) -> float:
 
 
 async def generate_only(config: RunConfig, num_samples: int) -> float:
-    """Samples per second of engine and actor alone."""
+    """Return samples per second of engine and actor alone."""
     fresh = replace(
         config,
         directory=f"{config.directory}-generate",
@@ -135,7 +135,7 @@ async def generate_only(config: RunConfig, num_samples: int) -> float:
 
 
 async def generated_per_second(bus: Bus, config: RunConfig, epoch: int, num_samples: int) -> float:
-    """Tasks as samples come in, as many in flight as max_lag admits; samples per second from the end of the first step's worth on."""
+    """Issue tasks as samples arrive, with as many in flight as max_lag admits; return samples per second after the first step's samples."""
     tasks, per_task, warm = tasks_of(config, epoch), config.learner.group_size, config.samples_per_step
     for _ in range((config.staleness.max_lag + 1) * config.learner.groups_per_step):
         await bus.tasks.issue(next(tasks))
@@ -153,7 +153,7 @@ async def generated_per_second(bus: Bus, config: RunConfig, epoch: int, num_samp
 
 
 def tasks_of(config: RunConfig, epoch: int) -> Iterator[Task]:
-    """Tasks of the run's prompts, in the file's order, for ever."""
+    """Yield tasks of the run's prompts, in the file's order, for ever."""
     rows = [json.loads(line) for line in Path(config.data.path).read_text().splitlines()]
     tokenize = model_tokenizer(config.model.path)
     for number in count():
@@ -173,7 +173,7 @@ def tasks_of(config: RunConfig, epoch: int) -> Iterator[Task]:
 
 @asynccontextmanager
 async def running(config: RunConfig, role: str) -> AsyncIterator[Child]:
-    """A process of the run, ended on leaving."""
+    """Run a process of the run, and end it on leaving."""
     file = config.root / "config.yaml"
     if not file.exists():
         file.write_text(yaml.safe_dump(to_map(config), sort_keys=False))
@@ -193,9 +193,9 @@ async def on_bus(config: RunConfig) -> AsyncIterator[Bus]:
 
 
 async def address(config: RunConfig) -> str:
-    """Where the bus of the run answers."""
+    """Return the address of the run's bus."""
     file = config.root / BUS_URL_FILE
-    while not file.exists():  # noqa: ASYNC110 - a file tells nobody
+    while not file.exists():  # noqa: ASYNC110 - a file sends no event
         await asyncio.sleep(0.02)
     return file.read_text().strip()
 

@@ -1,6 +1,6 @@
-"""Runs a command that writes a JSON line a step, and notes when each line came and what CPU time all its processes had used by then.
+"""Runs a command that writes a JSON line a step, and records the time of each line and the CPU time of all its processes by then.
 
-Wall time on shared cores says little about a program of many processes; CPU time says what it costs.
+Wall time on shared cores says little about a program of many processes; CPU time shows its cost.
 """
 
 import json
@@ -20,34 +20,34 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """How far a run was when this many of its lines had been seen."""
+    """Progress of a run when this many of its lines had been read."""
 
     lines: int
     wall_s: float
-    """Since the command was started."""
+    """Seconds since the command was started."""
     cpu_s: float
-    """Of the command and everything it started, user and system."""
+    """User and system seconds of the command and all its descendants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metered:
-    """A command that has ended well."""
+    """A command that has ended with code 0."""
 
     lines: list[dict[str, Any]]
     seen: list[Seen]
 
     def at(self, line: int) -> Seen:
-        """The first look that saw line number ``line`` (from 1)."""
+        """Return the first reading that includes line number ``line`` (from 1)."""
         return next(each for each in self.seen if each.lines >= line)
 
     def cpu_s_per_line(self, first: int, last: int) -> float:
-        """Mean CPU time of the lines between two."""
+        """Return the mean CPU time of the lines between two."""
         begin, end = self.at(first), self.at(last)
         return (end.cpu_s - begin.cpu_s) / max(1, end.lines - begin.lines)
 
 
 def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path) -> Metered:
-    """Run with one torch thread a process. Raises SystemExit with its last words when it fails or takes too long."""
+    """Run with one torch thread a process. Raises SystemExit with its last log lines when it fails or takes too long."""
     lines_file.unlink(missing_ok=True)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -59,7 +59,7 @@ def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directo
         try:
             while child.poll() is None and time.monotonic() - began_s < LIMIT_S:
                 num_lines = _count(lines_file)
-                if not num_lines:  # all its processes are there when its first step is done; to look for them costs time
+                if not num_lines:  # all its processes exist when its first step is done; searching for them costs time
                     tree = [tree[0], *_children(tree[0])]
                 if num_lines > (seen[-1].lines if seen else 0):
                     seen.append(Seen(lines=num_lines, wall_s=time.monotonic() - began_s, cpu_s=sum(map(_cpu_s, tree))))
@@ -71,7 +71,7 @@ def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directo
     if child.returncode:
         raise SystemExit(f"{' '.join(command[:4])} ended with {child.returncode}:\n{log_file.read_text()[-2000:]}")
     lines = [json.loads(line) for line in lines_file.read_text().splitlines()]
-    if seen[-1].lines < len(lines):  # the last ones came between two looks
+    if seen[-1].lines < len(lines):  # the last lines came between two readings
         seen.append(Seen(lines=len(lines), wall_s=time.monotonic() - began_s, cpu_s=seen[-1].cpu_s))
     return Metered(lines=lines, seen=seen)
 
@@ -88,7 +88,7 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """Of a process and of its children that have ended; 0 when it is gone."""
+    """Return the CPU seconds of a process and of its children that have ended; 0 when it is gone."""
     try:
         times = process.cpu_times()
     except psutil.Error:

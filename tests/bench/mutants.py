@@ -1,8 +1,8 @@
-"""Do the tests of ``learner/algorithms`` see a wrong formula? Each mutant is one change of the source; the tests must go red.
+"""Do the tests of ``learner/algorithms`` detect a wrong formula? Each mutant is one change of the source; the tests must fail.
 
 A mutant replaces an operator, a comparison, a constant, a function (min by max, sum by mean, ...), drops a ``detach`` or a ``not``, or
-negates a condition. It is put in place of the module in a forked child, which runs the tests of that module with ``-x``. Survivors are
-printed with their line: each is a missing test, or a change that means the same.
+negates a condition. It replaces the module in a forked child, which runs the tests of that module with ``-x``. Survivors are
+printed with their line: each is a missing test, or a change without effect.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TESTS = {
     "alarms": ("alarms",),
     "config": ("config",),
 }
-"""Module -> its tests, ``tests/unit/test_algorithms_<name>.py``; all have the contract of custom functions besides."""
+"""Tests by module, ``tests/unit/test_algorithms_<name>.py``; all have the contract of custom functions besides."""
 CONTRACT = "tests/contract/test_custom_algorithms.py"
 TIMEOUT_S = 120.0
 
@@ -79,7 +79,7 @@ class Mutant:
 
 
 class _Mutator(ast.NodeTransformer):
-    """Makes the ``wanted``-th change that is possible; counts them all and says what each is."""
+    """Transformer that makes the ``wanted``-th possible change; counts all of them and describes each."""
 
     def __init__(self, wanted: int = -1) -> None:
         self.wanted, self.found, self._inside = wanted, [], False  # type: ignore[var-annotated]
@@ -162,7 +162,7 @@ class _Mutator(ast.NodeTransformer):
 
 
 def mutants(module: str) -> Iterator[Mutant]:
-    """All of a module's."""
+    """Yield all mutants of a module."""
     mutator = _Mutator()
     mutator.visit(ast.parse((FOLDER / f"{module}.py").read_text()))
     for number, (line, what) in enumerate(mutator.found):
@@ -175,7 +175,7 @@ def mutated(mutant: Mutant) -> ast.Module:
 
 
 def child(mutant: Mutant | None, module: str) -> None:
-    """In a forked process: put the mutant in place and run the tests; exit code 0 = they passed."""
+    """Run in a forked process: replace the module by the mutant and run the tests; exit code 0 = they passed."""
     import pytest
 
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
@@ -198,7 +198,7 @@ def child(mutant: Mutant | None, module: str) -> None:
 
 
 def run(work: list[Mutant], jobs: int) -> list[Mutant]:
-    """The survivors."""
+    """Return the survivors."""
     running: dict[int, tuple[Mutant, float]] = {}
     waiting, survivors, done = list(work), [], 0
     while waiting or running:

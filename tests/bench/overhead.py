@@ -1,8 +1,8 @@
-"""What corrections and diagnostics cost: a step of the learner with all of them against the same step with a bare PPO loss.
+"""Cost of corrections and diagnostics: a step of the learner with all of them against the same step with a bare PPO loss.
 
 Same Megatron, same rows, same optimizer, taking turns in one process. The bare step computes log-probs and entropies, a clipped ratio, the
 mean over the tokens and nothing else; no weights, no diagnostics, no metrics. ``decoupled`` is the default; ``everything`` adds rejections,
-a veto and the ESS-scaled learning rate. Both also print what their parts of a step are, so that a ratio near 1 is not noise of the model.
+a veto and the ESS-scaled learning rate. For both the parts of a step are printed as well, so that a ratio near 1 is no noise of the model.
 """
 
 import argparse
@@ -30,7 +30,7 @@ EVERYTHING: dict[str, Any] = {"reject": ("k3 seq_mean 1.0", "k1 token 0.01 100")
 
 @functools.cache
 def joined() -> Any:
-    """A world of one, joined once."""
+    """Return the groups of a world of one, joined once."""
     from learner.megatron.parallel import choose_device, join
 
     with socket.socket() as free:
@@ -41,7 +41,7 @@ def joined() -> Any:
 
 
 def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
-    """name -> one step of it, each with a model of its own."""
+    """Return the steps by name, each with a model of its own."""
     from learner.megatron.cpu_shim import megatron_device
     from learner.megatron.model import build_policy
     from learner.megatron.optimizer import PolicyOptimizer
@@ -79,7 +79,7 @@ def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
 
 
 def compare(shape: str, rounds: int) -> dict[str, float]:
-    """Median over the rounds of the ratio to the bare step of the same round, and the bare step's median."""
+    """Return the median over the rounds of the ratio to the bare step of the same round, and the bare step's median."""
     values = SHAPES[shape]
     batch = make_batch(**{key: values[key] for key in ("sequences", "prompt", "response", "vocab")})
     with tempfile.TemporaryDirectory() as directory:

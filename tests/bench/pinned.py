@@ -41,13 +41,13 @@ from rewards.digits import digits
 from rewards.port import RewardRequest
 
 Corrupt = Callable[[list[Sample], "PinnedLoop"], list[Sample]]
-"""Changes what the engine has reported, as a fault would."""
+"""Function that changes the engine's results, as a fault would."""
 Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learnt, by which model, in batches of which size."""
+    """The task to learn, its model and its batches."""
 
     task: str = "copy"
     num_digits: int = 4
@@ -56,15 +56,15 @@ class Task:
     intermediate: int = 256
     lr: float = 1e-3
     eps: float = 1e-3
-    """Of Adam. Large, so that a converged policy is not shaken by its last rare mistakes (docs/log.md)."""
+    """Epsilon of Adam. It is large, so that a converged policy is not shaken by its last rare mistakes (docs/log.md)."""
     groups: int = 32
     group_size: int = 8
     minibatches: int = 4
     max_tokens: int = 1 << 20
-    """Of a micro-batch."""
+    """Largest number of tokens of a micro-batch."""
     held_out: int = 128
     temperature: float = 1.0
-    """Of sampling, and of the log-probs on both sides."""
+    """Temperature of sampling, and of the log-probs on both sides."""
 
     def prepare_config(self, seed: int) -> PrepareConfig:
         return PrepareConfig(
@@ -85,13 +85,13 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFault:
-    """What an engine does other than it says."""
+    """Deviation of an engine from its reports."""
 
     temperature: float = 0.0
-    """Its own, whatever it is asked for; 0 = what it is asked for."""
+    """Sampling temperature whatever the request has; 0 = that of the request."""
     top_p: float = 1.0
     weights: Callable[["PinnedLoop", int], Named] | None = None
-    """Served in place of those of a version."""
+    """Weights served in place of those of a version."""
 
 
 class LocalEngine:
@@ -124,7 +124,7 @@ class LocalEngine:
         self._standby, _ = self._scheduler.flip(self._standby, version).result(60)
 
     def generate(self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]) -> list[Response]:
-        """One response to each prompt, finished."""
+        """Return one finished response to each prompt."""
         responses = [
             Response(str(row), prompt, params, seed=seed, model=self._facts, sink=_nobody)
             for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
@@ -157,7 +157,7 @@ def _nobody(response: Response, num_tokens: int, ended: bool) -> None:
 
 @functools.cache
 def world_of_one() -> Any:
-    """Megatron's groups for this process alone, joined once."""
+    """Return Megatron's groups for this process alone, joined once."""
     from learner.megatron.parallel import choose_device, join
 
     with socket.socket() as free:
@@ -169,7 +169,7 @@ def world_of_one() -> Any:
 
 
 class PinnedLoop:
-    """A run, one version a ``step``."""
+    """A run that makes one version with every ``step``."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class PinnedLoop:
         corrupt: Corrupt | None = None,
         parallel: Any = None,
     ) -> None:
-        """``directory``: where model and prompts are made. ``lag``: versions between sampler and learner, from the lag-th version on.
+        """``directory``: for model and prompts. ``lag``: versions between sampler and learner, from the lag-th version on.
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
@@ -204,12 +204,12 @@ class PinnedLoop:
         self.trainer = Trainer(self.policy, optimizer, algorithm, max_lag=lag, reference=reference)
         self.version = 0
         self.kept: list[Named] = []
-        """Weights put aside by an experiment."""
+        """Weights kept by an experiment."""
         self.past: deque[Named] = deque([self.weights()], maxlen=lag + 2)
         """Weights of the last versions, the present one last."""
 
     def step(self) -> dict[str, float]:
-        """Sample a batch with the lagged weights and train it: the metrics of ``Trainer`` and the batch's ``reward``."""
+        """Sample a batch with the lagged weights and train it; return the metrics of ``Trainer`` and the batch's ``reward``."""
         step = self.version + 1
         samples = self.rollout()
         if self.corrupt is not None:
@@ -220,7 +220,7 @@ class PinnedLoop:
         return metrics | {"reward": float(np.mean([sample.score for sample in samples]))}
 
     def rollout(self) -> list[Sample]:
-        """The next batch's samples, by the weights of ``max(0, version - lag)``."""
+        """Return the next batch's samples, by the weights of ``max(0, version - lag)``."""
         version = max(0, self.version - self.lag)
         named = self.past[-1 - min(self.lag, self.version)]
         self.engine.serve(self.fault.weights(self, version) if self.fault.weights else named, version)
@@ -229,7 +229,7 @@ class PinnedLoop:
         return self._sampled(chosen, first, version)
 
     def batch(self, samples: list[Sample], step: int) -> StepBatch:
-        """What the trainer takes."""
+        """Return the trainer's input."""
         sizes = [self.task.group_size] * (len(samples) // self.task.group_size)
         placed = assign(
             [len(sample.tokens) for sample in samples],
@@ -257,7 +257,7 @@ class PinnedLoop:
         return build_batches(plan, samples, eos_ids=self.engine.eos_ids)[0]
 
     def evaluate(self) -> float:
-        """Share of held-out prompts that the present weights answer exactly, decoding greedily."""
+        """Return the share of held-out prompts that the present weights answer exactly, decoding greedily."""
         self.engine.serve(self.past[-1], self.version)
         held_out = self._prompts[-self.task.held_out :]
         params = SamplingParams(max_new_tokens=self.task.num_digits + 1, temperature=0.0)
@@ -267,7 +267,7 @@ class PinnedLoop:
         return float(np.mean(right))
 
     def weights(self) -> Named:
-        """A copy of the present weights, by Hugging Face names."""
+        """Return a copy of the present weights, by Hugging Face names."""
         return {name: tensor.detach().clone() for name, tensor in self.policy.export()}
 
     def close(self) -> None:

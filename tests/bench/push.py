@@ -1,13 +1,13 @@
 """Seconds of a push against bare ``torch.distributed.broadcast`` of the same bytes in the same buckets: same machine, same run.
 
-``python -m tests.bench.push`` prints, for each size, number of receivers and way to put them together (``--groups``), the bandwidth of both
-and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the receivers say that they have
-everything, and both receive each bucket into memory of its own, in other processes. The push is what the learner does: bus rows, a process
+``python -m tests.bench.push`` prints, for each size, number of receivers and way to group them (``--groups``), the bandwidth of both
+and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the receivers report that they have all
+bytes, and both receive each bucket into memory of its own, in other processes. The push is the learner's: bus rows, a process
 group per receiver or push group, buckets announced over HTTP.
-``--verify always`` compares checksums in every push, and prints what that takes.
+``--verify always`` compares checksums in every push, and prints the time of that.
 ``python -m tests.bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with ``--idle`` it
 generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same with a real SGLang on this
-machine's CPU, whose pushes are compared with its own API, asked by the shortest client there can be, too.
+machine's CPU, whose pushes are also compared with its own API, called by a minimal client.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from weightstore.transport.broadcast import BroadcastGroup
 
 RUN = "bench"
 WARM = 4
-"""Rounds not counted: the first joins, and both copies of a receiver are laid out as pushes come, and have been written once."""
+"""Rounds not counted: the first joins the group, and both copies of a receiver are allocated and written once by then."""
 
 
 def bare_receiver(port: int, rank: int, world_size: int, sizes: list[int]) -> None:
@@ -70,7 +70,7 @@ def bare_receiver(port: int, rank: int, world_size: int, sizes: list[int]) -> No
 
 @contextmanager
 def bare_group(num_receivers: int, flats: list[torch.Tensor]) -> Iterator[None]:
-    """The default group with this process as rank 0, and children that receive these broadcasts for ever, each into its own memory."""
+    """Create the default group: this process is rank 0, children receive these broadcasts for ever, each into its own memory."""
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     sizes = [flat.numel() for flat in flats]
@@ -100,7 +100,7 @@ def bare_round(flats: list[torch.Tensor]) -> float:
 
 @contextmanager
 def publishing(bus_url: str, run: str, directory: Path, epoch: int, bucket_bytes: int, **settings: Any) -> Iterator[Publisher]:
-    """A publisher of the run, in this process; ``settings`` are those of ``weights``."""
+    """Run a publisher in this process; ``settings`` are those of ``weights``."""
     config = WeightsConfig(bucket_bytes=bucket_bytes, min_engines=1, **{"verify": "never", **settings})
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=directory / "model")
     try:
@@ -120,7 +120,7 @@ def mega(num_bytes: float, seconds: float) -> str:
 
 
 def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, groups: list[str], args: argparse.Namespace) -> None:
-    """Bare and every way to put the receivers together, in turn, as often as ``--rounds`` says."""
+    """Return the times of bare broadcasts and of every grouping, in turn, ``--rounds`` times."""
     tensors = {f"layer.{index}.weight": torch.randn(1 << 20) for index in range(max(1, mbytes * 1_000_000 >> 22))}
     bucket_bytes = args.bucket_mbytes * 1_000_000
     manifest = Manifest.of(tensors.items())
@@ -159,7 +159,7 @@ def told(num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[
 
 
 class PlainClient:
-    """Of an SGLang server's own API: pauses it, broadcasts every bucket while the server is asked for it, and has it go on."""
+    """A client of an SGLang server's own API: pauses it, broadcasts every bucket while the server's request is open, and resumes it."""
 
     def __init__(self, url: str, buckets: list[Bucket], flats: list[torch.Tensor]) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
@@ -172,8 +172,8 @@ class PlainClient:
         asked.result()
 
     def round(self) -> float:
-        """Seconds of one push."""
-        self._connection.close()  # the server has by now, if it was idle for long
+        """Return the seconds of one push."""
+        self._connection.close()  # the server has closed it by now, if it was idle for long
         started = time.perf_counter()
         self._ask("/pause_generation", {"mode": "in_place"})
         self._ask("/begin_weight_update", {})
@@ -203,7 +203,7 @@ def engine_child(bus_url: str, model_dir: Path, sglang_url: str) -> None:
     torch.set_num_threads(1)
     config = sglang_on_cpu.config("", url=sglang_url) if sglang_url else EngineConfig()
     factory = SglangEngine if sglang_url else BuiltinEngine
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # as its process has it
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # like its process
         places = EnginePlaces(run=RUN, bus_url=bus_url, model_dir=model_dir, id="engine")
         runner.run(run_engine(places, config, asyncio.Event(), factory=factory, limits=EngineLimits()))
 
@@ -230,7 +230,7 @@ async def engine_url(bus_url: str) -> str:
 
 
 def generate_for_ever(url: str, running: threading.Event, counted: list[int]) -> None:
-    """Eight requests in flight until ``running`` is cleared; tokens are counted, and none may be lost."""
+    """Keep eight requests in flight until ``running`` is cleared; tokens are counted, and no request may be lost."""
 
     async def one(client: HttpEngine, seed: int) -> None:
         while running.is_set():
@@ -293,7 +293,7 @@ def with_engine(bus_url: str, directory: Path, args: argparse.Namespace) -> None
 
 @contextmanager
 def generating(url: str) -> Iterator[list[int]]:
-    """Tokens of each answer, while entered."""
+    """While entered, generate; yield the number of tokens of each answer."""
     running, counted = threading.Event(), list[int]()
     running.set()
     client = threading.Thread(target=generate_for_ever, args=(url, running, counted))

@@ -1,9 +1,9 @@
-"""How long a run stands still when something in it is killed (-9), against how long the same thing takes to start at first.
+"""Pause of a run when one of its processes is killed (-9), against the time that the same process takes to start at first.
 
-A real `tidemill up` of the digits run with one actor and one engine, so that every death is felt. For each victim, in rounds: kill it,
+A real `tidemill up` of the digits run with one actor and one engine, so that every death matters. For each victim, in rounds: kill it,
 and measure until its successor is a process, until that is ready (it serves, works, answers; a rank: it has imported, loaded the model
 and read its checkpoint), and until the run has its next result from it: a sample for actor, engine and nats-server, a step for the
-learner and for the supervisor `up` (which takes everything with it, and which this program starts again at once with --resume).
+learner and for the supervisor `up` (which takes all others with it, and which this program starts again at once with --resume).
 """
 
 import argparse
@@ -38,7 +38,7 @@ SETTINGS = (
     *(f"run={RUN}", "learner.steps=1000000", "learner.checkpoint_every=10", "bus.lease_s=5", "up.restarts=1000"),
     *("up.restart_window_s=0.4", "up.require_reward=-1", "bus.history_samples=64"),
 )
-"""A short memory for restarts: each kill meets the first back-off (0.5 s), as a lone crash does."""
+"""Settings with a short memory for restarts: each kill has the first back-off (0.5 s), like a single crash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,14 +81,14 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Scene:
-    """The run, and who is in it."""
+    """The run and its processes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._log = directory, directory.with_suffix(".log")
         self._process: subprocess.Popen[bytes] | None = None
 
     def up(self, flag: str) -> Recovery:
-        """Start the run, killing what there is of it first."""
+        """Start the run, after killing its remaining processes."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -143,11 +143,11 @@ class Scene:
         return connect((self._directory / BUS_URL_FILE).read_text().strip(), RUN, name="bench", wait_s=60)
 
     def _begun(self) -> int:
-        """How often a rank has loaded the model and its checkpoint: its log says so."""
+        """Return how often a rank has loaded the model and its checkpoint, counted in its log."""
         return (self._directory / "logs" / "learner.log").read_text(errors="replace").count("learner.ranks.rank: begins rank=0")
 
     def _processes(self, command: str = "") -> list[int]:
-        """Ids of the processes below `up`, all or those of one command."""
+        """Return the ids of the processes below `up`, all or those of one command."""
         found = []
         for process in psutil.process_iter(["cmdline", "name"]):
             words = process.info["cmdline"] or []
@@ -160,7 +160,7 @@ class Scene:
 
 
 class Results:
-    """What the run brings forth, counted while one looks."""
+    """Results of the run, counted from now on."""
 
     def __init__(self) -> None:
         self.samples = self.steps = self.epoch = 0
@@ -192,7 +192,7 @@ class Results:
 
 
 async def _until_ready(bus: Bus, victim: str, pid: int) -> None:
-    """The server answers again, or another process than ``pid`` says in its row that it is at work."""
+    """Wait until the server answers again, or another process than ``pid`` has a working phase in its row."""
     view = LiveView(bus)
     while True:
         with contextlib.suppress(BusError):

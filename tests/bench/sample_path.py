@@ -1,15 +1,15 @@
-"""What a sample costs from an actor to the learner's reader, against a bare nats-py pipeline with the same guarantees.
+"""Cost of a sample from an actor to the learner's reader, against a bare nats-py pipeline with the same guarantees.
 
-    python -m tests.bench.sample_path [--rounds 4] [--samples 3000] [--tokens 3500] [--loop asyncio]
+python -m tests.bench.sample_path [--rounds 4] [--samples 3000] [--tokens 3500] [--loop asyncio]
 
-Ours: ``SampleStream.publish`` of Sample objects (encoded, headers for onlookers) -> ``SampleStream.read`` (decoded, every invariant
+Ours: ``SampleStream.publish`` of Sample objects (encoded, with the summary headers) -> ``SampleStream.read`` (decoded, every invariant
 checked). Bare: ``js.publish`` of ready bytes of the same size with a message id -> a pull consumer without acknowledgements by
-sequence; neither encodes nor decodes. Two bare readers: ``fetch`` as the client library's documentation has it, and ``callback``, the
+sequence; neither encodes nor decodes. Two bare readers: ``fetch`` as in the client library's documentation, and ``callback``, the
 cheapest way to receive that the library offers, without heartbeats or reopening. Publisher, reader and server are processes of their
 own, 32 publishes are in flight, every publish is awaited until stored, and every reader checks that nothing is missing.
 
 Rounds are interleaved: each runs every variant once, in turning order. CPU is user + system time of each process for the measured
-samples (after a warm-up of a tenth). The ratio compares medians; CPU is what counts where cores are shared, samples/s is for
+samples (after a warm-up of a tenth). The ratio compares medians; CPU is the figure that counts where cores are shared, samples/s is for
 information.
 """
 
@@ -165,7 +165,7 @@ async def read_callback(bus: Any, count: int) -> dict[str, float]:
 
 
 async def measured(count: int, work: Callable[[int, int], Coroutine[Any, Any, None]]) -> dict[str, float]:
-    """CPU and wall seconds of ``count`` samples, after a tenth more."""
+    """Return CPU and wall seconds of ``count`` samples, after a warm-up of a tenth more."""
     warm = count // 10
     await work(0, warm)
     cpu, wall = time.process_time(), time.monotonic()
@@ -179,7 +179,7 @@ def server_cpu_s(pid: int) -> float:
 
 
 def one(variant: str, server: EmbeddedServer, args: argparse.Namespace) -> dict[str, float]:
-    """CPU-us per sample of each process, and samples/s."""
+    """Return CPU-us per sample of each process, and samples/s."""
     run = f"bench-{nonce()}"
     asyncio.run(prepare(server.url, run))
     command = [

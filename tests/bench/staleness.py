@@ -1,12 +1,12 @@
-"""What age does to learning, with and without correction: the same task at pinned lags, and honestly asynchronous.
+"""Effect of age on learning, with and without correction: the same task at pinned lags, and fully asynchronous.
 
 Pinned: the closed loop of ``bench.pinned`` (the real engine and the real learner taking turns), four optimizer steps per version, every
 lag x method x seed a run of its own. The *final* values are compared (the mean of the last three evaluations and of the last ten batches):
-uncorrected runs reach the goal and fall back later, so a peak says nothing. ``--async`` runs ``tidemill up`` instead, every process
+uncorrected runs reach the goal and fall back later, so a peak proves nothing. ``--async`` runs ``tidemill up`` instead, every process
 real, at growing ``max_lag``.
 
-Runs are appended to a file as they end; a sweep that was interrupted goes on with what is missing. Claims are checked and printed as
-HOLDS or DOES NOT HOLD with their figures; what must be good must be so with every seed.
+Runs are appended to a file as they end; an interrupted sweep continues with the missing ones. Claims are checked and printed as
+HOLDS or DOES NOT HOLD with their figures; a good result must be good with every seed.
 """
 
 import argparse
@@ -33,9 +33,9 @@ VERSIONS = 200
 EVALUATE_EVERY = 10
 GOOD, BROKEN = 0.98, 0.8
 OLD = 8
-"""Lag from which uncorrected training must be seen to break."""
+"""Lag from which uncorrected training must break visibly."""
 NEAR = 0.9
-"""Greedy accuracy whose first crossing counts as the speed."""
+"""Greedy accuracy; its first crossing measures the speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Run:
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train it; its curve and its end."""
+    """Train it; return its curve and its end."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import warnings
 
@@ -90,7 +90,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def sweep(runs: Sequence[Run], file: Path, jobs: int) -> list[dict[str, Any]]:
-    """All runs: those in the file as they are, the others now, the longest lags first."""
+    """Return all runs: those in the file as they are, the others trained now, the longest lags first."""
     file.parent.mkdir(parents=True, exist_ok=True)
     there = {Run(**{name: row[name] for name in ("method", "lag", "seed", "versions")}).key: row for row in read(file)}
     missing = sorted((run for run in runs if run.key not in there), key=lambda run: (run.seed, -run.lag))
@@ -114,17 +114,17 @@ def cell(rows: Iterable[Mapping[str, Any]], method: str, lag: int) -> list[Mappi
 
 
 def final(row: Mapping[str, Any]) -> float:
-    """Greedy accuracy at the end: the mean of the last three evaluations, so that neither a fall nor a late rise is missed."""
+    """Return the greedy accuracy at the end: the mean of the last three evaluations, so that neither a fall nor a late rise is missed."""
     return statistics.mean(accuracy for _, _, _, accuracy in row["curve"][-3:])
 
 
 def versions_to(row: Mapping[str, Any], reward: float) -> float:
-    """Until a batch that was looked at was sampled with this reward; one more than there are when none was."""
+    """Return the versions until an evaluated batch was sampled with this reward; one more than there are when none was."""
     return float(next((version for version, _, sampled, _ in row["curve"] if sampled >= reward), row["versions"] + 1))
 
 
 def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequence[int]) -> str:
-    """Markdown: how it ends, then how far data and policy were apart and how much is left to sharpen."""
+    """Return Markdown tables: the final values, then the distance between data and policy and the remaining entropy."""
 
     def ending(found: Sequence[Mapping[str, Any]]) -> str:
         accuracies, near = [final(row) for row in found], [row["near"] for row in found]
@@ -148,7 +148,7 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequ
 
 
 def claims(rows: Sequence[Mapping[str, Any]], lags: Sequence[int]) -> list[str]:
-    """What the sweep must show, each with whether it does and the figures."""
+    """Return the claims about the sweep, each with its result and the figures."""
     said = []
 
     def claim(text: str, figures: Mapping[int, float], holds: bool) -> None:
@@ -179,7 +179,7 @@ def never_falls(values: Iterable[float]) -> bool:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequence[int], file: Path) -> None:
-    """Reward against versions (above) and against seconds (below), a column per lag, a line per method (mean over seeds)."""
+    """Draw reward against versions (above) and against seconds (below), a column per lag, a line per method (mean over seeds)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -208,12 +208,12 @@ def draw(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequen
 
 
 def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: float) -> None:
-    """``tidemill up`` at growing bounds: what was trained, how long the learner waited."""
+    """Run ``tidemill up`` at growing bounds; print the samples trained and the learner's waits."""
     rows = []
     for max_lag in max_lags:
         directory = WORK / f"async-{max_lag}"
         settings = [f"directory={directory}", f"staleness.max_lag={max_lag}", f"learner.steps={steps}", "up.require_reward=-1"]
-        if judge_seconds:  # many responses are with the judge at the same time: only the bound on staleness holds them back
+        if judge_seconds:  # many responses wait for the judge at the same time: only the bound on staleness limits them
             options = json.dumps({"seconds": judge_seconds})
             settings += ["actor.reward=bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
             settings += ["learner.minibatches=4", "learner.optimizer.lr=1e-3", "learner.optimizer.eps=1e-3"]  # as in the pinned sweep
@@ -276,7 +276,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def setting() -> str:
-    """A name for what is trained: results of another task are not mixed in."""
+    """Return a name for the trained task: results of another task are not mixed in."""
     from tests.bench.pinned import Task
 
     return hashlib.sha256(json.dumps(asdict(Task()), sort_keys=True).encode()).hexdigest()[:12]

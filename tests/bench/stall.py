@@ -1,11 +1,11 @@
-"""What pushes cost generation: tokens per CPU-second, and the gaps between tokens, with a push after every step and without.
+"""Cost of pushes for generation: tokens per CPU-second, and the gaps between tokens, with a push after every step and without.
 
-An engine process generates for eight streaming requests; a publisher, as the learner has one, pushes the weights of a small model at
+An engine process generates for eight streaming requests; a publisher like the learner's pushes the weights of a small model at
 the pace of small steps. Quiet and pushing phases take turns. CPU is that of the decoding thread (built-in engine) or of the whole server
-(SGLang); gaps are seen by the clients: the time between two tokens of one request.
+(SGLang); gaps are measured by the clients: the time between two tokens of one request.
 
-``--sglang-python PYTHON``: the same on a real SGLang on this machine's CPU, with its requests paused in place and retracted, and as
-slime does it: abort everything, flush, broadcast, and ask again.
+``--sglang-python PYTHON``: the same on a real SGLang on this machine's CPU, with its requests paused in place and retracted, and in
+slime's way: abort everything, flush, broadcast, and send the requests again.
 """
 
 import argparse
@@ -44,11 +44,11 @@ from tests.tiny_models import tiny_model, write_tiny_model
 REQUESTS, TOKENS = 8, 512
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 4096}
 FLOOR_S = 0.02
-"""A gap during a push may be twice the median gap, and this."""
+"""Gap in seconds that is allowed during a push in addition to twice the median gap."""
 
 
 class Clients:
-    """Eight requests in flight, for ever, in a process of their own: whoever pushes does not hold them up."""
+    """Eight requests in flight, for ever, in a process of their own, so that the pushing process does not delay them."""
 
     def __init__(self, url: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -60,13 +60,13 @@ class Clients:
         theirs.close()
         self._ours.recv()
         self.gaps: list[tuple[float, float]] = []
-        """(when the gap began, its length), monotonic seconds; there after ``end``, as ``broken`` is."""
+        """(begin of the gap, its length), monotonic seconds; set by ``end``, like ``broken``."""
         self.broken = 0
-        """Responses that were broken off."""
+        """Number of interrupted responses."""
 
     @property
     def tokens(self) -> int:
-        """Of finished responses."""
+        """Return the number of tokens of finished responses."""
         return int(self._tokens.value)
 
     def end(self) -> None:
@@ -76,7 +76,7 @@ class Clients:
 
 
 def _ask_for_ever(url: str, running: Any, tokens: Any, pipe: Any) -> None:
-    """A process: it says that it begins, and in the end what was seen."""
+    """Run in a process: report the beginning, and send gaps and interrupted responses at the end."""
     gaps: list[tuple[float, float]] = []
     broken = 0
 
@@ -104,7 +104,7 @@ def _ask_for_ever(url: str, running: Any, tokens: Any, pipe: Any) -> None:
         finally:
             await client.close()
 
-    gc.freeze()  # or a full collection holds up all requests at once, and is taken for a gap
+    gc.freeze()  # or a full collection delays all requests at once, and counts as a gap
     pipe.send("asking")
     asyncio.run(all_())
     pipe.send((gaps, broken))
@@ -118,7 +118,7 @@ class Way:
     config: EngineConfig
     transport: str = "broadcast"
     abort: bool = False
-    """Abort and flush before, as slime does; otherwise requests live through it."""
+    """Abort and flush before the push, as slime does; otherwise requests live through it."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -186,13 +186,13 @@ def measure(way: Way, *, phases: int, seconds: float, step_s: float) -> None:
 
 @dataclass
 class Seen:
-    """What was measured."""
+    """The measurements."""
 
     quiet: list[float] = field(default_factory=list)
     """Tokens per CPU-second of each phase."""
     pushing: list[float] = field(default_factory=list)
     pushes: list[tuple[float, float]] = field(default_factory=list)
-    """(begin, end), monotonic seconds."""
+    """(begin, end) of each push, monotonic seconds."""
 
 
 def report(way: Way, seen: Seen, clients: Clients) -> None:
@@ -209,7 +209,7 @@ def report(way: Way, seen: Seen, clients: Clients) -> None:
 
 
 def spent(url: str, pid: int, way: Way, clients: Clients) -> tuple[float, float]:
-    """(tokens generated, CPU seconds) so far."""
+    """Return (tokens generated, CPU seconds) so far."""
     if way.config.kind == "builtin":
         load = asyncio.run(engine_load(url))
         return load["tokens_generated"], load["decode_cpu_s"]
@@ -218,7 +218,7 @@ def spent(url: str, pid: int, way: Way, clients: Clients) -> tuple[float, float]
 
 
 async def engine_load(url: str) -> dict[str, float]:
-    """Counters of the engine as they stand."""
+    """Return the engine's present counters."""
     async with aiohttp.ClientSession() as session, session.get(url + "/server_info") as answer:
         return dict((await answer.json())["internal_states"][0])
 
