@@ -1,4 +1,4 @@
-"""What the tests on a real SGLang server share: one server on CPU for all tests that do not end it."""
+"""Fixtures for the tests on a real SGLang server: one server on CPU for all tests that do not end it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +27,12 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="session")
 def models() -> list[Any]:
-    """Of versions 0 to 3."""
+    """Return the models of versions 0 to 3."""
     return [tiny_model(seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
 
 
 @pytest.fixture(scope="session")
 def server(python: str, directories: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One server for all tests that do not end it; its URL."""
+    """Start one server for all tests that do not end it; yield its URL."""
     with sglang_server(python, directories[0], tmp_path_factory.mktemp("log") / "sglang.log", dtype="float32") as url:
         yield url

@@ -1,4 +1,4 @@
-"""A real SGLang server on this machine's CPU, for tests: started as launch/configs/sglang-cpu.yaml says."""
+"""A real SGLang server on this machine's CPU, for tests: started as in launch/configs/sglang-cpu.yaml."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -26,14 +26,14 @@ ENVIRONMENT: dict[str, str] = _SGLANG["environment"] | {"PYTHONPATH": str(ROOT /
 
 
 def config(python: str, *, url: str = "", log: str = "", pause: str = "in_place") -> EngineConfig:
-    """Of an engine whose server runs on CPU, in fp32."""
+    """Return the configuration of an engine with a server on CPU, in fp32."""
     sglang = SglangConfig(python=python, arguments=ARGUMENTS, environment=ENVIRONMENT, url=url, log=log, pause=pause)
     return EngineConfig(kind="sglang", max_running=16, sglang=sglang)
 
 
 @asynccontextmanager
 async def serving(python: str, server: str, directory: Path, *, pause: str = "in_place") -> AsyncIterator[Served]:
-    """A guard of one test in front of the server, with the weights of ``directory`` as version 0."""
+    """Serve the weights of ``directory`` as version 0 through a guard of one test in front of the server."""
     engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1)
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())

@@ -1,4 +1,4 @@
-"""The Engine port on a real SGLang server: log-probs, spans across pushes, abort, pause, torn pushes, bad input, an end without orphans."""
+"""The Engine port on a real SGLang server: log-probs, spans across pushes, abort, pause, interrupted pushes, bad input, no orphans."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ from weightstore.push.member import Member, Updated
 from weightstore.transport.http_receiver import HttpReceiver
 
 TOLERANCE = 1e-3
-"""fp32 on both sides."""
+"""Tolerance of log-probs, in fp32 on both sides."""
 PROMPT = [5, 6, 7, 8]
 
 
@@ -91,7 +91,7 @@ async def test_what_is_cached_of_older_weights_is_not_used_again(
 async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    """What would end a server in between is refused, or put into order."""
+    """Requests that would end a server without its memory are refused, or reordered."""
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 800, "ignore_eos": True}, "return_logprob": True}
     async with (
@@ -125,7 +125,7 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
             assert np.abs(told_log_probs(made) - wanted)[start:].max() < TOLERANCE
         assert (await served.post(release, {"tags": None}))[0] == 200, "idle: no pause needed"
         await served.engine.load_snapshot(directories[2], 2)
-        await served.client.pause("retract")  # and the release behind it does not come through
+        await served.client.pause("retract")  # and the release after it has no effect
         assert (await served.post(resume, {"tags": ["kv_cache"]}))[0] == 200
         answer = await served.generate(PROMPT, max_new_tokens=16, temperature=0.0, ignore_eos=True)
     wanted = log_probs_of(await scores(models[2], PROMPT, answer["output_ids"]), answer["output_ids"])
@@ -136,7 +136,7 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
 async def test_a_request_that_a_push_overtakes_before_it_is_begun_is_of_the_new_weights_alone(
     python: str, server: str, directories: list[Path], models: list[Any], stream: bool, length: int
 ) -> None:
-    """It waits in SGLang, its prompt is cached; or it comes during the push and waits in front. Neither is refused, and neither mixes."""
+    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the guard. None is refused or mixes versions."""
     prompt = list(range(5, 69))
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -183,7 +183,7 @@ async def test_a_push_that_breaks_off_leaves_nothing_to_be_served_and_a_snapshot
 async def test_weights_that_differ_from_what_was_sent_are_not_served(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    """What the server says it has is compared while it is paused, also of what it keeps fused and padded."""
+    """The server's checksums are compared while it is paused, those of fused and padded tensors included."""
     sent = {name: tensor.detach() for name, tensor in models[1].state_dict().items()}
     kept = "model.layers.1.self_attn.k_proj.weight"
     other = sent | {kept: sent[kept].clone()}
@@ -230,7 +230,7 @@ async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_
 
 @pytest.mark.parametrize("part", ["sglang.launch_server", "sglang::scheduler", "sglang::detokenizer"])
 def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, directories: list[Path], tmp_path: Path, part: str) -> None:
-    """One of its processes is killed: the engine hears of it at once; those that SGLang leaves behind are gone too."""
+    """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too."""
 
     async def started() -> None:
         async with started_engine(directories[0], config(python, log=str(tmp_path / "sglang.log"))) as (engine, whole):
@@ -240,7 +240,7 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             begun = asyncio.Event()
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
             await asyncio.wait_for(begun.wait(), 60)
-            await asyncio.sleep(1)  # the keeper has seen them all
+            await asyncio.sleep(1)  # the keeper has recorded all of them
             (victim,) = [one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.keeper" not in one.cmdline()]
             victim.kill()
             with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* is gone" if "::" in part else "")):
@@ -254,7 +254,7 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
 
 
 def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """Its scheduler alone, while its HTTP side goes on answering; being paused is not being frozen; nobody of it is left."""
+    """The server's scheduler is frozen, while its HTTP side still answers; a pause does not count as frozen; no process is left."""
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
@@ -265,7 +265,7 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
                 await asyncio.wait_for(engine.failed(), 15)  # it answers, and lives on
             (scheduler,) = [one for one in whole if "sglang::scheduler" in one.cmdline()[0]]
             scheduler.suspend()
-            pushes = asyncio.create_task(_join_for_ever(engine))  # there is always an update under way
+            pushes = asyncio.create_task(_join_for_ever(engine))  # there is always an update in progress
             with pytest.raises(EngineFailed, match="has not answered for 10 s"):
                 await asyncio.wait_for(engine.failed(), 60)
             pushes.cancel()
@@ -275,7 +275,7 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
 
 
 def test_a_server_started_here_cannot_be_asked_past_its_guard(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """By other users of this machine: it wants a key, which neither its command line, its log nor the guard shows them."""
+    """Other users of this machine cannot: it requires a key that neither its command line, its log nor the guard reveals."""
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
@@ -299,7 +299,7 @@ def test_a_server_started_here_cannot_be_asked_past_its_guard(python: str, direc
 
 
 async def _stream_for_ever(url: str, begun: asyncio.Event) -> None:
-    """Read a stream to its end; fails if it ends well."""
+    """Read a stream to its end; a normal end fails the test."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}, "stream": True}
     async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
         async for line in response.content:
@@ -319,7 +319,7 @@ async def _join_for_ever(engine: SglangEngine) -> None:
 
 @asynccontextmanager
 async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterator[tuple[SglangEngine, list[psutil.Process]]]:
-    """An engine with a server of its own, and all processes of that."""
+    """Start an engine with a server of its own; yield it and all processes of the server."""
     engine = SglangEngine(directory, settings)
     await asyncio.to_thread(engine.load)
     others = {one.pid for one in psutil.Process().children()}
@@ -336,7 +336,7 @@ async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterat
 
 
 def test_a_server_ends_with_the_process_that_started_it(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """Which is killed, and can say nothing to anybody."""
+    """The process is killed, and cannot end the server itself."""
     program = (
         "import asyncio; from pathlib import Path\n"
         "from actors.serving.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
@@ -371,7 +371,7 @@ def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, dir
 
 
 async def _generated(served: Served, prompt: list[int], length: int, rid: str, stream: bool) -> Any:
-    """So many tokens; of a stream, the last state, after which there is none."""
+    """Generate ``length`` tokens; of a stream, return the last state, after which there is none."""
     sampling = {"max_new_tokens": length, "temperature": 0.0, "ignore_eos": True}
     body = {"rid": rid, "input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "stream": stream}
     if not stream:
@@ -388,7 +388,7 @@ async def _generated(served: Served, prompt: list[int], length: int, rid: str, s
 
 
 async def _asked(served: Served, count: int) -> None:
-    """Until so many requests are unfinished: each has its key for the cache then, or waits for an update."""
+    """Wait until ``count`` requests are unfinished: each then has its key for the cache, or waits for an update."""
     async with asyncio.timeout(LIMIT_S):
         while served.engine.unfinished < count:  # noqa: ASYNC110 - counted by the server
             await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What reaches a real SGLang server through its guard: wrong requests one by one, and requests by way of the router. None ends it."""
+"""Requests to a real SGLang server through its guard: invalid ones one by one, and requests through the router. None ends the server."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ async def until(reached: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_wrong_request_is_refused_and_ends_nothing(python: str, server: str, directories: list[Path], stream: bool) -> None:
-    """Every field of it alone; most are refused, the few that SGLang takes for something are answered; it lives on after each."""
+    """Every invalid field is sent alone; most are refused, the few that SGLang accepts are answered; the server survives each."""
     async with serving(python, server, directories[0]) as served:
         good = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "return_logprob": True, "stream": stream}
         wrong = [
@@ -127,7 +127,7 @@ async def test_a_wrong_request_is_refused_and_ends_nothing(python: str, server: 
 
 
 async def test_what_another_request_began_is_continued(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """By an engine that has never heard of the beginning; also as a stream, and after an abort."""
+    """An engine that has no state of the request continues it; also as a stream, and after an abort."""
     async with serving(python, server, directories[0]) as served:
         sampling = Sampling(max_new_tokens=400, temperature=1.0)
         asked = asyncio.create_task(served.client.generate(np.array(PROMPT, np.int32), sampling, id="begun"))
@@ -183,7 +183,7 @@ async def test_the_router_in_front_of_it(python: str, server: str, directories: 
 
 
 async def test_an_update_that_is_left_alone_is_let_go(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """Its learner dies between begin and the first bucket: the weights there are serve on. A session that another guard left is closed."""
+    """The learner dies between begin and the first bucket: the present weights serve on. A session that another guard left is closed."""
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.engine.api.call("POST", "/begin_weight_update", {})
         await push.begin(1)
@@ -191,7 +191,7 @@ async def test_an_update_that_is_left_alone_is_let_go(python: str, server: str, 
         held = asyncio.create_task(served.generate(PROMPT, max_new_tokens=2))
         await asyncio.sleep(LOOK_S * 2)
         assert not held.done() and served.engine.updates.under_way
-        served.engine.updates._patience_s = 0.5  # of a minute and more
+        served.engine.updates._patience_s = 0.5  # instead of a minute and more
         assert (await held)["meta_info"]["weight_version"] == "0"
         assert not served.engine.updates.under_way
         await push.whole(models[1], 1)
@@ -269,7 +269,7 @@ async def test_one_response_of_a_request_that_waits_for_weights_is_aborted_alone
 
 
 async def test_a_server_that_says_it_has_version_0_is_believed(python: str, server: str, directories: list[Path]) -> None:
-    """As one on another host that cannot read this machine's files; of any other version it may be anybody's."""
+    """It is like one on another host that cannot read this machine's files; a server of any other version may have any weights."""
     async with serving(python, server, directories[0]) as served:
         for version, believed in (("0", 0), ("3", -1)):
             await served.engine.load_snapshot(directories[0], int(version))

@@ -1,4 +1,4 @@
-"""Pushes by handles to a real SGLang server: what it serves, what it refuses, and what is left in /dev/shm when the guard has ended."""
+"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the guard has ended."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ async def _says(served: Served, model: Any, version: str) -> None:
 
 
 async def test_pushes_by_handles(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """Verified bit by bit and served; one that breaks off is not, and the next one heals it."""
+    """A push is verified bit by bit and served; an interrupted one is not, and the next one repairs it."""
     before = _shared_files()
     memory, context = HostMemory(), zmq.asyncio.Context()
     stagings = [staged({name: tensor.detach() for name, tensor in model.state_dict().items()}, memory) for model in models]
@@ -60,6 +60,6 @@ async def test_pushes_by_handles(python: str, server: str, directories: list[Pat
     finally:
         context.destroy(linger=0)
         memory.close()
-    async with asyncio.timeout(30):  # torch's manager removes its files when their owner has let go
+    async with asyncio.timeout(30):  # torch's manager removes its files when their owner has released them
         while _shared_files() - before:  # noqa: ASYNC110
             await asyncio.sleep(0.1)

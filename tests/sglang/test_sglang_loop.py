@@ -1,4 +1,4 @@
-"""The whole loop on real SGLang: it learns, the learner pushes to every server while it generates, engines join, the books balance."""
+"""The whole loop on real SGLang: it learns, every server receives pushes while it generates, engines join, the accounting balances."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from tests.sglang.server import OVERLAY
 from tests.whole.running import SMOKE, Up, assert_books_balance, up
 
 AGREE = 1e-4
-"""Nats between engine and learner on tokens of the weights that are trained, in fp32."""
+"""Largest difference in nats between engine and learner on tokens of the trained weights, in fp32."""
 LIMIT_S = 900.0
-"""Wall time on shared cores, the servers' start included."""
+"""Seconds of wall time on shared cores, the servers' start included."""
 
 
 def on_sglang(python: str, *settings: str) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ def test_a_run_on_two_real_servers(python: str, tmp_path: Path) -> None:
 
 
 def test_a_run_in_turns_on_a_server_that_shares_the_accelerator(python: str, tmp_path: Path) -> None:
-    """The server gives up its memory for every step, has it back with every version, and ends no request."""
+    """The server releases its memory for every step, has it back with every version, and ends no request."""
     settings = ("learner.colocated=true", "learner.steps=8", "learner.checkpoint_every=4", "weights.push_every=2", "weights.min_engines=1")
     longer = ("sampling.max_new_tokens=24",)
     with up(tmp_path, *on_sglang(python, *settings, *longer), config=(SMOKE, OVERLAY)) as run:
@@ -58,7 +58,7 @@ def test_a_run_in_turns_on_a_server_that_shares_the_accelerator(python: str, tmp
 
 @pytest.mark.slow
 def test_a_run_on_a_server_of_two_ranks(python: str, tmp_path: Path) -> None:
-    """Tensor parallel: both ranks receive every push, and what they say together is what the learner computes."""
+    """With tensor parallelism both ranks receive every push, and their common output equals the learner's."""
     ranks = ("engine.sglang.arguments.tp_size=2", "engine.sglang.environment.SGLANG_CPU_OMP_THREADS_BIND=0|1")
     with up(tmp_path, *on_sglang(python, *ranks, "learner.steps=12"), config=(SMOKE, OVERLAY)) as run:
         assert run.wait(LIMIT_S) == 0, run.log[-4000:]

@@ -1,4 +1,4 @@
-"""OpenAI's paths in front of a real SGLang server: what the guard promises of /generate holds for them too."""
+"""OpenAI's paths in front of a real SGLang server: the guarantees of the guard for /generate hold for them too."""
 
 import asyncio
 import json
@@ -16,11 +16,11 @@ TOLERANCE = 1e-3
 CHAT = [{"role": "user", "content": "What is three plus four, and the digits from zero to nine?"}]
 PATHS = ["/v1/chat/completions", "/v1/completions"]
 LENGTH = 1500
-"""Tokens; some seconds."""
+"""Length of a response in tokens; some seconds."""
 
 
 class Chat:
-    """One that is streamed; how far it is."""
+    """A streamed chat request, and its tokens so far."""
 
     def __init__(self, served: Served, **more: Any) -> None:
         self.text, self.finish, self.ended = "", "", False
@@ -58,7 +58,7 @@ class Chat:
 
 
 async def wanted_of(models: Sequence[Any], prompt: list[int], chat: Chat) -> np.ndarray:
-    """Log-probs by the weights that the spans name."""
+    """Return log-probs by the weights that the spans name."""
     spans = [(int(span["version"]), span["start"], span["end"]) for span in chat.versions]
     assert [version for version, _, _ in spans] == [0, 1, 2, 3], chat.versions
     made = [(models[version], end - start) for version, start, end in spans]
@@ -100,7 +100,7 @@ async def test_a_chat_that_comes_in_an_update_waits_and_finds_nothing_of_older_w
         assert (await push.begin(1))[0] == 200
         asked = asyncio.create_task(cached(served))
         async with asyncio.timeout(60):
-            while not served.engine.stats()["running"]:  # noqa: ASYNC110 - it tells nobody
+            while not served.engine.stats()["running"]:  # noqa: ASYNC110 - it sends no event
                 await asyncio.sleep(0.01)
         assert (await push.bucket(named(models[1])))[0] == 200
         assert (await push.end(1))[0] == 200
@@ -155,7 +155,7 @@ async def test_who_aborts_a_chat_or_goes_is_heard(python: str, server: str, dire
         await served.client.abort("abortme")
         async with asyncio.timeout(60):
             await aborted.task
-            while served.engine.stats()["running"]:  # noqa: ASYNC110 - it tells nobody
+            while served.engine.stats()["running"]:  # noqa: ASYNC110 - it sends no event
                 await asyncio.sleep(0.01)
         assert (aborted.finish, aborted.ended) == ("abort", True)
         stats = served.engine.stats()

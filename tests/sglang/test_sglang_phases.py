@@ -13,12 +13,12 @@ from tests.sglang.server import ARGUMENTS, ENVIRONMENT
 
 DEADLINE_S = 10.0
 UNHURRIED = ("actor.reward=tests.sglang.unhurried:digits",)
-"""Or the rest of the run would have all cores while a server starts."""
+"""Settings with a slow reward, or the rest of the run would have all cores while a server starts."""
 SLOW_ROUNDS = 5
 
 
 def victims(python: str, tmp_path: Path) -> tuple[str, ...]:
-    """Settings of an engine whose server runs on CPU; the other one of the run is built in."""
+    """Return the settings of an engine with a server on CPU; the other engine of the run is built in."""
     sglang = {"python": python, "arguments": ARGUMENTS, "environment": ENVIRONMENT, "log": str(tmp_path / "sglang.log")}
     values = {"kind": "sglang", "max_running": 32, "sglang": sglang}
     return ("engine=" + yaml.safe_dump(values, default_flow_style=True, width=100_000),)
@@ -36,7 +36,7 @@ def test_a_real_engine_that_dies_in_a_cohort_with_a_built_in_one(python: str, tm
 
 
 def test_a_real_engine_whose_cohort_loses_a_built_in_one(python: str, tmp_path: Path) -> None:
-    """SGLang answers nothing while it waits for a group, or receives: it is not to be taken for the one that is lost."""
+    """SGLang answers no request while it waits for a group, or receives: it must not be taken for the lost one."""
     log = _lose_built_in(python, tmp_path, [Round(phase="joining", how="KILL")])
     assert re.search(r"push broke off .* phase=join engines=2 failed=engine-0\n", log), "they shared a group"
 

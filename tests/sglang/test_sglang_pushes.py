@@ -39,7 +39,7 @@ async def running(served: Served, requests: int) -> None:
 
 
 async def assert_true(models: Sequence[Any], prompt: Sequence[int], answer: Mapping[str, Any], *, kept: bool) -> list[int]:
-    """Every token's log-prob is that of the weights its span names; return the spans' versions."""
+    """Check that every token's log-prob is that of the weights its span names; return the spans' versions."""
     meta, tokens = answer["meta_info"], answer["output_ids"]
     spans = meta["weight_versions"]
     assert [spans[0]["start"], *(span["end"] for span in spans)] == [*(span["start"] for span in spans), len(tokens)]
@@ -53,7 +53,7 @@ async def assert_true(models: Sequence[Any], prompt: Sequence[int], answer: Mapp
 async def test_streams_and_batches_go_on_through_pushes(
     python: str, server: str, directories: list[Path], models: list[Any], pause: str
 ) -> None:
-    """One stream, and four responses of two prompts in one request, across two pushes each."""
+    """There are one stream, and four responses of two prompts in one request, across two pushes each."""
     params = {"max_new_tokens": LENGTH, "ignore_eos": True}
     states: list[Any] = []
 
@@ -85,7 +85,7 @@ async def test_streams_and_batches_go_on_through_pushes(
 
 
 async def test_more_requests_than_run_together_all_end_well(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """Pushes that flush the cache meet requests that run, requests in the server's queue, and requests that end just then."""
+    """Pushes that flush the cache meet running requests, requests in the server's queue, and requests that are about to end."""
     async with serving(python, server, directories[0], pause="retract") as served, joined(served, timeout_s=60) as push:
         asked = [asyncio.ensure_future(served.generate([5 + i, 6], max_new_tokens=20 + 7 * i, temperature=1.0)) for i in range(40)]
         for version in (1, 2):
@@ -151,7 +151,7 @@ async def test_an_abort_that_precedes_its_request_at_the_scheduler_ends_it(pytho
 
 
 async def cut_off(served: Served, begun: Generation | None) -> Generation:
-    """A response that was aborted after its first state, and not ended by the model before that."""
+    """Return a response that was aborted after its first state, before the model ended it."""
     for attempt in range(40):
         name, made = f"piece-{attempt}", None
         async for state in served.client.stream(PROMPTS[0], SAMPLING, id=name, begun=begun):
@@ -166,7 +166,7 @@ async def cut_off(served: Served, begun: Generation | None) -> Generation:
 async def test_a_response_that_is_cut_at_each_update_is_continued_with_the_new_weights(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    """By its client: aborted, and asked for again with the tokens so far. Spans and log-probs are exact, the length is as wanted."""
+    """The client aborts it, and sends it again with the tokens so far. Spans and log-probs are exact, the length is the requested one."""
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         begun = None
         for version in (1, 2):

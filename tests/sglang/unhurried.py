@@ -1,4 +1,4 @@
-"""A reward that takes its time, and no processor."""
+"""A reward that takes time, but no processor time."""
 
 import asyncio
 

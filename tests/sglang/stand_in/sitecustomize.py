@@ -1,6 +1,6 @@
 """Stand-in, for tests on machines without a GPU: torchvision from PyPI is built for CUDA and cannot register its operators here.
 
-SGLang wants its transforms only. Python runs this file at start when its folder is on PYTHONPATH.
+SGLang needs only its transforms. Python runs this file at start when its folder is on PYTHONPATH.
 """
 
 import sys

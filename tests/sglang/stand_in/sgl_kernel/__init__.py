@@ -1,7 +1,7 @@
 """Stand-in, for tests on machines without a GPU: every name of SGLang's kernel package exists and refuses to be called.
 
-SGLang imports names from it wherever it runs, and calls none with ``--device cpu --attention-backend torch_native``: should one be
-called, the test fails with its name.
+SGLang imports names from it everywhere, and calls none with ``--device cpu --attention-backend torch_native``: a call fails the
+test with the name.
 """
 
 import importlib.abc
@@ -14,7 +14,7 @@ __version__ = "0.4.10"
 
 
 class Missing:
-    """A function, class or constant that is not there."""
+    """A function, class or constant that does not exist here."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class Missing:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Any sub-module is there, and empty in the same way."""
+    """Importer of any sub-module, as an empty one of the same kind."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith(f"{__name__}.") else None
