@@ -16,14 +16,14 @@ _calls = itertools.count(1)
 
 
 async def answers_twice(request: RewardRequest) -> float:
-    """A reward that hangs from its third call on: a group of more is left half done."""
+    """Return 1.0 twice, and hang from the third call on: a larger group stays half done."""
     if next(_calls) > 2:
         await asyncio.Event().wait()
     return 1.0
 
 
 def main(told: dict[str, Any]) -> int:
-    """Run it until it is drained; ``told``: url, run, id, drain_s, actor, bus (the last two may be None)."""
+    """Run the actor until it is drained; ``told`` has url, run, id, drain_s, actor, bus (the last two may be None)."""
     config = None if told["actor"] is None else ActorConfig(**{**told["actor"], "engines": tuple(told["actor"]["engines"])})
     bus_config = None if told["bus"] is None else BusConfig(**told["bus"])
     return run(

@@ -1,4 +1,4 @@
-"""What actor tests stand on: a tiny model, the real built-in engine on the bus, tasks, and actors as real processes."""
+"""Kit for actor tests: a tiny model, the real built-in engine on the bus, tasks, and actors as real processes."""
 
 import asyncio
 import atexit
@@ -32,12 +32,12 @@ from launch.settings.prepare_config import PrepareConfig
 PROMPT = "482="
 LABEL = "284"
 SHAPE = PrepareConfig(count=8, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab_size=97, max_position=256)
-"""97 tokens: a random model seldom says end-of-sequence."""
+"""Shape of the model, with a vocabulary of 97: random weights seldom generate end-of-sequence."""
 
 
 @functools.cache
 def model_dir() -> Path:
-    """A model that answers at random; made once a test session."""
+    """Return a model with random weights; made once a test session."""
     directory = Path(tempfile.mkdtemp(prefix="tidemill-actor-kit-"))
     atexit.register(shutil.rmtree, directory)
     return prepare(SHAPE, directory).model
@@ -52,7 +52,7 @@ def prompt_tokens() -> tuple[int, ...]:
 
 @asynccontextmanager
 async def engine(bus: Bus | None = None, *, id: str = "e1", phase: str = "serving", version: int = 0) -> AsyncIterator[BuiltinEngine]:
-    """The built-in engine in this process, with a live row if there is a bus."""
+    """Run the built-in engine in this process, with a live row if there is a bus."""
     built = BuiltinEngine(model_dir(), EngineConfig(max_running=32), version=version)
     await asyncio.to_thread(built.load)
     address = await built.start()
@@ -72,14 +72,14 @@ def engine_row(address: str, *, id: str = "e1", phase: str = "serving", version:
 
 
 async def take_over(bus: Bus) -> int:
-    """Become the learner of this run; its epoch."""
+    """Become the learner of this run, and return its epoch."""
     epoch = await raise_epoch(bus)
     await bus.tasks.fence(epoch)
     return epoch
 
 
 async def issue(bus: Bus, epoch: int, count: int = 1, **changes: Any) -> list[int]:
-    """Issue ``count`` tasks; their ids."""
+    """Issue ``count`` tasks, and return their ids."""
     settings = {"group_size": 4, "sampling": Sampling(max_new_tokens=8, seed=100), "label": LABEL, **changes}
     prompt = np.array(prompt_tokens(), np.int32)
     return [
@@ -91,7 +91,7 @@ async def issue(bus: Bus, epoch: int, count: int = 1, **changes: Any) -> list[in
 
 
 async def samples_until(bus: Bus, enough: Callable[[list[Sample]], bool]) -> list[Sample]:
-    """Read SAMPLES from the beginning until there is enough; every one must be valid."""
+    """Read SAMPLES from the beginning until ``enough`` is true; every sample must be valid."""
     found: list[Sample] = []
     reading = bus.samples.read(None)
     try:
@@ -105,18 +105,18 @@ async def samples_until(bus: Bus, enough: Callable[[list[Sample]], bool]) -> lis
 
 
 async def all_samples(bus: Bus) -> list[Sample]:
-    """What is in SAMPLES now."""
+    """Return the present content of SAMPLES."""
     return [received.sample async for received in bus.samples.tail(last=10_000, follow=False) if isinstance(received.sample, Sample)]
 
 
 def complete(tasks: list[int], group_size: int = 4) -> Callable[[list[Sample]], bool]:
-    """Every (task, index) has a valid sample."""
+    """Return a condition: every (task, index) has a valid sample."""
     wanted = {(task, index) for task in tasks for index in range(group_size)}
     return lambda found: wanted <= {(s.task, s.index) for s in found if s.status in (Status.COMPLETED, Status.TRUNCATED)}
 
 
 async def row_until(rows: Rows, key: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Watch a row until it is as wanted."""
+    """Watch a row until ``reached`` is true of it, and return it."""
     watching = rows.watch(key, every_s=0.1)
     try:
         async for row in watching:
@@ -129,19 +129,19 @@ async def row_until(rows: Rows, key: str, reached: Callable[[dict[str, Any]], bo
 
 async def settled(bus: Bus) -> None:
     """Return when no task waits and none is leased."""
-    while await bus.tasks.backlog() != (0, 0):  # noqa: ASYNC110 - the server tells nobody
+    while await bus.tasks.backlog() != (0, 0):  # noqa: ASYNC110 - the server sends no event
         await asyncio.sleep(0.02)
 
 
 async def at_work(built: BuiltinEngine, requests: int) -> None:
     """Return when the engine has this many unfinished requests."""
-    while built.stats()["waiting"] + built.stats()["running"] != requests:  # noqa: ASYNC110 - the engine tells nobody
+    while built.stats()["waiting"] + built.stats()["running"] != requests:  # noqa: ASYNC110 - the engine sends no event
         await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def paused(built: BuiltinEngine) -> AsyncIterator[HttpEngine]:
-    """The engine holds its requests until ``resume`` of the client given here."""
+    """Pause the engine's requests until ``resume`` of the yielded client."""
     client = HttpEngine(built.url)
     try:
         await client.pause()

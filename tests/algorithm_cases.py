@@ -1,4 +1,4 @@
-"""Algorithms that are trained in tests: every preset, and what presets do not reach."""
+"""Algorithms that are trained in tests: every preset, and settings that no preset uses."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +29,7 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "rejections": ({"reject": ("k1 token 0.3 3", "k3 seq_mean 0.4", "k2 seq_max 1.5"), "veto": 0.2}, 1),
     "ess_lr": ({"ess_lr": True}, 2),
 }
-"""Name -> (settings, minibatches)."""
+"""Cases by name: (settings, minibatches)."""
 
 
 def algorithm(name: str) -> AlgorithmConfig:

@@ -1,4 +1,4 @@
-"""A real nats-server for each test, and a run id nobody else has."""
+"""A real nats-server for each test, and a unique run id."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,14 +22,16 @@ def run_id() -> str:
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
-    """Started, empty, stopped afterwards. ``kill()`` and ``start()`` it as you like: the port stays."""
+    """Start an empty server for one test. The test may ``kill()`` and ``start()`` it: the port stays."""
     with EmbeddedServer(tmp_path / "nats", BusConfig(port=-1)) as server:
         yield server
 
 
 @pytest.fixture
 def open_bus(nats_server: EmbeddedServer, run_id: str) -> BusOpener:
-    """``async with open_bus() as bus``: connected to a server of its own, layout made. Keywords: settings of BusConfig, name, run."""
+    """Return the opener of a bus on a server of its own, with its layout created: ``async with open_bus() as bus``. Keywords: settings of
+    BusConfig, name, run.
+    """
 
     @asynccontextmanager
     async def opened(*, name: str = "test", run: str = run_id, layout: bool = True, **settings: Any) -> AsyncIterator[Bus]:

@@ -1,4 +1,4 @@
-"""Samples and tasks as the tests of the bus need them."""
+"""Samples, tasks and a proxy for tests of the bus."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def make_sample(run: str = "r", *, task: int = 1, index: int = 0, length: int = 8, **changes: Any) -> Sample:
-    """A sound sample with ``length`` response tokens behind three prompt tokens."""
+    """Return a valid sample with ``length`` response tokens after three prompt tokens."""
     fields: dict[str, Any] = {
         "run": run,
         "task": task,
@@ -67,7 +67,7 @@ def make_partial(run: str = "r", task: int = 1, index: int = 0, **changes: Any) 
 
 
 def join(manifest: Manifest, pieces: Iterable[bytes]) -> bytes:
-    """What the parts of a sample make."""
+    """Return the bytes that the parts of a sample make."""
     joining = Joining(manifest)
     for piece in pieces:
         joining.add(piece)
@@ -75,13 +75,13 @@ def join(manifest: Manifest, pieces: Iterable[bytes]) -> bytes:
 
 
 async def take(stream: AsyncIterator[T], count: int, timeout_s: float = 20.0) -> list[T]:
-    """The next ``count`` items; the stream stays open."""
+    """Return the next ``count`` items; the stream stays open."""
     async with asyncio.timeout(timeout_s):
         return [await anext(stream) for _ in range(count)]
 
 
 async def until(met: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    """A condition that another task of this process, or the server, brings about."""
+    """Wait for a condition that another task of this process, or the server, makes true."""
     async with asyncio.timeout(timeout_s):
         while True:
             if met():
@@ -90,14 +90,14 @@ async def until(met: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 class Proxy:
-    """A wire to the server that can be cut, or made to swallow what the server says."""
+    """A TCP proxy in front of the server that can break its connections, or drop everything that the server sends."""
 
     def __init__(self, url: str) -> None:
         self._port = int(url.rsplit(":", 1)[1])
         self._writers: list[asyncio.StreamWriter] = []
         self._pumps: set[asyncio.Task[None]] = set()
         self.deaf = False
-        """True = the client hears nothing any more (and speaks all the same)."""
+        """True = nothing from the server reaches the client; the other direction still works."""
         self.swallowed = 0
 
     async def __aenter__(self) -> Self:

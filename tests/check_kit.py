@@ -1,4 +1,4 @@
-"""A model directory, prompts and a configuration that pass every check, to be broken in one place. Loads no torch."""
+"""A model directory, prompts and a configuration that pass every check, for tests that break one place. Loads no torch."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ _hooked: list[bool] = []
 
 
 def write_model(directory: Path, *, chat_template: bool = True, **changes: Any) -> Path:
-    """config.json, weights of zeros, a tokenizer of words."""
+    """Write config.json, weights of zeros, and a tokenizer of words."""
     directory.mkdir(parents=True, exist_ok=True)
     values = VALUES | changes
     (directory / "config.json").write_text(json.dumps(values))
@@ -54,7 +54,7 @@ def write_prompts(file: Path, *rows: Any) -> Path:
 
 
 def write_run(directory: Path) -> Path:
-    """``run.yaml`` with ``model/`` and ``prompts.jsonl`` beside it."""
+    """Write ``run.yaml`` with ``model/`` and ``prompts.jsonl`` beside it."""
     settings = {
         "directory": str(directory / "run"),
         "model": {"path": str(write_model(directory / "model"))},
@@ -69,7 +69,7 @@ def write_run(directory: Path) -> Path:
 
 @contextmanager
 def processes_started() -> Iterator[list[str]]:
-    """The processes that this one starts while entered, as the interpreter itself reports them."""
+    """Record the processes that this one starts while entered, as the interpreter itself reports them."""
     if not _hooked:
         sys.addaudithook(lambda event, _: _started.append(event) if event in STARTS else None)
         _hooked.append(True)

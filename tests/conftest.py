@@ -1,4 +1,4 @@
-"""How every test runs: async tests without a plugin, no leaked task, no blocked loop, real parts required in CI."""
+"""Rules for every test: async tests without a plugin, no leaked task, no blocked loop, real parts required in CI."""
 
 import asyncio
 import importlib.util
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 pytest_plugins = ["tests.bus_fixtures"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Of torch, here and in children that do not choose: tests run beside each other, and threads that wait for a core burn it."""
+"""Threads of torch, here and in children that do not set it: tests run beside each other, and threads that wait for a core waste it."""
 constants.DEBUG_STACK_DEPTH = 1
 """Frames that asyncio's debug mode keeps of every callback; its ten make each step of a loop cost three times as much."""
 
@@ -28,10 +28,10 @@ BLOCKED_S = 20.0
 and 13 s for the first import of transformers' models, which a test may do in a step."""
 
 LIMIT_S = {"unit": 120.0, "contract": 120.0}
-"""What an async test in one of these folders may take."""
+"""Seconds that an async test in one of these folders may take."""
 
 PROCESSES_LIMIT_S = 400.0
-"""What one of the others may: they start processes, whole runs among them, and have waits of 300 s of their own."""
+"""Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,7 @@ def task(id: int, **changes: Any) -> Task:
 
 
 def sample(of: Task, index: int, spans: Sequence[tuple[int, int]] = ((0, 3),), *, attempt: str = "a", **changes: Any) -> Sample:
-    """A sample of ``spans`` (version, tokens); its tokens and log-probs tell task, index and position apart."""
+    """Return a sample of ``spans`` (version, tokens); its tokens and log-probs identify task, index and position."""
     length = sum(count for _, count in spans)
     response = (np.arange(length) + 10 * of.id + 100 * index) % 50 + 4
     values: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A built-in engine as a process: ``python -m tests.engine_child MODEL_DIR PORT``. Says its URL, and ends with its input."""
+"""A built-in engine as a process: ``python -m tests.engine_child MODEL_DIR PORT``. Prints its URL, and ends with its input."""
 
 import asyncio
 import sys

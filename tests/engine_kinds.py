@@ -29,17 +29,17 @@ MAX_RUNNING = 16
 
 
 class Kind(Protocol):
-    """How tests get an engine of one kind."""
+    """Source of engines of one kind for tests."""
 
     name: str
     dtype: str
     in_standby: bool
-    """A push that breaks off leaves the older weights served; otherwise nothing is served before the next one."""
+    """True when an interrupted push leaves the older weights served; otherwise nothing is served before the next push."""
     seeds: bool
-    """A request with a seed has the same answer again; otherwise a greedy one has."""
+    """True when a request with a seed is answered equally each time; otherwise a greedy one is."""
 
     def serving(self, directory: Path, *, version: int = 0) -> AbstractAsyncContextManager[Served]:
-        """An engine of one test with the weights of ``directory``."""
+        """Serve the weights of ``directory`` with an engine for one test."""
         ...
 
 
@@ -60,7 +60,7 @@ class Builtin:
 
 
 class Sglang:
-    """One server for all tests; a new guard, and weights loaded anew, for every one of them."""
+    """One server for all tests; for each of them a new guard, and its weights loaded."""
 
     name, in_standby, seeds = "sglang", False, False
 
@@ -91,7 +91,7 @@ async def _served(engine: Any, first: tuple[Path, int] | None = None) -> AsyncIt
 
 @contextmanager
 def sglang_server(python: str, directory: Path, log: Path, *, dtype: str) -> Iterator[str]:
-    """A server that runs meanwhile, in a loop and a thread of its own; its URL."""
+    """Run a server in a loop and a thread of its own; yield its URL."""
     kept = KeptPort()
     port = kept.number
     words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING})

@@ -1,4 +1,4 @@
-"""The learner's side of a push by broadcast, and what an engine has after it; without the learner's code."""
+"""The learner's side of a push by broadcast, and the weights that an engine has afterwards; without the learner's code."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -15,7 +15,7 @@ DEADLINE_S = 20.0
 
 
 class Push:
-    """The learner's side: one group of two, buckets sent while the engine is asked to receive them."""
+    """The learner's side: one group of two processes, buckets sent while the engine's request to receive them is open."""
 
     def __init__(self, served: Served, group: BroadcastGroup, **fields: Any) -> None:
         self.served, self.group, self.fields = served, group, fields
@@ -39,7 +39,7 @@ class Push:
         return await self.served.post("/end_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
 
     async def at_once(self, model: Any, version: int, *, serve: bool) -> tuple[int, Any]:
-        """In one request, three buckets."""
+        """Push in one request, in three buckets."""
         tensors = list(named(model))
         parts = [tensors[:5], tensors[5:9], tensors[9:]]
         asked = asyncio.create_task(self.ask_at_once(parts, version, serve=serve))
@@ -48,12 +48,12 @@ class Push:
         return await asked
 
     async def ask_at_once(self, parts: Sequence[Iterable[tuple[str, Tensor]]], version: int, *, serve: bool = True) -> tuple[int, Any]:
-        """Sends nothing."""
+        """Send the request of a single-request push, and no bucket."""
         body = {"group_name": self.group.name, "weight_version": str(version), "serve": serve, "buckets": [told(part) for part in parts]}
         return await self.served.post("/receive_push", self.fields | body)
 
     async def whole(self, model: Any, version: int) -> Any:
-        """Every tensor of the model in two buckets."""
+        """Push every tensor of the model in two buckets."""
         tensors = list(named(model))
         assert (await self.begin(version))[0] == 200
         for part in (tensors[:5], tensors[5:]):
@@ -65,7 +65,7 @@ class Push:
 
 
 def told(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
-    """As a bucket is announced."""
+    """Return the fields that announce a bucket."""
     tensors = list(tensors)
     return {
         "names": [name for name, _ in tensors],
@@ -75,7 +75,7 @@ def told(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[Any]]:
 
 
 def named(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Without the alias of a tied embedding."""
+    """Return the named tensors without the alias of a tied embedding."""
     return model.named_parameters()
 
 

@@ -1,4 +1,4 @@
-"""Engines without a model: where they are and what they answer is written down by the test."""
+"""Engines without a model: the test sets their addresses and their answers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +17,7 @@ Answer = Generation | Exception | Callable[[Sampling], Generation]
 
 
 def generation(*, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, finish: str = "stop", **changes: Any) -> Generation:
-    """A response as engines give it."""
+    """Return a response as engines return it."""
     spans = (Span(version=3, num_tokens=len(tokens)),) if tokens else ()
     settings: dict[str, Any] = {
         "id": "r",
@@ -32,14 +32,14 @@ def generation(*, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, fin
 
 
 class ScriptedEngine:
-    """Implements the Engine port: gives its answers one after the other, the last one for ever; remembers what it was asked."""
+    """Implementation of the Engine port: returns its answers one after the other, the last one for ever; records its requests."""
 
     def __init__(self, url: str, answers: Sequence[Answer] = ()) -> None:
         self.url, self.answers = url, list(answers) or [generation()]
         self.asked: list[tuple[Sampling, dict[str, Any]]] = []
         self.closed = False
         self.hold: asyncio.Event | None = None
-        """While there is one, answers wait for it, or for an abort where they are a response."""
+        """When set, answers wait for it; responses end their wait at an abort, too."""
         self.aborted: list[str] = []
 
     async def generate(
@@ -82,10 +82,10 @@ class ScriptedEngine:
 
 
 class Scene:
-    """A lookout whose view is set by the test, and the engines in it."""
+    """An engine discovery with a view set by the test, and the engines in it."""
 
     def __init__(self, engines: dict[str, Sequence[Answer]]) -> None:
-        """``engines``: id -> what it answers; all of them serve version 3."""
+        """``engines``: id -> its answers; all of them serve version 3."""
         self._answers = engines
         self.clients: dict[str, ScriptedEngine] = {}
         self.view = {id: Sighting(url=f"http://{id}", id=id, serving=True, version=3) for id in engines}
@@ -111,7 +111,7 @@ class Scene:
         return self.clients[id]
 
     async def seen(self) -> None:
-        """Return when the engines have looked twice from now: what the view is now has been taken in."""
+        """Return when the engines have been looked up twice from now: the present view is then in use."""
         for _ in range(2):
             self._looks.clear()
             await self._looks.wait()
@@ -119,7 +119,7 @@ class Scene:
 
 @asynccontextmanager
 async def looking(scene: Scene, quarantine_s: tuple[float, float] = (0.02, 0.1)) -> AsyncIterator[Engines]:
-    """Engines that look at the scene; those in it at the beginning are known."""
+    """Run engines that poll the scene; those in it at the beginning are known."""
     engines = Engines(scene, scene.client, quarantine_s=quarantine_s)
     running = asyncio.create_task(engines.run())
     try:

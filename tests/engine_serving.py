@@ -1,4 +1,4 @@
-"""A built-in engine served over loopback for one test, and what transformers says of the same tokens."""
+"""A built-in engine served over loopback for one test, and reference values from transformers for the same tokens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -35,14 +35,14 @@ class Served:
             return response.status, await _content(response)
 
     async def generate(self, prompt: Sequence[int], **params: Any) -> Any:
-        """One response with log-probs; fails the test on any refusal."""
+        """Return one response with log-probs; a refusal fails the test."""
         body = {"input_ids": list(map(int, prompt)), "sampling_params": params, "return_logprob": True}
         status, answer = await self.post("/generate", body)
         assert status == 200, answer
         return answer
 
     async def together(self, requests: Sequence[tuple[Sequence[int], dict[str, Any]]]) -> list[Any]:
-        """Responses decoded in one batch: decoding is paused until all requests are there."""
+        """Return responses decoded in one batch: decoding is paused until all requests are there."""
         await self.client.pause()
         tasks = [asyncio.ensure_future(self.generate(prompt, **params)) for prompt, params in requests]
         await self.until(lambda: len(self.engine.scheduler.waiting) == len(requests))
@@ -50,7 +50,7 @@ class Served:
         return await asyncio.gather(*tasks)
 
     async def until(self, reached: Any) -> None:
-        """The thread's state changes without telling the loop: look again after every step of it."""
+        """Wait for a state of the engine's thread, which does not wake the loop: check again after every step of it."""
         async with asyncio.timeout(LIMIT_S):
             while not reached():
                 await asyncio.wrap_future(self.engine.scheduler.call(lambda: None))
@@ -75,23 +75,23 @@ async def serving(model_dir: Path, phase: str = "serving", version: int = 0, **c
 
 
 def prompts(count: int, *, seed: int = 0, low: int = 3, high: int = 40, vocab: int = 299) -> list[list[int]]:
-    """Random prompts of mixed lengths."""
+    """Return random prompts of mixed lengths."""
     random = np.random.default_rng(seed)
     return [random.integers(3, vocab, random.integers(low, high)).tolist() for _ in range(count)]
 
 
 async def scores(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Scores of every response token from one full forward pass, [R, V]."""
+    """Return the scores of every response token from one full forward pass, [R, V]."""
     return await asyncio.to_thread(_scores, model, prompt, tokens)
 
 
 async def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    """What transformers' generate gives."""
+    """Return the result of transformers' greedy generate."""
     return await asyncio.to_thread(_greedy, model, prompt, max_new_tokens)
 
 
 async def log_probs_across(models: Sequence[Any], answer: Any, prompt: Sequence[int], *, kept: bool) -> Any:
-    """Log-probs of an answer's tokens, each by the version its span names: on keys and values ``kept`` as they were, or all made anew."""
+    """Return log-probs of an answer's tokens, each by the version its span names: with keys and values ``kept``, or recomputed."""
     tokens, spans = answer["output_ids"], answer["meta_info"]["weight_versions"]
     if kept:
         stretches = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
@@ -101,7 +101,7 @@ async def log_probs_across(models: Sequence[Any], answer: Any, prompt: Sequence[
 
 
 async def scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Scores when the weights changed on the way and the keys and values were kept: ``models`` = (model, its number of tokens)."""
+    """Return scores with weights that changed on the way and kept keys and values: ``models`` = (model, its number of tokens)."""
     return await asyncio.to_thread(_scores_across, models, prompt, tokens)
 
 
@@ -130,7 +130,7 @@ def log_probs_of(scores_RV: torch.Tensor, tokens: Sequence[int]) -> np.ndarray:
 
 
 def told_log_probs(answer: Any) -> np.ndarray:
-    """[R] of an answer; its token column must be its output_ids."""
+    """Return the log-probs [R] of an answer; its token column must equal its output_ids."""
     entries = answer["meta_info"]["output_token_logprobs"]
     assert [entry[1] for entry in entries] == answer["output_ids"]
     return np.array([entry[0] for entry in entries])

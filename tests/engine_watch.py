@@ -10,7 +10,7 @@ from tests.engine_serving import Served
 
 
 class Watched:
-    """One streamed request, under way; how far it is."""
+    """One streamed request in progress, and its tokens so far."""
 
     def __init__(self, served: Served, body: dict[str, Any]) -> None:
         self.tokens = 0
@@ -19,7 +19,7 @@ class Watched:
         self.task = asyncio.create_task(self._read(body))
 
     async def _read(self, body: dict[str, Any]) -> Any:
-        """The last state: all of it."""
+        """Read to the end, and return the last state, which is complete."""
         state: Any = None
         async with self._served.session.post(self._served.engine.url + "/generate", json=body) as response:
             assert response.status == 200, await response.text()
@@ -31,7 +31,7 @@ class Watched:
         return state
 
     async def beyond(self, tokens: int) -> None:
-        """Wait until it has more than so many."""
+        """Wait until it has more than ``tokens`` tokens."""
         while self.tokens <= tokens:
             assert not self.task.done(), f"ended with {self.tokens} tokens, wanted more than {tokens}"
             self._grown.clear()

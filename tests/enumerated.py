@@ -19,13 +19,13 @@ class Policy:
 
     @staticmethod
     def random(seed: int, *, like: "Policy | None" = None, spread: float = 1.0) -> "Policy":
-        """A random one, or one near another."""
+        """Return a random policy, or one near another."""
         noise = spread * torch.randn(len(PREFIXES), VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return Policy((like.logits_PV.detach() if like else 0) + noise)
 
     @property
     def log_probs_T(self) -> Tensor:
-        """Of each token of each response, one behind the other, [81]; with gradient where the logits have one."""
+        """Return the log-prob of each token of each response in one row, [81]; with gradient where the logits have one."""
         table = self.logits_PV.log_softmax(-1)
         places = [(PREFIXES.index(response[:step]), response[step]) for response in RESPONSES for step in range(STEPS)]
         rows, columns = zip(*places, strict=True)
@@ -33,7 +33,7 @@ class Policy:
 
     @property
     def probabilities_N(self) -> Tensor:
-        """Of each response, [27]."""
+        """Return the probability of each response, [27]."""
         return self.log_probs_T.view(-1, STEPS).sum(-1).exp()
 
 
@@ -43,12 +43,12 @@ PLACE = (MASK_T, SAMPLE_T, len(RESPONSES))
 
 
 def per_token(values_N: Tensor) -> Tensor:
-    """Each response's value at its tokens."""
+    """Return each response's value at its tokens."""
     return values_N.repeat_interleave(STEPS)
 
 
 def expected(values_T: Tensor, under: Policy) -> Tensor:
-    """``E[sum of a response's token values]``, with the sampling held fixed."""
+    """Return ``E[sum of a response's token values]``, with the sampling held fixed."""
     return (per_token(under.probabilities_N.detach()) * values_T).sum()
 
 
@@ -57,5 +57,5 @@ def gradient(value: Tensor, of: Policy) -> Tensor:
 
 
 def objective_gradient(policy: Policy, rewards_N: Tensor) -> Tensor:
-    """The gradient of the expected reward, by differentiating the expectation itself."""
+    """Return the gradient of the expected reward, by differentiating the expectation itself."""
     return gradient((policy.probabilities_N * rewards_N).sum(), policy)

@@ -1,4 +1,4 @@
-"""A learner without a model, and actors without an engine: what a feeder needs around it."""
+"""Environment of a feeder: a learner without a model, and actors without an engine."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ from tests.data_kit import sample
 from weightstore.store.registry import VersionRegistry
 
 KEYS = FeedKeys.new()
-"""Of every feeder and rank of these tests."""
+"""Keys of every feeder and rank of these tests."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class World:
     staleness: StalenessConfig
     config: BusConfig
     digests: dict[int, set[str]] = field(default_factory=dict)
-    """What ranks were served, by step: one digest if it was always the same."""
+    """Digests of the batches served to ranks, by step: one digest if they were always the same."""
     batches: list[StepBatch] = field(default_factory=list)
 
     def prompts(self) -> PromptFile:
@@ -53,7 +53,7 @@ class World:
 
     @asynccontextmanager
     async def feeder(self, **changes: Any) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
-        """A feeder: its URL and task. Leaving the block kills it; an error of its own is raised by awaiting the task."""
+        """Run a feeder; yield its URL and task. Leaving the block kills it; an error of its own is raised by awaiting the task."""
         values: dict[str, Any] = {
             "model": ModelFacts(vocab_size=256),
             "learner": self.learner,
@@ -74,7 +74,7 @@ class World:
 
     @asynccontextmanager
     async def actors(self, make: Callable[[Task, int], Sample] | None = None) -> AsyncIterator[None]:
-        """Two scripted actors."""
+        """Run two scripted actors."""
         acting = [asyncio.create_task(self._act(make or self._respond)) for _ in range(2)]
         try:
             yield
@@ -98,14 +98,14 @@ class World:
         return sample(task, index, ((task.min_version, 2 + (task.id + index) % 4),))
 
     async def publish(self, step: int, epoch: int, *, initial: bool = False) -> int:
-        """What a publisher does to the registry; the version."""
+        """Change the registry as a publisher does, and return the version."""
         registry = VersionRegistry(self.bus)
         await registry.fence(epoch)
         row = await (registry.publish_initial("model", epoch) if initial else registry.reserve(step, epoch))
         return (await registry.publish(row)).version
 
     async def train(self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False) -> Start:
-        """Be a rank, in a thread, until the end or until ``stop(what, step)`` says so; what: batch | done | checkpoint | publish."""
+        """Act as a rank, in a thread, until the end or until ``stop(what, step)`` is true; what: batch | done | checkpoint | publish."""
         return await asyncio.to_thread(self._rank, url, rank, stop, asyncio.get_running_loop())
 
     def _rank(self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop) -> Start:
@@ -153,7 +153,7 @@ class World:
 
 
 def digest(batch: StepBatch) -> str:
-    """Of everything a rank trains on; whether it is a repetition, and the checkpoint's bytes, are not part of it."""
+    """Return the digest of everything a rank trains on; the repetition flag and the checkpoint's bytes are not part of it."""
     frames = encode(batch)
     header = (batch.step, batch.dp_rank, batch.num_tokens, batch.temperature, len(batch.micro_batches))
     return hashlib.sha256(repr(header).encode() + b"".join(bytes(frame) for frame in frames[2:])).hexdigest()

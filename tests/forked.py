@@ -1,6 +1,6 @@
-"""Children of tests, forked from a process that has imported torch and Megatron already: they begin at once, where an import takes seconds.
+"""Children of tests, forked from a process that has imported torch and Megatron: they start at once, while an import takes seconds.
 
-    pytest -- fork server (one a worker; it imports ``PRELOADED`` and nothing else) -- child, child, ...
+pytest -- fork server (one a worker; it imports ``PRELOADED`` and nothing else) -- child, child, ...
 
 Knows nothing of the programs that the children run.
 """
@@ -21,19 +21,19 @@ PRELOADED = ["tests.receiver_app", "tests.integration.megatron_rank_process", "t
 
 
 def context() -> ForkServerContext:
-    """The context of this process' one fork server."""
+    """Return the context of this process' one fork server."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(PRELOADED)
     return found
 
 
 class Forked:
-    """A running ``main(*arguments)``; its exit code is what ``main`` returns. It ends with the test process at the latest."""
+    """A running ``main(*arguments)``; its exit code is the return value of ``main``. It ends with the test process at the latest."""
 
     def __init__(self, main: Callable[..., Any], arguments: tuple[Any, ...], environment: Mapping[str, str], output: Path) -> None:
         self.output = output
-        """File that stdout and stderr go to."""
-        output.touch()  # a child that cannot begin writes nothing
+        """File of stdout and stderr."""
+        output.touch()  # a child that fails to start writes nothing
         self._process = context().Process(target=_run, args=(main, arguments, dict(environment), output), daemon=True)
         self._process.start()
 
@@ -42,7 +42,7 @@ class Forked:
         return self._process.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        """The exit code, once it has ended; a signal's number is negative. Raises TimeoutError."""
+        """Return the exit code, once it has ended; a signal's number is negative. Raises TimeoutError."""
         if not connection.wait([self._process.sentinel], timeout_s):
             raise TimeoutError(f"{self._process.name} did not end within {timeout_s} s")
         code = self.returncode

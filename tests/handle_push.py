@@ -56,7 +56,7 @@ class HandlePush:
         return await self.ask("end", version=version)
 
     async def whole(self, model: Any, version: int) -> Any:
-        """Every tensor of the model in two buckets."""
+        """Push every tensor of the model in two buckets."""
         tensors = list(model.named_parameters())
         assert (await self.begin(version))[0] == 200
         for part in (tensors[:5], tensors[5:]):

@@ -1,4 +1,4 @@
-"""Bytes as no process of a run writes them, on every subject of it: random ones, broken messages, other types, huge numbers."""
+"""Bytes that no process of a run writes, on every subject of it: random ones, broken messages, other types, huge numbers."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,7 @@ from bus.wire.messages import Dead, Done, Fence, LiveRow, Word
 from tests.bus_kit import make_partial, make_sample, make_task
 
 NO_TASK = 10**6
-"""No task of the run has this id, or a higher one."""
+"""An id that no task of the run reaches."""
 NO_EPOCH = "999"
 WRONG: tuple[Any, ...] = (
     *(None, True, -1, 0, 2**31, 2**53, 2**63 - 1, 2**64 - 1, -(2**63), 1.5, 1e308, float("nan"), float("-inf")),
@@ -44,7 +44,7 @@ RAW_HEADERS = (
 
 
 class Hostile:
-    """Writes to one run, the same for the same seed."""
+    """Writer of invalid messages to one run, equal for equal seeds."""
 
     def __init__(self, url: str, run: str, seed: int) -> None:
         self._port, self._run, self.random = int(url.rsplit(":", 1)[1]), run, random.Random(seed)
@@ -76,7 +76,7 @@ class Hostile:
         self.written += 1
 
     def payload(self, sound: bytes) -> bytes:
-        """Bytes that a sound message became; sometimes none of it is left, and sometimes all of it."""
+        """Return a mutation of a valid message; sometimes nothing of it is left, and sometimes all of it."""
         kind = self.random.randrange(6)
         if kind == 0:
             return self.random.randbytes(self.random.randrange(200))
@@ -101,7 +101,7 @@ class Hostile:
             del fields[name]
         return json.dumps(fields, default=str).encode() if is_json else msgpack.packb(fields)
 
-    # ---- where, and what would be sound there
+    # ---- the subjects, and a valid message for each
 
     def streams(self) -> list[tuple[str, bytes]]:
         run, task = self._run, NO_TASK + self.random.randrange(1000)
@@ -122,7 +122,7 @@ class Hostile:
         ]
 
     def rows(self) -> list[tuple[str, bytes]]:
-        """Those that no process is lost without, and none that the learner alone may write where there are users."""
+        """Return rows that no process depends on, and that not only the learner may write where there are users."""
         live = {
             role: dataclasses.asdict(LiveRow(role=role, id="z", host="h", pid=1, phase="starting", load={"a": 1}))
             for role in ("actor", "host")

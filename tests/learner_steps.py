@@ -1,4 +1,4 @@
-"""Steps to train on, made of real Samples and a real Plan; and a real rank or two to train them with."""
+"""Training steps made of real Samples and a real Plan, and one or two real ranks that train them."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from tests.forked import Forked
 def make_samples(
     *, vocab: int, groups: int = 4, group_size: int = 4, step: int = 3, seed: int = 0, temperature: float = 1.0
 ) -> list[Sample]:
-    """Random samples whose two spans have lags 1 and 0 when step ``step`` trains them (version v is the weights of step v)."""
+    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v)."""
     generator = np.random.default_rng((seed, step))
     samples = []
     for task in range(1, groups + 1):
@@ -59,7 +59,7 @@ def make_batches(
     recorded: bool = False,
     state: bytes = b"",
 ) -> tuple[StepBatch, ...]:
-    """The batch of every data-parallel rank."""
+    """Return the batch of every data-parallel rank."""
     tasks = sorted({sample.task for sample in samples})
     sizes = [sum(sample.task == task for sample in samples) for task in tasks]
     lengths = [len(sample.tokens) for sample in samples]
@@ -84,14 +84,14 @@ def make_batches(
 
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
-    """What torch.distributed wants to find in the environment of a rank."""
+    """Return the environment variables of a rank for torch.distributed."""
     return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def run_ranks(
     main: Callable[..., None], arguments: tuple[Any, ...], *, world: int, out: Path, timeout_s: float = 120.0
 ) -> list[dict[str, Any]]:
-    """``main(*arguments, out)`` in ``world`` processes; each writes ``out/rank-<r>.json``; the content of these files."""
+    """Run ``main(*arguments, out)`` in ``world`` processes; each writes ``out/rank-<r>.json``; return the content of these files."""
     deadline = time.monotonic() + timeout_s
     with KeptPort() as port:
         children = [

@@ -13,7 +13,7 @@ from tests.learner_steps import rank_environment
 
 @contextmanager
 def one_rank() -> Iterator[parallel.Parallel]:
-    """Megatron's groups for this process alone; environment and settings as before afterwards."""
+    """Create Megatron's groups for this process alone; environment and settings are as before afterwards."""
     before = dict(os.environ)
     torch.use_deterministic_algorithms(True)
     with KeptPort() as port:

@@ -1,4 +1,4 @@
-"""A reward that cannot judge some prompts until it is mended: in a module of its own, so that actors find it by its import path."""
+"""A reward that fails for some prompts until a file exists: in a module of its own, so that actors find it by its import path."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from rewards.port import RewardRequest
 
 
 def ones(request: RewardRequest, *, mended: str = "") -> float:
-    """Fails for labels that begin with 1 while the file ``mended`` is not there."""
+    """Return 1; fail for labels that begin with 1 while the file ``mended`` does not exist."""
     if str(request.label).startswith("1") and not Path(mended).exists():
         raise RuntimeError("no judge for a one")
     return digits(request)

@@ -1,6 +1,6 @@
 """A receiver of weights in a process of its own: SGLang's update paths over HTTP, real groups, handles, a live row; no model.
 
-It can be told to die or to hang (``kill`` or ``stop`` itself) at the first request of a phase after it serves a version.
+It can be set to die or to hang (``kill`` or ``stop`` itself) at the first request of a phase after it serves a version.
 """
 
 import asyncio
@@ -47,24 +47,24 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """How an engine of a test behaves."""
+    """Behaviour of an engine in a test."""
 
     phase: str = "serving"
     fails: str = ""
-    """kill | stop | refuse | flip (a bit of the tensor received last) | "" = never."""
+    """Failure: kill | stop | refuse | flip (a bit of the tensor received last) | "" = none."""
     at: str = ""
-    """join | begin | bucket | checksums | end."""
+    """Phase of the failure: join | begin | bucket | checksums | end."""
     once_served: int = -1
-    """Only when it serves this version or a later one."""
+    """Version from which on it fails, once it serves that one or a later one."""
     only_once: bool = False
     mute: bool = False
-    """It knows nothing of checksums."""
+    """True = it has no checksums."""
     ranks: int = 1
-    """Of its process group, all behind one URL and in one process: a stand-in for tensor parallelism."""
+    """Size of its process group, all behind one URL and in one process: a stand-in for tensor parallelism."""
     at_once: bool = True
-    """It is asked for all of a push at once, as the built-in engine is; SGLang is not."""
+    """True = it receives a push in a single request, as the built-in engine does, unlike SGLang."""
     handles: str = "here"
-    """What its live row says of handles: here | blind (here, but it cannot read them) | odd (no URL) | elsewhere (another host) | ""."""
+    """Handles in its live row: here | blind (here, but it cannot read them) | odd (no URL) | elsewhere (another host) | "" = none."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Engine:
     """Memory of the standby copy: names of a bucket -> its bytes."""
     served_flats: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
     receiving: set[tuple[str, ...]] = field(default_factory=set)
-    """Buckets on their way, by their names."""
+    """Buckets in transfer, by their names."""
     groups: dict[str, list[BroadcastGroup]] = field(default_factory=dict)
     threads: list[ThreadPoolExecutor] = field(default_factory=list)
     failed: int = 0
@@ -87,7 +87,7 @@ class Engine:
     ended: list[int] = field(default_factory=list)
     """Versions, in the order in which they were served."""
     read: int = 0
-    """Buckets that came as handles."""
+    """Number of buckets that came as handles."""
 
     async def handle(self, request: web.Request) -> web.Response:
         body, phase = await request.json(), PATHS[request.path]
@@ -146,7 +146,7 @@ class Engine:
 
     async def begin(self, body: Mapping[str, Any]) -> None:
         self.received, self.standby = set(), {}
-        if self.receiving:  # of a push that broke off: its memory may yet be written
+        if self.receiving:  # of an interrupted push: its memory may yet be written
             self.flats, self.receiving = {}, set()
 
     async def bucket(self, body: Mapping[str, Any]) -> None:
@@ -175,7 +175,7 @@ class Engine:
             self.standby[name] = part.view(dtype).view(shape)
 
     def store(self, specs: Sequence[TensorSpec], flat: torch.Tensor) -> None:
-        """Of a bucket that came as a handle."""
+        """Store a bucket that came as a handle."""
         names = tuple(spec.name for spec in specs)
         if names not in self.flats:
             self.flats[names] = torch.empty_like(flat)
@@ -209,7 +209,7 @@ class Engine:
 
 @dataclass
 class _ByHandles:
-    """The same engine, as ``actors.serving.handles`` drives it."""
+    """The same engine as an object that ``actors.serving.handles`` drives."""
 
     engine: Engine
 
@@ -243,14 +243,14 @@ class _ByHandles:
 
 
 async def handles_of(engine: Engine) -> str:
-    """Where it says that it takes handles."""
+    """Return the address at which it receives handles."""
     if engine.behaviour.handles in ("", "odd"):
         return engine.behaviour.handles and "odd://nowhere"
     return await HandleListener(cast(Updates, _ByHandles(engine))).start()
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 of names and bytes."""
+    """Return the SHA-256 of names and bytes."""
     found = hashlib.sha256()
     for name in sorted(tensors):
         found.update(name.encode())
@@ -288,18 +288,18 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
 
 
 START_S = 200.0
-"""The first start imports Megatron, on a busy machine for half a minute."""
+"""Seconds to wait for a start: the first one imports Megatron, on a busy machine for half a minute."""
 
 
 def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> None:
     torch.set_num_threads(1)
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # as an engine's process has it
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:  # like an engine's process
         runner.run(serve(bus_url, run, id, behaviour, ready))
 
 
 @contextmanager
 def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> Iterator[dict[str, tuple[str, ForkServerProcess]]]:
-    """A process for each, live on the bus: id -> (url, process). Killed in the end, whatever state they are in."""
+    """Run a process for each, live on the bus; yield id -> (url, process). They are killed at the end, whatever their state."""
     context = forked.context()
     started: dict[str, tuple[Any, ForkServerProcess]] = {}
     try:
@@ -320,7 +320,7 @@ def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> It
 
 
 def tiny_tensors(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
-    """Some tensors of mixed dtypes and odd sizes; about ``scale`` times 50 kB."""
+    """Return tensors of mixed dtypes and odd sizes; about ``scale`` times 50 kB."""
     generator = torch.Generator().manual_seed(seed)
     return {
         "model.embed_tokens.weight": torch.randn(64 * scale, 32, generator=generator),
@@ -332,14 +332,14 @@ def tiny_tensors(seed: int, *, scale: int = 1) -> dict[str, torch.Tensor]:
 
 
 def staged(tensors: Mapping[str, torch.Tensor], memory: HostMemory | None = None) -> Staging:
-    """Ready to be pushed, in several buckets."""
+    """Return a staging copy in several buckets, ready to be pushed."""
     staging = StagingPool(Manifest.of(tensors.items()), 20_000, memory=memory).take(1)
     staging.fill(tensors.items())
     return staging
 
 
 def write_tiny_companions(directory: Path) -> Path:
-    """A model directory as far as a snapshot of it is concerned."""
+    """Write the files of a model directory that a snapshot needs."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text('{"model_type": "tiny"}')
     (directory / "tokenizer.json").write_text("{}")

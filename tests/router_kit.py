@@ -1,4 +1,4 @@
-"""A router over real engines, a client of it, engines that misbehave as told, and an engine process that can be killed."""
+"""A router over real engines, a client of it, engines that fail on request, and an engine process that can be killed."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ class Door:
         return await self.post("/generate", body | ({"rid": rid} if rid else {}), headers={"X-Session-Id": session} if session else {})
 
     async def until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
-        """The workers by URL, as soon as they are as wanted."""
+        """Return the workers by URL, as soon as ``reached`` is true of them."""
         async with asyncio.timeout(LIMIT_S):
             while True:
                 _, listed = await self.get("/list_workers")
@@ -50,7 +50,7 @@ class Door:
                 await asyncio.sleep(0.02)
 
     async def serving(self, *urls: str) -> None:
-        """Return when these, and no others, serve."""
+        """Wait until these engines, and no others, serve."""
         await self.until(lambda workers: {url for url, worker in workers.items() if worker["serving"]} == set(urls))
 
 
@@ -58,7 +58,7 @@ class Door:
 async def routing(
     *urls: str, view: LiveView | None = None, keys: RunKeys | None = None, wait: bool = True, **config: Any
 ) -> AsyncIterator[Door]:
-    """A router that knows these engines; they serve from the beginning if ``wait``."""
+    """Run a router that knows these engines; they serve from the beginning if ``wait``."""
     settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, **config}
     router = Router(RouterConfig(workers=urls, **settings), view, keys)
     await router.start()
@@ -73,25 +73,25 @@ async def routing(
 
 
 class Faulty:
-    """Says that it is healthy, and meets requests as told.
+    """An engine that reports that it is healthy, and answers requests as set.
 
-    One of: break (the connection), 503, version, 500, no json, hang, flood, half (then breaks), generate (a token, whatever is asked for),
+    One of: break (the connection), 503, version, 500, no json, hang, flood, half (then breaks), generate (a token, whatever the request),
     ok.
     """
 
     def __init__(self) -> None:
         self.does, self.asked = "ok", list[str]()
         self.healthy, self.silent = True, False
-        """What it says when it is asked for its health, and that it says nothing."""
+        """Its answer to a health check; with ``silent`` it gives none."""
         self.paths, self.queries = list[str](), list[str]()
         self.checks = 0
-        """How often it was asked for its health."""
+        """Number of health checks."""
         self.gone = asyncio.Event()
-        """Set when the client of a hanging request has gone."""
+        """Set when the client of a hanging request has disconnected."""
         self.version: str | None = None
-        """Its release in /server_info; None = it names none."""
+        """Its release in /server_info; None = the field is missing."""
         self.url, self.leave = "", _nothing
-        """``leave``: be gone from its address."""
+        """``leave``: function that stops listening at its address."""
 
     async def meet(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
@@ -166,7 +166,7 @@ async def faulty() -> AsyncIterator[Faulty]:
 
 
 class EngineProcess:
-    """A built-in engine in a process of its own: to be killed, and started again at the same address."""
+    """A built-in engine in a process of its own, which can be killed, and started again at the same address."""
 
     def __init__(self, model_dir: Path, port: int) -> None:
         self._model_dir, self._port, self.url = model_dir, port, ""

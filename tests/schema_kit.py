@@ -23,7 +23,7 @@ _NOTES = ("$schema", "title", "description", "default")
 
 
 def errors(value: Any, schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Every way in which ``value`` breaks ``schema``, with the path of the place."""
+    """Yield every violation of ``schema`` by ``value``, with the path of the place."""
     for keyword, wanted in schema.items():
         match keyword:
             case "type":

@@ -1,4 +1,4 @@
-"""Tiny random models in Hugging Face format, with a real tokenizer, written where a test wants them.
+"""Tiny random models in Hugging Face format, with a real tokenizer, written where a test needs them.
 
 Knows transformers (to write and to compare), nothing of Tidemill.
 """
@@ -28,7 +28,7 @@ NUM_MERGES = 40
 
 @functools.cache
 def tiny_tokenizer() -> Tokenizer:
-    """A byte-level BPE tokenizer: 3 special tokens, 256 bytes, ``NUM_MERGES`` merges; decodes every id."""
+    """Return a byte-level BPE tokenizer: 3 special tokens, 256 bytes, ``NUM_MERGES`` merges; decodes every id."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -44,7 +44,7 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def write_tiny_tokenizer(directory: Path) -> Path:
-    """tokenizer.json and tokenizer_config.json with a chat template."""
+    """Write tokenizer.json and tokenizer_config.json with a chat template."""
     directory.mkdir(parents=True, exist_ok=True)
     tiny_tokenizer().save(str(directory / "tokenizer.json"))
     config = {
@@ -60,7 +60,7 @@ def write_tiny_tokenizer(directory: Path) -> Path:
 
 
 def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
-    """A transformers configuration: 2 layers, hidden 32, 4 heads over 2 key/value heads, the tokenizer's vocabulary, context 256."""
+    """Return a transformers configuration: 2 layers, hidden 32, 4 heads over 2 key/value heads, the tokenizer's vocabulary, context 256."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
     tokenizer = tiny_tokenizer()
@@ -85,7 +85,7 @@ def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) ->
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Any:
-    """The transformers model itself, fp32, in eval mode; norms and biases are random too, so that none can be forgotten unseen."""
+    """Return the transformers model, fp32, in eval mode; norms and biases are random too, so that a test notices a missing one."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng():
@@ -100,7 +100,7 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **ch
 
 
 def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Path:
-    """A model directory that transformers, SGLang and the built-in engine can load; returns it."""
+    """Write a model directory that transformers, SGLang and the built-in engine can load; return it."""
     write_tiny_tokenizer(directory)
     tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory, safe_serialization=True)
     return directory
