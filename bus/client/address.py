@@ -42,7 +42,7 @@ class Address:
 
 
 def parse(text: str) -> Address:
-    """Return the address in a line. Raises ValueError, whose message does not repeat parts that may be a password."""
+    """Return the address in a line. Raises ValueError without the parts that may be a password."""
     body, _, query = text.strip().partition("?")
     login, servers = "", []
     scheme = body.partition("://")[0] if "://" in body else "nats"

@@ -1,8 +1,8 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
 Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first message of an epoch;
-later messages of an older epoch are void. Messages of no learner are void as well: those that cannot be decoded, and those whose header
-has another epoch than the message. Writer and readers pass over both.
+later messages of an older epoch are void. Messages of no learner are void as well: those that cannot be decoded, and those with another
+epoch in the header than in the message. Writer and readers pass over both.
 """
 
 import asyncio

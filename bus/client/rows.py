@@ -65,7 +65,7 @@ class Rows:
         return value, revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
-        """Return every readable row, or those whose key begins with ``under`` and a dot: key -> (value, revision)."""
+        """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value, revision)."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(key: str) -> tuple[str, dict[str, Any] | None, int]:
@@ -161,7 +161,7 @@ class Rows:
             yield
 
     async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
-        """Write with the same message id at every try, so that a write whose answer was lost is recognised."""
+        """Write with the same message id at every try, so that a write with a lost answer is recognised."""
         subject, payload = self._subject(key), self._bytes(key, value)
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
@@ -182,7 +182,7 @@ class Rows:
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
         """Return the revision of our own write; raise RowConflict for another's.
 
-        A write whose first answer was lost is answered with "wrong last sequence", too.
+        A write that lost its first answer is answered with "wrong last sequence", too.
         """
         message = await self._message(key)
         if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:

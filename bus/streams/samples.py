@@ -130,8 +130,8 @@ class SampleStream:
     async def trim(self, below: int) -> None:
         """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages between).
 
-        A sample whose parts are trimmed before its manifest is stored is lost to its readers (they see a WireError): keep a
-        window of history, as ``history_samples`` does.
+        A sample is lost when its parts are trimmed before its manifest is stored (readers get a WireError): keep a window of
+        history, as ``history_samples`` does.
         """
         state = await self.info()
         if below > state.last_seq + 1:

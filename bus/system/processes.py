@@ -23,7 +23,7 @@ LAST_LINES = 20
 LAST_BYTES = 1 << 16
 """Number of bytes at the end of a log file in which a child's last lines are searched."""
 _LINE_BYTES = 1 << 20
-"""Size of the longest line of a child whose output is passed on, in bytes."""
+"""Size of the longest line of a child's output that is passed on, in bytes."""
 _PR_SET_PDEATHSIG = 1
 
 

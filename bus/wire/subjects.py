@@ -73,7 +73,7 @@ def sample(run: str, kind: str, version: int, actor: str) -> str:
 
 
 def samples(run: str, *tokens: object) -> str:
-    """Return the filter of all samples, or of those whose subject continues with these tokens (kind, version)."""
+    """Return the filter of all samples, or of those with subjects that continue with these tokens (kind, version)."""
     return ".".join(("tm", run, "sample", *map(str, tokens), ">"))
 
 
