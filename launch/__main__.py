@@ -6,5 +6,5 @@ import sys
 from launch.cli.main import main
 
 code = main()
-gc.freeze()  # or the collection at exit walks all that torch has made, for seconds, and whoever drains this process waits for them
+gc.freeze()  # or the collection at exit walks all objects of torch, for seconds, by which every drain would take longer
 sys.exit(code)

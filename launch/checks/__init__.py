@@ -1,1 +1,1 @@
-"""What can be known of a run before it starts (`docs/configuring.md`)."""
+"""Checks of a run before it starts (`docs/configuring.md`)."""

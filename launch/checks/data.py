@@ -16,22 +16,22 @@ from learner.errors import PromptError
 
 SETTING = "data.path"
 READ_S = 0.5
-"""After ``SURE_ROWS`` rows no more are read, or turned into tokens, than this takes."""
+"""Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
 SURE_ROWS = 500
 CURE = "mend the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What the other checks need to know of the prompts."""
+    """Facts about the prompts that the other checks use."""
 
     first: Row
     longest: int = 0
-    """Tokens of the longest that is used; 0 = not all of them were counted."""
+    """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
 
 
 def check_data(report: Report, config: RunConfig, model: Model | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
-    """Find what is wrong with ``data``, which ``prepare`` makes if ``made``."""
+    """Report errors in ``data``; return the facts about its prompts, None after an error. ``made``: ``prepare`` makes the file."""
     try:
         refuse_template(config.data.template)
         if made:
@@ -61,7 +61,7 @@ def _keys(config: RunConfig) -> tuple[str, str, str]:
 
 
 def _check_prepared(report: Report, config: RunConfig) -> Prompts:
-    """Its rows are known before they are written. Raises PromptError."""
+    """Check the prompts that ``prepare`` will write; they are known before the file exists. Raises PromptError."""
     assert config.prepare is not None
     row = row_of(Path(config.data.path), 0, next(prompts(config.prepare)), _keys(config))
     tokens = 0
@@ -76,7 +76,7 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
 
 
 def _read(config: RunConfig) -> tuple[list[Row], bool]:
-    """Rows, and whether these are all. Raises PromptError."""
+    """Return the rows read, and whether they are all rows of the file. Raises PromptError."""
     rows: list[Row] = []
     until = time.monotonic() + READ_S
     for row in read_rows(Path(config.data.path), _keys(config)):
@@ -87,7 +87,7 @@ def _read(config: RunConfig) -> tuple[list[Row], bool]:
 
 
 def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[Row], tokenize: Tokenize) -> int:
-    """Turn the first row and others by chance into tokens; the most that one has which is used, 0 if not all were counted."""
+    """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
     limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model
         return 0

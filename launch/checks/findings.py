@@ -1,4 +1,4 @@
-"""What a check finds, and the error that all of it becomes. Knows no check."""
+"""The findings of the checks, and the error that is raised with them. Knows no check."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class Finding:
     topic: str
     """model | tokenizer | data | reward | ..."""
     text: str
-    """Where, what was wanted, what came, and the cure."""
+    """Location, expected value, actual value and cure."""
 
     def __str__(self) -> str:
         return f"{self.level:<8}{self.topic:<10}{self.text}"
@@ -26,7 +26,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """Everything found, in order; ``origins`` says where each setting that is not a default stands."""
+    """All findings, in order; ``origins`` is the place of each setting that is not a default."""
 
     origins: Mapping[str, str] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Report:
         return [finding for finding in self.findings if finding.level == WARNING]
 
     def at(self, setting: str) -> str:
-        """``run.yaml:3: model.path``: a setting behind the place where it was set, if it was."""
+        """Return a setting behind the place where it was set, if it was: ``run.yaml:3: model.path``."""
         return f"{self.origins[setting]}: {setting}" if setting in self.origins else setting
 
     def good(self, topic: str, text: str) -> None:
@@ -59,7 +59,7 @@ class Report:
 
 
 class CheckFailed(ValueError):
-    """A run that cannot work as it is configured: all of the reasons."""
+    """A run cannot work as it is configured; ``reasons`` has all of them."""
 
     exit_code = exit_codes.CONFIG
 

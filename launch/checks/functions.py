@@ -1,4 +1,4 @@
-"""Checks of what a run takes from its user's code: the reward, loaded with its options, and loss and advantage, by reading their source."""
+"""Checks of the user's own code: the reward, loaded with its options, and loss and advantage, by reading their source."""
 
 import ast
 import asyncio
@@ -17,20 +17,20 @@ from rewards.port import RewardRequest, Scorer
 from rewards.registry import TABLE, load
 
 CALL_S = 10.0
-"""For one call of a reward by import path, asked for with --check-reward."""
+"""Seconds for the one call of a reward by import path that --check-reward asks for."""
 GSPO_WIDE = 0.01
-"""A range of GSPO's ratio wider than this is that of another loss."""
+"""A clip range of GSPO's ratio that is wider than this belongs to another loss."""
 CONTRACTS = {
     "loss": (4, "", "(log_probs_T, anchor_T, tokens, config)"),
     "advantage": (2, "lengths_N", "(rewards_N, groups_N, *, lengths_N)"),
 }
-"""Positional arguments that the learner calls it with, the keyword besides, and how its signature looks."""
+"""Number of positional arguments that the learner passes, keyword argument besides, and the signature as messages show it."""
 
 
 def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bool, call: bool) -> None:
-    """Load the reward with its options, and score ``row``: with one of the house, with another if ``call``.
+    """Load the reward with its options, and score ``row`` if the reward is built in or ``call`` is set.
 
-    ``here``: actors run on this machine; where none does, a module that is missing here may be there.
+    ``here``: actors run on this machine. If none does, a missing module is a warning: it may be on their machines.
     """
     name, where = config.actor.reward, report.at("actor.reward")
     if not name:
@@ -48,7 +48,7 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
         option = f"actor.reward_options.{error.option}"
         report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="mend it, or leave it out")
         return
-    except (Exception, SystemExit) as error:  # the user's module, while it is imported
+    except (Exception, SystemExit) as error:  # raised by the user's module while it is imported
         got = f"{type(error).__name__}: {error}"
         report.error("reward", where, want=f"{name} imported", got=got, cure="mend the module")
         return
@@ -59,7 +59,7 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
 
 
 def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
-    """Score a response that is the label itself."""
+    """Score the label itself as the response."""
     if name in TABLE and not _is_answer(row.label, many=name == "exact"):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
@@ -69,7 +69,7 @@ def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     request = RewardRequest(prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata)
     try:
         got = asyncio.run(_within(score, request))
-    except Exception as error:  # whatever a reward raises; an actor would store the sample as failed
+    except Exception as error:  # a reward may raise anything; an actor would store the sample as failed
         reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
         want = f"a number for row {row.number + 1} of data.path with its label as the response"
         report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"mend {name}")
@@ -89,7 +89,7 @@ def _is_answer(label: Any, *, many: bool) -> bool:
 
 
 def check_algorithm(report: Report, config: RunConfig) -> None:
-    """Resolve ``loss`` and ``advantage`` where they are import paths, without importing them (that would load torch); doubt bad ranges."""
+    """Resolve ``loss`` and ``advantage`` given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
     _doubt_gspo(report, config)
     for name, (count, keyword, signature) in CONTRACTS.items():
         path = getattr(config.learner.algorithm, name)
@@ -108,7 +108,7 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
 
 
 def _doubt_gspo(report: Report, config: RunConfig) -> None:
-    """Source: docs/algorithms.md, section 3.16."""
+    """Warn of anchors, ranges and aggregations that do not suit GSPO. Source: docs/algorithms.md, section 3.16."""
     algorithm, name = config.learner.algorithm, "learner.algorithm"
     assert algorithm.clip_high is not None
     if algorithm.loss not in ("gspo", "gspo_token"):
@@ -127,7 +127,7 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
 
 
 def _misfit(path: str, count: int, keyword: str) -> str:
-    """What is wrong with the function at ``module:function``; empty = nothing that its source shows."""
+    """Return the defect of the function at ``module:function``; empty if its source shows none."""
     module, _, name = path.partition(":")
     spec = importlib.util.find_spec(module)
     if spec is None:
@@ -143,7 +143,7 @@ def _misfit(path: str, count: int, keyword: str) -> str:
 
 
 def _names(node: ast.stmt) -> Iterator[str]:
-    """What a statement of a module defines."""
+    """Yield the names that a statement of a module defines."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
         yield node.name
     elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -153,7 +153,7 @@ def _names(node: ast.stmt) -> Iterator[str]:
 
 
 def _unlike(arguments: ast.arguments, count: int, keyword: str) -> str:
-    """In what a signature differs from the call; empty = in nothing."""
+    """Return how a signature differs from the call; empty if it fits."""
     positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
     named = [*positional[count:], *(one.arg for one in arguments.kwonlyargs)]
     takes = ", ".join([*positional, *(one.arg for one in arguments.kwonlyargs)]) or "nothing"

@@ -1,4 +1,4 @@
-"""Checks of what is around a run: the bus, the engine's program, directories, disk and memory. Starts nothing."""
+"""Checks of the environment of a run: the bus, the engine's program, directories, disk and memory. Starts nothing."""
 
 import json
 import os
@@ -17,17 +17,17 @@ from launch.settings.config import RunConfig
 from launch.settings.wiring import ENGINES
 
 ANSWER_S = 0.5
-"""For a bus to say what it is."""
+"""Seconds for a server to accept the connection and send its INFO line."""
 TRAINING_BYTES = 18
-"""Of memory for each parameter in a rank: weight, gradient, and Adam's three numbers in float32, less what is shared."""
+"""Bytes of memory per parameter in a rank: weight, gradient, and Adam's three numbers in float32, less the shared parts."""
 CHECKPOINT_BYTES = 16
-"""On disk for each parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
+"""Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
 GPU = Path("/dev/nvidiactl")
-"""There where CUDA is: weights lie elsewhere than in the memory that is checked."""
+"""A file that exists where CUDA does: weights are then not in the memory that is checked."""
 
 
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Find out whether the engine's program is there; ``here``: engines are started on this machine."""
+    """Check that the engine's program exists; ``here``: engines are started on this machine."""
     engine = config.engine
     if engine.kind not in ENGINES:
         report.error("engine", report.at("engine.kind"), want=" or ".join(ENGINES), got=engine.kind, cure="there are no others")
@@ -40,7 +40,7 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
 
 
 def check_bus(report: Report, config: RunConfig, model: Model | None, data: Prompts | None, *, reach: bool) -> None:
-    """Find what is wrong with ``bus``; ``reach``: ask the server that ``bus.url`` names for its version."""
+    """Report errors in ``bus``; ``reach``: connect to the server that ``bus.url`` names and check its version."""
     _check_stream(report, config, model, data)
     for name in ("tls_cert", "tls_key", "tls_ca"):
         file = getattr(config.bus, name)
@@ -58,7 +58,7 @@ def check_bus(report: Report, config: RunConfig, model: Model | None, data: Prom
 
 
 def _wrong_servers(url: str) -> str:
-    """What is wrong with the address; empty = nothing."""
+    """Return the defect of the address; empty if there is none."""
     if "://" not in url and ":" not in url:
         return "no port"
     try:
@@ -72,9 +72,10 @@ def _wrong_servers(url: str) -> str:
 
 
 def _check_stream(report: Report, config: RunConfig, model: Model | None, data: Prompts | None) -> None:
-    """Room for the samples between the kept checkpoints, by the longest prompt; where that is not known, by the longest there can be.
+    """Check that SAMPLES has room for the samples between the kept checkpoints, computed for the longest prompt, or the longest possible.
 
-    Only the first is an error: what fits a context of 100,000 tokens is many times what prompts of 200 need.
+    Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of 100,000 tokens
+    needs many times the room that prompts of 200 need.
     """
     known = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
     longest = known or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
@@ -86,7 +87,7 @@ def _check_stream(report: Report, config: RunConfig, model: Model | None, data: 
 
 
 def _reach(report: Report, where: str, url: str) -> None:
-    """Read what any of the servers says of itself before it is asked anything."""
+    """Read the INFO line of the first server that answers, and check it."""
     reasons = []
     for server in parse(url).servers:
         try:
@@ -101,7 +102,7 @@ def _reach(report: Report, where: str, url: str) -> None:
 
 
 def _info(server: str) -> dict[str, object]:
-    """Source: docs.nats.io, "NATS Protocol": a server sends ``INFO {...}`` first, before TLS, too."""
+    """Return a server's INFO. Raises OSError, ValueError. Source: docs.nats.io, "NATS Protocol": it is sent first, before TLS, too."""
     parts = urlsplit(server)
     with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=ANSWER_S) as opened:
         line = opened.makefile("rb").readline(1 << 16)
@@ -124,7 +125,7 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
 
 
 def check_places(report: Report, config: RunConfig, model: Model | None) -> None:
-    """Can the run's directory be written, and has the disk room for what will be kept in it?"""
+    """Check that the run's directory can be written, and that the disk has room for its checkpoints."""
     there = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         want = "a directory that can be made and written to"
@@ -141,11 +142,11 @@ def check_places(report: Report, config: RunConfig, model: Model | None) -> None
 
 
 def check_memory(report: Report, config: RunConfig, model: Model | None, *, engines: int) -> None:
-    """Compare the memory of ranks and engines on this machine with what it has; nothing is said of an accelerator's."""
+    """Compare the memory that ranks and engines need with this machine's; an accelerator's memory is not checked."""
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return
     ranks = config.learner.data_parallel
-    wanted = model.num_parameters * (TRAINING_BYTES * ranks + 8 * engines)  # an engine has what it serves, and what is pushed meanwhile
+    wanted = model.num_parameters * (TRAINING_BYTES * ranks + 8 * engines)  # an engine has the weights served and those being pushed
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:
         want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"

@@ -18,24 +18,24 @@ from learner.megatron.sizes import FAMILIES, refusals
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"
 HEADER_MOST = 100_000_000
-"""Bytes. Source: the safetensors library's own limit."""
+"""Largest header, in bytes. Source: the safetensors library's own limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the other checks need to know of the model."""
+    """Facts about the model that the other checks use."""
 
     directory: Path | None
     """None = ``prepare`` makes it when the run starts."""
     vocab_size: int
     context: int
-    """Tokens of prompt and response: of the model, or of the engine where that takes fewer."""
+    """Tokens of prompt and response together that the model takes, or the engine if it takes fewer."""
     num_parameters: int
     """0 = not known."""
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> Model | None:
-    """Find what is wrong with the model, which ``prepare`` makes if ``made``; None when nothing else can be said without it."""
+    """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``: ``prepare`` makes it."""
     path = Path(config.model.path)
     prepare = config.prepare if made else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
@@ -71,7 +71,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> Model | Non
 
 
 def prepared_values(prepare: PrepareConfig) -> dict[str, Any]:
-    """The config.json that ``prepare`` is going to write, as far as the checks read it."""
+    """Return the fields of the config.json that ``prepare`` will write, as far as the checks read them."""
     return {
         "model_type": "qwen3",
         "vocab_size": prepare.vocab_size or {"digits": 16, "gsm8k": 512}[prepare.kind],
@@ -110,17 +110,17 @@ def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _shape(report: Report, values: Mapping[str, Any], where: str) -> ModelShape | None:
-    """The sizes; None for a model that the built-in decoder cannot follow, which the learner would train differently, too."""
+    """Return the sizes; None for a model that the built-in decoder does not support, and that the learner would train differently, too."""
     try:
         return ModelShape.of(values, where=where)
     except UnsupportedModel as error:
-        if values.get("model_type") in FAMILIES:  # else it has been reported already
+        if values.get("model_type") in FAMILIES:  # otherwise it has been reported already
             report.error("model", error.where, want="a model that engine and learner know", got=error.reason, cure="train another model")
     return None
 
 
 def _check_weights(report: Report, path: Path, shape: ModelShape) -> None:
-    """Names and shapes in the files' headers, against what the configuration says; no weight is read."""
+    """Compare names and shapes in the files' headers with config.json; no weight is read."""
     cure = f"save the model again, or give another one ({report.at(SETTING)})"
     try:
         there = tensors_in(path)
@@ -135,7 +135,7 @@ def _check_weights(report: Report, path: Path, shape: ModelShape) -> None:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises ValueError, OSError."""
+    """Return name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises ValueError, OSError."""
     if (path / INDEX).is_file():
         files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     else:
@@ -149,7 +149,7 @@ def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Source: huggingface.co/docs/safetensors, "Format": eight bytes of length, then a JSON map."""
+    """Return name -> shape from one header. Source: huggingface.co/docs/safetensors, "Format": eight bytes of length, then a JSON map."""
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > HEADER_MOST:
@@ -162,7 +162,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_context(report: Report, config: RunConfig, model: Model, shape: ModelShape) -> None:
-    """Lengths of prompts and responses against what model and engine can hold."""
+    """Compare the lengths of prompts and responses with the contexts of model and engine."""
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > shape.max_positions:
         want, where = f"<= {shape.max_positions} (max_position_embeddings of the model)", report.at("engine.max_context")
@@ -177,7 +177,7 @@ def _check_context(report: Report, config: RunConfig, model: Model, shape: Model
 
 
 def _check_reference(report: Report, config: RunConfig, shape: ModelShape) -> None:
-    """The reference model's weights take the place of the policy's for a forward pass: they must have the same shapes."""
+    """Check the reference model: its weights replace the policy's for a forward pass, so they must have the same shapes."""
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return

@@ -1,4 +1,4 @@
-"""Checks of ``prepare``: what it makes must be used, and agree with what was made before."""
+"""Checks of ``prepare``: the files it makes must be used, and agree with files made before."""
 
 from dataclasses import dataclass
 
@@ -9,16 +9,16 @@ from launch.settings.prepare import PreparedOtherwise, refuse_other
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Made:
-    """What ``prepare`` is going to make when the run starts, and the run is going to use."""
+    """Files that ``prepare`` makes when the run starts, and that the run uses."""
 
     model: bool = False
     prompts: bool = False
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Made:
-    """Find out whether ``prepare`` would make something that nothing reads, or in place of something else.
+    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return those that will be made.
 
-    ``fresh``: what is in the run's directory is thrown away first.
+    ``fresh``: the content of the run's directory is removed first.
     """
     if config.prepare is None:
         return Made()

@@ -1,4 +1,4 @@
-"""Compares a run that goes on with the one that began in its directory: model, prompts, sampling. Reads checkpoints, never the bus."""
+"""Compares a resumed run with the run that began in its directory: model, prompts, sampling. Reads checkpoints, never the bus."""
 
 import hashlib
 import json
@@ -29,13 +29,13 @@ SETTINGS = {
     "top_p": "sampling.top_p",
     "top_k": "sampling.top_k",
 }
-"""Setting that each entry of ``learner.data.rules.DataRules.identity`` comes from."""
+"""Entry of ``learner.data.rules.DataRules.identity`` -> the setting it comes from."""
 HASHED_MOST = 256_000_000
-"""Bytes of a prompt file beyond which it is left to the feeder to compare it."""
+"""Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
 
 def check_resume(report: Report, config: RunConfig) -> None:
-    """Compare with the newest checkpoint, and with the configuration of the start before as far as that says more."""
+    """Compare with the newest checkpoint and, for entries it lacks, with the configuration of the previous start."""
     file = config.root / CONFIG_FILE
     began = began_with(file) if file.exists() else None
     then = ({} if began is None else identity(began)) | _recorded(config.checkpoints)
@@ -51,7 +51,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """As ``DataRules.identity``, of what is on disk; without what cannot be known yet."""
+    """Return the entries of ``DataRules.identity`` that the files on disk give; entries that are not known yet are missing."""
     data, sampling = config.data, config.sampling
     found: dict[str, Any] = {"run": config.run, "seed": data.seed}
     found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -76,7 +76,7 @@ def model_identity(model: Path) -> str:
 
 
 def began_with(file: Path) -> RunConfig | None:
-    """The configuration that a run in this directory was last started with; None when it cannot be read."""
+    """Return the configuration with which the run was last started; None if the file cannot be read."""
     try:
         return from_map(yaml.safe_load(file.read_text()), str(file))
     except (OSError, yaml.YAMLError, SettingsError, AttributeError) as error:
@@ -85,7 +85,7 @@ def began_with(file: Path) -> RunConfig | None:
 
 
 def _recorded(root: Path) -> dict[str, Any]:
-    """What the newest checkpoint has recorded; empty without one."""
+    """Return the identity in the newest readable checkpoint; empty without one."""
     for checkpoint in checkpoints.listed(root):
         try:
             found: dict[str, Any] = read_state(checkpoints.read_state(checkpoint.path))["identity"]
@@ -96,6 +96,6 @@ def _recorded(root: Path) -> dict[str, Any]:
 
 
 def _shown(name: str, value: Any, config: RunConfig | None) -> str:
-    """A value with the file that it is of, where that is known."""
+    """Return a value for a message, behind the file that it describes if that is known."""
     place = "" if config is None else config.model.path if name == "model" else config.data.path if name == "prompts_digest" else ""
     return f"{place}: {value}" if place else repr(value)

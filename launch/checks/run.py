@@ -14,22 +14,22 @@ from launch.settings.loader import Loaded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Purpose:
-    """What the process that asks is going to do with the configuration."""
+    """The intended use of a configuration by the calling process."""
 
     starts_workers: bool = True
-    """It starts ``up.actors`` and ``up.engines`` on this machine: their reward and program must be here."""
+    """True if it starts ``up.actors`` and ``up.engines`` on this machine: their reward and program must be here."""
     uses_bus: bool = False
-    """It needs the server at ``bus.url`` at once."""
+    """True if it needs the server at ``bus.url`` at once."""
     resumes: bool = False
-    """It goes on with the run in its directory, if there is one."""
+    """True if it resumes the run in its directory, when there is one."""
     fresh: bool = False
-    """What is in the run's directory is thrown away first."""
+    """True if the content of the run's directory is removed first."""
     call_reward: bool = False
-    """Call a reward by import path, too, which may do anything."""
+    """True if a reward by import path is called, too; it may do anything."""
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:
-    """Check everything that can be known before a run starts, in a second or so; starts no process, writes nothing, loads no torch."""
+    """Return the report of all checks. It takes about a second, starts no process, writes nothing, loads no torch."""
     config, report = loaded.config, Report(loaded.origins)
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)

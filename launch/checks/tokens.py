@@ -1,4 +1,4 @@
-"""Checks of the tokenizer and the chat template, and prompts as the learner will see them. Loads neither torch nor transformers."""
+"""Checks of the tokenizer and the chat template; tokenizes prompts as the learner will. Loads neither torch nor transformers."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 
 
 class CannotRender(ValueError):
-    """A prompt that tokenizer or chat template refuses."""
+    """The tokenizer or the chat template refuses a prompt."""
 
 
 def check_tokenizer(report: Report, config: RunConfig, model: Model) -> Tokenize | None:
-    """Give the function that turns a prompt into tokens; None where that cannot be known here."""
+    """Return the function that turns a prompt into tokens; None after an error, or if ``prepare`` makes the model."""
     if model.directory is None:
         return None
     file = model.directory / "tokenizer.json"
@@ -69,7 +69,7 @@ def _template(report: Report, config: RunConfig, model: Model) -> ChatTemplate |
 
 def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, directory: Path) -> Tokenize:
     def tokenize(prompt: Prompt) -> Sequence[int]:
-        """Raises CannotRender."""
+        """Return the tokens of a prompt. Raises CannotRender."""
         try:
             if isinstance(prompt, str) and not config.data.apply_chat_template:
                 return text.encode(prompt)
