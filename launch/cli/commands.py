@@ -1,4 +1,4 @@
-"""What each sub-command does with its arguments. Heavy modules are imported inside."""
+"""The sub-commands: one function for each, from its arguments to its exit code. Heavy modules are imported inside."""
 
 import argparse
 import asyncio
@@ -26,14 +26,14 @@ def _loaded(args: argparse.Namespace) -> Loaded:
 
 
 def _address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
-    """The address of the bus with the password in it: for this process, not to be shown."""
+    """Return the address of the bus with the password in it: for this process only, never to be shown."""
     from launch.run.access import address_line
 
     return address_line(args.bus, config, user, os.environ)
 
 
 def _id(args: argparse.Namespace) -> str:
-    """Its name on the bus: the one asked for, else the one its user has; a user may write under no other."""
+    """Return the process's name on the bus: that of --id, else its user's; a user may write under no other."""
     return args.id or _user()
 
 
@@ -44,7 +44,7 @@ def _user() -> str:
 
 
 def _config(args: argparse.Namespace) -> RunConfig | None:
-    """The run's configuration; None when it was printed instead."""
+    """Return the run's configuration; None if it was printed instead."""
     loaded = _loaded(args)
     if args.print_config:
         print(render(loaded), end="")
@@ -53,7 +53,7 @@ def _config(args: argparse.Namespace) -> RunConfig | None:
 
 
 def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
-    """Print what is doubtful to stderr. Raises CheckFailed for what cannot work."""
+    """Check the configuration and print warnings to stderr. Raises CheckFailed after errors."""
     from launch.checks.run import Purpose, check
 
     report = check(loaded, Purpose(**purpose))
@@ -259,7 +259,7 @@ def host(args: argparse.Namespace) -> int:
 
 
 def reached_at(args: argparse.Namespace) -> list[str]:
-    """The options of an engine by which others find it, as they were given here."""
+    """Return the options --host and --advertise of an engine, as they were given here."""
     given = (("--host", args.host), ("--advertise", args.advertise))
     return [word for option, value in given if value for word in (option, value)]
 
@@ -422,7 +422,7 @@ def cursors(args: argparse.Namespace) -> int:
 
 
 def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
-    """Find the run, connect to its bus, and look."""
+    """Find the run, connect to its bus and return the exit code of ``look``."""
     from launch.cli.looking import looking, run_of
     from launch.run.process import set_up_logging
 

@@ -1,4 +1,4 @@
-"""``tidemill dead``: the tasks that could not be processed, and what shall become of them."""
+"""``tidemill dead``: lists dead tasks, and stores the operator's decision to requeue or drop them."""
 
 import asyncio
 import os
@@ -22,7 +22,7 @@ PROMPT_SHOWN = 72
 
 
 async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
-    """List them, newest last; without ``every`` only those of which nobody has said a word yet. Raises ValueError."""
+    """List dead tasks, newest last; without ``every`` only those that have no decision yet. Raises ValueError."""
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
@@ -46,9 +46,10 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
 
 
 async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
-    """Say ``requeue`` or ``drop`` of some dead tasks, of all, or of those with a reason. Raises ValueError for one that is not dead.
+    """Store the decision ``requeue`` or ``drop`` for some dead tasks, for all, or for those with a reason.
 
-    What was said lasts; a learner that is not there now hears it when it starts. 0 = all was done, 1 = the learner has not answered yet.
+    A decision is durable; a learner that is not running reads it when it starts. Returns 0 when all is done, 1 when the
+    learner has not recorded it yet. Raises ValueError for a task that is not dead.
     """
     console = Console(highlight=False, soft_wrap=True)
     try:
@@ -85,7 +86,7 @@ async def _say(bus: Bus, console: Console, words: dict[int, Word], task: int, wo
 
 
 async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
-    """Wait a moment for the learner's records."""
+    """Wait ``ANSWER_S`` for the learner's records of requeued tasks. Returns 0 when all are recorded, else 1."""
     left = set(tasks)
     try:
         async with asyncio.timeout(ANSWER_S):

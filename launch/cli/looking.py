@@ -1,4 +1,4 @@
-"""Finding a run from anywhere that reaches its bus, and ``tidemill status``: it reads, and disturbs nobody."""
+"""Finding a run from any machine that reaches its bus, and ``tidemill status``, which only reads."""
 
 import argparse
 import asyncio
@@ -35,12 +35,12 @@ from launch.samples.block import plain
 
 CONNECT_S = 3.0
 _MOST_NAMES = 6
-"""Fields and actors of invalid samples that are named."""
+"""Largest number of fields, and of actors, of invalid samples that are named."""
 _RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
-    """Address (not to be shown) and name of the run to look at, for one of its users. Raises ValueError saying what is missing."""
+    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError naming the missing argument or file."""
     if run_dir:
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
@@ -62,20 +62,20 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run can be looked at."""
+    """The bus at which a run can be read."""
 
     url: str
-    """With the password in it: not to be shown."""
+    """Address with the password in it: not to be shown."""
     run: str
     ended: bool = False
-    """Nothing more will come."""
+    """True if the run is over: no more messages will follow."""
 
 
 @contextmanager
 def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[Place]:
-    """The run that a command which only reads is about; while entered, its bus answers although the run is over (then to the viewer).
+    """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the viewer only).
 
-    Raises ValueError saying what is missing, RunGoesOn when such a run is started again meanwhile.
+    Raises ValueError naming the missing argument or file, RunGoesOn when a run that was over is started again meanwhile.
     """
     root = Path(args.run_dir)
     here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
@@ -97,7 +97,7 @@ def _only_run(bus: str) -> str:
 
 
 async def looking(url: str, run: str, args: argparse.Namespace, look: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
-    """The exit code of ``look`` at a run. Raises ValueError for whatever is wrong with the bus."""
+    """Connect to the bus and return the exit code of ``look``. Raises ValueError for every error of the bus."""
     try:
         async with connect(url, run, name=args.command, wait_s=CONNECT_S) as bus:
             return await look(bus, args)
@@ -106,7 +106,7 @@ async def looking(url: str, run: str, args: argparse.Namespace, look: Callable[[
 
 
 async def show_status(url: str, run: str, *, as_json: bool) -> int:
-    """Print who is there and where tasks and samples are."""
+    """Print the processes of a run and the state of its tasks and samples; return 0. Raises ValueError."""
     try:
         async with connect(url, run, name="status", wait_s=CONNECT_S) as bus:
             status = await read_status(bus)
@@ -120,7 +120,7 @@ async def show_status(url: str, run: str, *, as_json: bool) -> int:
 
 
 async def read_status(bus: Bus) -> dict[str, Any]:
-    """Everything ``status`` says, as plain values."""
+    """Return all values of ``status`` as plain maps, lists and numbers."""
     rows = await processes(bus, look_s=1.5)
     state, backlog = await bus.samples.info(), await bus.tasks.backlog()
     head, _ = await bus.rows("weights").standing("head")
@@ -194,20 +194,20 @@ def _process(row: LiveRow, age_s: float) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Plans:
-    """What the log PLAN says so far."""
+    """Counts from all records of PLAN so far."""
 
     planned: int = 0
     newest: Done | None = None
     tasks: set[int] = field(default_factory=set)
-    """Settled: trained or given up."""
+    """Settled tasks: trained or given up."""
     trained: int = 0
-    """Samples."""
+    """Number of trained samples."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """Samples given up with their tasks, by reason; FAILED ones are in no record."""
+    """Number of samples given up with their tasks, by reason; FAILED ones are in no record."""
     given_up: Counter[str] = field(default_factory=Counter)
-    """Tasks, by reason."""
+    """Number of tasks given up, by reason."""
     skipped: dict[int, float] = field(default_factory=dict)
-    """Minibatches whose loss or gradients were not finite, by step."""
+    """Number of minibatches with a loss or gradients that were not finite, by step."""
 
 
 async def _read_plans(bus: Bus) -> _Plans:
@@ -230,13 +230,13 @@ async def _read_plans(bus: Bus) -> _Plans:
 
 
 def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
-    """Counters ``<name>/<of what>`` of a live row, by what they are of, the largest first."""
+    """Return the counters ``<name>/<key>`` of a live row by their key, the largest first."""
     found = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _invalid_words(samples: Mapping[str, Any]) -> str:
-    """Of a status: how many samples are invalid, by field and by actor; nothing when none is."""
+    """Return the number of invalid samples in a status, by field and by actor, as text; empty if there are none."""
     if not samples["invalid"]:
         return ""
     fields, actors = (
@@ -247,7 +247,7 @@ def _invalid_words(samples: Mapping[str, Any]) -> str:
 
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
-    """Training tasks there have been: those in the stream, and the settled ones that were trimmed from it."""
+    """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from it."""
     stream, subject = subjects.stream(bus.run, subjects.TASKS), subjects.task(bus.run, Kind.TRAIN)
     present = sum((await bus.jet.subjects(stream, subject)).values())
     try:
@@ -258,7 +258,7 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
 
 
 def print_status(console: Console, status: dict[str, Any]) -> None:
-    """What ``read_status`` gives, for a person."""
+    """Print the result of ``read_status`` as text and a table."""
     head = status["head"]
     version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
     console.print(
@@ -303,5 +303,5 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
 
 
 def _cell(text: str) -> Text:
-    """As the process wrote it, and no command to the terminal or to the table."""
+    """Return a process's text with control characters escaped, for neither the terminal nor the table to interpret."""
     return Text(plain(text))

@@ -1,4 +1,4 @@
-"""The command line. Answers ``--help`` and errors in a fraction of a second: whatever is heavy is imported by the command that needs it."""
+"""The command line. ``--help`` and errors take a fraction of a second: heavy modules are imported by the command that needs them."""
 
 import argparse
 import os
@@ -18,7 +18,7 @@ INNER = ("feeder", "rank")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code. 2 = wrong use or a wrong configuration."""
+    """Run one command and return its exit code. 2 = wrong use, 78 = a wrong configuration (``bus/exit_codes.py``)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     args = (_inner_parser() if words[:1] and words[0] in INNER else _parser()).parse_args(words)
     _find_modules_here()
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         return _explained(getattr(commands, args.command), args)
-    except ValueError as bad:  # configuration and input errors say where, what was wanted and what came
+    except ValueError as bad:  # configuration and input errors state location, expected and actual value
         print(f"tidemill {args.command}: {bad}", file=sys.stderr)
         return int(getattr(bad, "exit_code", 2))
     except KeyboardInterrupt:
@@ -177,7 +177,7 @@ def _add_onlookers(commands: "Commands") -> None:
 
 
 def _inner_parser() -> argparse.ArgumentParser:
-    """The commands with which the learner starts its processes; of no use to a person."""
+    """Return the parser of the internal commands with which the learner starts its processes."""
     parser = argparse.ArgumentParser(prog="tidemill", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in INNER:
@@ -190,7 +190,7 @@ def _inner_parser() -> argparse.ArgumentParser:
 
 
 def _find_modules_here() -> None:
-    """Rewards and losses by import path are found in the directory the command is started in, as in the processes it starts."""
+    """Add the working directory to ``sys.path``: rewards and losses by import path are found there, as in the processes started."""
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
@@ -217,8 +217,8 @@ def _from_checkpoint(parser: argparse.ArgumentParser) -> None:
 
 
 def _looking(parser: argparse.ArgumentParser) -> None:
-    """Which run a command is about."""
-    parser.set_defaults(ended=False)  # known when the run is found
+    """Add the arguments that name the run to read."""
+    parser.set_defaults(ended=False)  # set when the run is found
     parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
     parser.add_argument("--bus", default="", help="NATS URL")
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")

@@ -1,4 +1,4 @@
-"""``tidemill cursors``: the registered readers of a run, and forgetting one that will not come back."""
+"""``tidemill cursors``: lists the registered readers of a run, and removes one that will not return."""
 
 from rich.console import Console
 
@@ -10,7 +10,7 @@ CONNECT_S = 3.0
 
 
 async def show_cursors(url: str, run: str, *, forget: str) -> int:
-    """List them, after forgetting one. Raises ValueError."""
+    """List the registered readers, after removing ``forget`` if it is given; return 0. Raises ValueError."""
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="cursors", wait_s=CONNECT_S) as bus:

@@ -1,8 +1,8 @@
-"""``tidemill replay --train``: a learner alone takes the recorded steps of a run again, into a directory of its own.
+"""``tidemill replay --train``: a learner alone repeats the recorded steps of a run, in a directory of its own.
 
-The streams of the run are copied, not touched. No engine and no actor is there: every batch is the one that the log PLAN names, with
+The streams of the run are copied, not changed. No engine and no actor runs: every batch is the one that PLAN names, with
 the log-probs recorded in its samples. With the same settings the weights are the same bits; with others (``--set learner...``) it is
-off-policy training on what was recorded.
+off-policy training on the recorded samples.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ ALONE = ("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null
 
 
 def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
-    """Train again all steps whose samples are there; exit code as of ``tidemill up``. Raises ValueError saying what is missing."""
+    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError naming the missing part."""
     source, target = Path(run_dir), Path(out)
     if not run_dir or not (source / CONFIG_FILE).exists():
         raise ValueError(f"--train: want --run-dir, the directory of a run on this machine, got {run_dir!r}")
@@ -41,12 +41,12 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
     config = from_map(to_map(before), str(source / CONFIG_FILE), changes(mine, {}))
-    shutil.copy(source / CONFIG_FILE, target / CONFIG_FILE)  # what makes it a run that can be gone on with
+    shutil.copy(source / CONFIG_FILE, target / CONFIG_FILE)  # makes it a run that can be resumed
     return run_up(config, resume=True, fresh=False)
 
 
 async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
-    """Set the copied streams back to where all samples are still there: (first step, last step) to be taken."""
+    """Rewind the copied run to the earliest step from which all samples are present: return (first step, last step) to repeat."""
     server = EmbeddedServer(target / BUS_DIRECTORY, BusConfig())
     await asyncio.to_thread(server.start)
     try:
@@ -68,7 +68,7 @@ async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:
-    """Without a checkpoint where nothing was trimmed, else to the oldest that is whole; its step."""
+    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step, 0 for none."""
     if (await bus.samples.info()).first_seq <= 1:
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0

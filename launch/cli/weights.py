@@ -1,4 +1,4 @@
-"""``tidemill weights``: which engine serves which version, and whether all that serve one have the same bits."""
+"""``tidemill weights``: the version that each engine serves, and whether all engines of a version have the same bits."""
 
 import argparse
 import asyncio
@@ -16,7 +16,7 @@ from bus.liveness.live import LiveView
 from bus.streams.connection import Bus
 
 ANSWER_S = 120.0
-"""An engine on CPU computes some GB a second."""
+"""Seconds for an engine's checksums: on CPU it computes some GB a second."""
 SHOWN = 5
 Sums = dict[tuple[str, str, tuple[str, ...], int], str]
 """(scheme, dtype, tensors, zeros) -> checksum."""
@@ -24,19 +24,19 @@ Sums = dict[tuple[str, str, tuple[str, ...], int], str]
 
 @dataclass(slots=True, kw_only=True)
 class Served:
-    """What one engine says."""
+    """The checksums of one engine."""
 
     engine: str
     version: str
     sums: Sums = field(default_factory=dict)
     silent: str = ""
-    """Why there are no checksums of it."""
+    """Reason why there are no checksums; empty if there are."""
     differs: list[str] = field(default_factory=list)
-    """Tensors in which it is not as most others of this version."""
+    """Tensors in which it differs from most other engines of this version."""
 
 
 async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
-    """1 when engines of one version differ."""
+    """Print every engine's version and comparison; return 1 if engines of one version differ, else 0."""
     if args.ended:
         head = await bus.rows("weights").get("head")
         newest = f"its newest version is {head[0]['version']} (step {head[0]['step']})" if head else "it has published no version"
@@ -52,7 +52,7 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
 
 
 def compare(found: Sequence[Served]) -> None:
-    """Fill ``differs``: of each version, kept in the same way, the value that most engines have is taken as right."""
+    """Fill ``differs``: among engines with the same version and format, the checksum of the majority is right; in a tie all differ."""
     for one in found:
         others = [other for other in found if other.version == one.version]
         for key, value in one.sums.items():
