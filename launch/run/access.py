@@ -1,6 +1,6 @@
-"""As whom a process goes to the bus: user, password and certificates, put into the address it was given; and what it takes from there.
+"""Credentials of a process on the bus: user, password and certificates, put into its address; and the settings it accepts from there.
 
-A password comes from the environment, or from a file of the run; never from a command line, which everybody on the machine can read.
+A password comes from the environment, or from a file of the run; never from a command line, which all users of the machine can read.
 """
 
 import shlex
@@ -19,16 +19,16 @@ VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
 ALLOW_VARIABLE = "TIDEMILL_ALLOW"
 API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
-"""In the same directory: what engines and routers of the run ask for."""
+"""Files in the same directory with the keys that HTTP requests to engines and routers of the run must have."""
 
 
 def auth_dir(config: RunConfig) -> Path:
-    """Where the run keeps its users' passwords."""
+    """Return the directory of the run's files with its users' passwords."""
     return Path(config.bus.auth_dir) if config.bus.auth_dir else config.root / AUTH_DIR
 
 
 def write_keys(directory: Path, keys: "Keys") -> None:
-    """The run's keys for who asks its engines by HTTP: files ``api-key`` and ``admin-key``, readable by their owner alone."""
+    """Write the run's keys for HTTP requests to its engines: files ``api-key`` and ``admin-key``, readable by their owner alone."""
     from bus.system.files import write_whole
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -37,9 +37,9 @@ def write_keys(directory: Path, keys: "Keys") -> None:
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
-    """The address with what is needed to be let in, as ``bus.client.address`` reads it; not to be shown.
+    """Return the address with user, password and certificates, as ``bus.client.address`` reads it; not to be shown.
 
-    The user: by the environment; else, where the run's bus has users, ``user`` with the password in the run's files; else none.
+    The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's files; else none.
     Raises ValueError for a ``url`` with a password in it.
     """
     given = parse(url)
@@ -65,9 +65,9 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
 def viewer_line(
     url: str, environment: Mapping[str, str], root: Path | None = None, bus: Mapping[str, Any] | None = None, *, user: str = VIEWER
 ) -> str:
-    """The address for whoever only looks, or operates: as ``address_line``, with ``user``'s password where the run in ``root`` has it.
+    """Return the address for viewer or operator: as ``address_line``, with ``user``'s password if the run in ``root`` has it.
 
-    ``bus`` is the section of that name of the run's configuration. Raises ValueError as ``address_line`` does.
+    ``bus`` is the section ``bus`` of the run's configuration. Raises ValueError as ``address_line`` does.
     """
     settings = bus or {}
     if root is not None and settings.get("auth") and not user_of_environment(environment)[0]:
@@ -84,7 +84,7 @@ def viewer_line(
 
 
 def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
-    """(user, password), empty when it names none. Raises ValueError for half of it, and for a file that cannot be used."""
+    """Return (user, password), empty if the environment names none. Raises ValueError for one of both, and for an unusable file."""
     from bus.server.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
 
     if file := environment.get(CREDENTIALS_VARIABLE):
@@ -96,10 +96,11 @@ def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: Iterable[str] = ()) -> tuple[str, ...]:
-    """What the bus may name of this machine: ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell) together.
+    """Return the patterns of settings that may come from the bus though they name code or files of this machine.
 
-    Settings whose paths are in ``replaced`` are set on this machine: their values on the bus are not used, and so not refused.
-    Raises ValueError for what no setting can fit.
+    They are those of ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell). Settings with their paths in ``replaced``
+    are set on this machine: their values on the bus are not used, and so not refused.
+    Raises ValueError for a pattern that fits no setting.
     """
     from actors.allowed import checked
 

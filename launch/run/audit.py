@@ -1,10 +1,10 @@
-"""The books of a run, from what is written down: the streams, the registry and the last checkpoint. Asks no process and trusts no counter.
+"""The accounting of a run's samples, from the streams, the registry and the last checkpoint. Uses no process and no counter.
 
-SAMPLES  what was published            TASKS  what was handed out         registry            which weights a version was
-PLAN     what was trained or dropped   checkpoint's cursor  what the model claims to have behind it
+SAMPLES  published samples             TASKS  issued tasks                registry            step of each version
+PLAN     trained or dropped samples    checkpoint's cursor  samples settled before the checkpoint
 
-Every sequence from 1 to the last of SAMPLES is accounted for; of those that were trimmed (kept checkpoints are past them), by PLAN and
-the cursor alone.
+Every sequence from 1 to the last of SAMPLES is accounted for; the trimmed ones (kept checkpoints are past them) by PLAN and the cursor
+alone.
 """
 
 import math
@@ -24,60 +24,60 @@ EVERYTHING = 1 << 62
 _MAX_PROBLEMS = 20
 
 Place = tuple[int, int]
-"""(task, index): what is trained at most once, whichever of its samples it is."""
+"""(task, index): at most one of the samples of a place is trained."""
 
 
 @dataclass(slots=True)
 class Books:
-    """What the streams say."""
+    """The count of every sample of a run, and the problems found."""
 
     published: int = 0
     """Logical training samples, the trimmed ones that PLAN names included; parts of large ones count once."""
     trained: int = 0
     """Samples named by plans."""
     trained_twice: int = 0
-    """Samples, or places, that are named more than once."""
+    """Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's cursor."""
     lost: int = 0
-    """Samples that are gone, or behind the cursor, or of a trained task, without any record of their place."""
+    """Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place."""
     dropped: Counter[str] = field(default_factory=Counter)
-    """By reason: stale, filtered, empty, dead, lost, failed, aborted. What comes late for a task given up has that task's reason."""
+    """Samples by drop reason: stale, filtered, empty, dead, lost, failed, aborted. A late sample of a task given up has its reason."""
     duplicates: int = 0
-    """Another sample of the place was trained."""
+    """Samples of a place of which another sample was trained."""
     invalid: int = 0
-    """Undecodable, against the invariants, or of no task or version of this run."""
+    """Samples that are undecodable, violate the invariants, or have no task or version of this run."""
     invalid_by_field: Counter[str] = field(default_factory=Counter)
     invalid_by_actor: Counter[str] = field(default_factory=Counter)
     buffered: int = 0
-    """Neither trained nor given up yet, and not claimed by the cursor."""
+    """Samples neither trained nor given up yet, and not behind the cursor."""
     eval: int = 0
     trimmed: int = 0
-    """Sequences before the first one that is still there; counts of tokens know only what is still there."""
+    """Sequences before the first one in the stream; counts of tokens do not include trimmed samples."""
     tasks_issued: int = 0
     tasks_open: int = 0
     tasks_given_up: Counter[str] = field(default_factory=Counter)
-    """By reason: stale, filtered, empty, dead, lost."""
+    """Tasks by reason: stale, filtered, empty, dead, lost."""
     aborted: int = 0
     multi_version: int = 0
-    """Trained samples whose tokens come from more than one version."""
+    """Trained samples with tokens of more than one version."""
     max_lag_trained: int = 0
     lag_tokens: Counter[int] = field(default_factory=Counter)
     """Trained tokens by lag."""
     tokens_generated: int = 0
     tokens_trained: int = 0
     trained_here: int = 0
-    """Of the trained ones, those whose samples were published (found, or trimmed)."""
+    """Trained samples that were published: in the stream, or trimmed from it."""
     unrecorded: int = 0
-    """Of the lost ones, those still in the stream."""
+    """Lost samples that are still in the stream."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong, in words, the first few."""
+    """Descriptions of the first ``_MAX_PROBLEMS`` problems."""
 
     def balance(self) -> bool:
-        """published = trained + dropped + duplicates + invalid + buffered + lost."""
+        """Return whether published = trained + dropped + duplicates + invalid + buffered + lost (all counted among the published)."""
         fates = self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
         return self.published == fates
 
     def refuse(self, wrong: str, actor: str) -> None:
-        """One sample is invalid: its wrong field, and the actor of its subject."""
+        """Count an invalid sample, by its wrong field and by the actor of its subject."""
         self.invalid += 1
         count_of(self.invalid_by_field, wrong)
         count_of(self.invalid_by_actor, actor)
@@ -89,19 +89,19 @@ class Books:
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What the last checkpoint's cursor claims to be settled."""
+    """The sequences that the last checkpoint's cursor has as settled."""
 
     floor: int
     settled: frozenset[int]
     step: int = 0
-    """Of the checkpoint: what plans up to it name must be settled."""
+    """Step of the checkpoint: samples of plans up to it must be settled."""
 
     def __contains__(self, seq: int) -> bool:
         return seq <= self.floor or seq in self.settled
 
 
 Progress = Callable[[int, int], None]
-"""(messages of SAMPLES read, how many there are)."""
+"""Callback with (messages of SAMPLES read, their total number)."""
 
 
 async def audit(
@@ -113,10 +113,10 @@ async def audit(
     vocab_size: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> tuple[Books, list[Done]]:
-    """Read everything there is; the books, and the outcomes of the steps in the order they were recorded.
+    """Read the streams; return the books, and the outcomes of the steps in the order of their records.
 
-    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not to be held against it;
-    ``after``: sequences that samples of a version come after (0 where it is missing).
+    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared; ``after``: version
+    -> sequence that its samples come after (0 if it is missing).
     """
     reading = _Audit(claims, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
@@ -130,7 +130,7 @@ async def audit(
 
 
 class _Audit:
-    """One reading of a run, in this order: records, tasks, samples, close."""
+    """One audit of a run, in this order: records, tasks, samples, close."""
 
     def __init__(self, claims: Claims | None, versions: Mapping[int, int] | None, after: Mapping[int, int], vocab_size: int | None) -> None:
         self._claims, self._versions, self._after, self._vocab_size = claims, versions, after, vocab_size
@@ -142,9 +142,9 @@ class _Audit:
         self._dropped_seq: dict[int, str] = {}
         self._dropped_task: dict[int, str] = {}
         self._planned: dict[int, Place] = {}
-        """Place of each trained sequence as its plan has it: samples of a group stand in the order of their index."""
+        """Place of each trained sequence by its plan: samples of a group are in the order of their index."""
         self._found: dict[int, Place] = {}
-        """Place of each trained sequence as its sample has it."""
+        """Place of each trained sequence by the sample itself."""
         self._late: dict[int, Place] = {}
         """Samples of trained tasks that no record names."""
         self._tasks: dict[int, Task] = {}
@@ -207,7 +207,7 @@ class _Audit:
                 self._sample(received.seq, received.sample, received.actor)
 
     def _trimmed(self, last: int) -> None:
-        """Sequences 1 .. ``last`` are no longer there: PLAN names them, or the cursor has them behind it."""
+        """Count the trimmed sequences 1 .. ``last``: PLAN must name them, or the cursor be past them."""
         self.books.trimmed = last
         unclaimed = 0
         for seq in range(1, last + 1):
@@ -226,7 +226,7 @@ class _Audit:
             self._lost(f"{unclaimed} trimmed sequences are named by no record and not behind the checkpoint's cursor", unclaimed)
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
-        """Find what became of one sample."""
+        """Count one sample by its disposition."""
         books = self.books
         books.published += 1
         books.tokens_generated += sample.response_length
@@ -251,8 +251,10 @@ class _Audit:
             books.buffered += 1
 
     def _wrong(self, seq: int, sample: Sample) -> str:
-        """The field for which nobody could have trained it; empty = one could. A task that is gone from TASKS was settled long ago: what
-        became of it decides."""
+        """Return the field that made training the sample impossible; empty if it is valid.
+
+        A task that is gone from TASKS was settled long ago: its record decides.
+        """
         task = self._tasks.get(sample.task)
         if task is None:
             return "" if sample.task in self._step_of_task or sample.task in self._dropped_task else "task"
@@ -286,7 +288,7 @@ class _Audit:
             books.tokens_trained += tokens
             books.max_lag_trained = max(books.max_lag_trained, lag)
 
-    # ---- everything against everything
+    # ---- plans, samples and cursor against each other
 
     def close(self) -> None:
         trained: dict[Place, int] = {}
@@ -322,13 +324,13 @@ class _Audit:
 
 
 def _largest_lag(plan: Plan) -> int:
-    """Of the tokens a plan may train; an upper bound, for samples that cannot be looked into any more."""
+    """Return the largest lag of the tokens a plan may train: an upper bound, for samples that are trimmed."""
     oldest = min(plan.version_steps.values(), default=plan.step - 1)
     return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
 
 
 def read_claims(checkpoints: Path) -> Claims | None:
-    """The cursor in the newest checkpoint of a directory."""
+    """Return the cursor in the newest valid checkpoint of a directory; None if there is none."""
     from learner import checkpoints as kept
     from learner.data.datasource import read_state
 
@@ -340,5 +342,5 @@ def read_claims(checkpoints: Path) -> Claims | None:
 
 
 def mean(values: list[float]) -> float:
-    """0 for none."""
+    """Return the mean of ``values``, 0 for none."""
     return math.fsum(values) / len(values) if values else 0.0

@@ -1,4 +1,4 @@
-"""How far the audit at the end of a run is: a line on the terminal every few seconds, and a live row for ``tidemill status``."""
+"""Progress of the audit at the end of a run: a line on the terminal every few seconds, and a live row for ``tidemill status``."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ SAY_EVERY_S, SHOW_EVERY_S = 5.0, 1.0
 async def shown(
     bus: Bus, say: Callable[[str], None], *, say_every_s: float = SAY_EVERY_S, show_every_s: float = SHOW_EVERY_S
 ) -> AsyncIterator[Callable[[int, int], None]]:
-    """Give what the audit reports its progress to: messages read, and how many there are."""
+    """Yield the function to which the audit reports its progress: messages read, and their total number."""
     row = LiveRow(role=ROLE, id=ROLE, host=socket.gethostname(), pid=os.getpid(), phase="auditing", waits_for="the log of plans")
     said_s = shown_s = time.monotonic()
 

@@ -15,7 +15,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
 )
 SMOOTH_STEPS = 5
 UNSMOOTHED = ("offpolicy/lag_max",)
-"""The mean of five maxima is the maximum of nothing."""
+"""Curves drawn as they are: the mean of five maxima is no maximum."""
 
 
 def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
@@ -57,5 +57,5 @@ def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean of the last few."""
+    """Return the mean of the last ``SMOOTH_STEPS`` values at each step."""
     return [sum(part) / len(part) for end in range(1, len(values) + 1) for part in [values[max(0, end - SMOOTH_STEPS) : end]]]

@@ -1,9 +1,9 @@
-"""The bus of a run that is over, started for one command: on the run's own store, for reading alone, gone when the command is.
+"""The bus of a run that is over, started for one command: read-only, on the run's own store, and stopped when the command ends.
 
-    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (the kernel sees to it after kill -9)
+    store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (by the kernel after kill -9)
 
-The viewer may create nothing but consumers in memory, so the streams stay as they are. The run itself comes first: when it is started
-again, its bus sends SIGTERM to this process, which stops the server at once, whatever it is doing.
+The viewer may create nothing but consumers in memory, so the streams do not change. The run itself has priority: when it is started
+again, its bus sends SIGTERM to this process, which stops the server at once, even in the middle of its work.
 """
 
 import os
@@ -28,12 +28,12 @@ from launch.run.roles import BUS_URL_FILE
 from launch.settings.loader import from_map
 
 CONFIG_FILE, BUS_DIR = "config.yaml", "bus"
-"""In the run's directory: its settings, and its embedded bus with the streams."""
+"""Names in the run's directory: its settings, and its embedded bus with the streams."""
 _PASSWORD_BYTES = 24
 
 
 class RunGoesOn(ValueError):
-    """SIGTERM came: the run was started again, and needs its store."""
+    """SIGTERM was received: the run was started again, and needs its store."""
 
     def __init__(self) -> None:
         super().__init__("ended by SIGTERM, which a run that is started again sends; look again")
@@ -41,7 +41,7 @@ class RunGoesOn(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedBus:
-    """The settings and places with which it is started."""
+    """Settings and directories with which the bus is started."""
 
     directory: Path
     auth_dir: Path
@@ -50,7 +50,7 @@ class EndedBus:
 
     @classmethod
     def of(cls, root: Path) -> "EndedBus | None":
-        """Find that of the run in ``root``; None while a bus of the run answers. Raises ValueError when its streams are not there."""
+        """Return the bus of the run in ``root``; None if its bus is external or running. Raises ValueError if its streams are missing."""
         file = root / CONFIG_FILE
         config = from_map(yaml.safe_load(file.read_text()), str(file))
         bus, directory = config.bus, root / BUS_DIR
@@ -66,13 +66,13 @@ class EndedBus:
 
 
 def _running(directory: Path) -> bool:
-    """Whether a server has the store open. The address file alone does not show it: a kill leaves that behind."""
+    """Return whether a server has the store open. The address file alone does not prove it: it remains after a kill."""
     return any(in_use(one) for one in (directory, *directory.glob("n[0-9]")))
 
 
 @contextmanager
 def started(ended: EndedBus) -> Iterator[str]:
-    """Address of the bus while entered, with the viewer's password in it: not to be shown.
+    """Run the bus while entered; yield its address with the viewer's password in it: not to be shown.
 
     Raises ValueError when the server cannot be started, RunGoesOn on SIGTERM.
     """
@@ -86,8 +86,8 @@ def started(ended: EndedBus) -> Iterator[str]:
     def give_way(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         asked = True
-        servers.stop()  # here and now: this process may be blocked by a pager that reads no further
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what is put into the background
+        servers.stop()  # here, in the handler: this process may be blocked by a pager that reads no further
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
 

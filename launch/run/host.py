@@ -1,9 +1,9 @@
-"""What one machine runs of a run: engines and actors, as many as are wanted of it, kept by the supervisor.
+"""Engines and actors of one machine, in the wanted numbers, kept by the supervisor.
 
-Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row that says which; waits for a change, and looks
-every second besides; unblocked by the bus or the next look. Without the bus it leaves everything as it is.
+Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row with their numbers; waits for a change, and
+reads every second besides; unblocked by the bus or the next second. Without the bus it leaves everything as it is.
 
-A child ends with its host, however that ends (the kernel sees to it), so a host that starts finds nothing to adopt or to double.
+A child ends with its host, however that ends (by the kernel), so a host that starts finds no process to adopt or to duplicate.
 """
 
 import asyncio
@@ -31,12 +31,12 @@ log = logging.getLogger(__name__)
 ROLE = "host"
 LOOK_EVERY_S = 1.0
 SETTLE_S = 3.0
-"""After the bus was away, every host needs a moment to say again that it lives."""
+"""Seconds without changes after an outage of the bus, in which every host writes its live row again."""
 LOCK_FILE = ".lock"
 
 
 class HostThere(ValueError):
-    """Another host of this name is alive: two would run twice what is wanted."""
+    """Another host of this name is alive: two would run twice the wanted numbers."""
 
 
 class Host:
@@ -56,8 +56,8 @@ class Host:
     ) -> None:
         """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``.
 
-        ``users``: on a bus that wants to know who comes, files with the credentials of this host's processes, by role: each process
-        is named after its user then, and there are no more of them than users.
+        ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
+        then, and there are no more of them than users.
         """
         self._bus, self._supervisor, self._place = bus, supervisor, Place(name, pool)
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
@@ -65,13 +65,13 @@ class Host:
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
         self._said: set[str] = set()
-        """Given up, and told."""
+        """Processes that are given up, and logged as such."""
         self._revision = -1
         self.counts: dict[str, int] = {}
-        """Wanted of this host, by role, as last read."""
+        """Wanted number of processes of this host by role, as last read."""
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
-        """Until ``draining`` is set; then its processes drain (unless their end is somebody else's: not ``drain``)."""
+        """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False and the caller does it."""
         waiter, trusted_from = Waiter(), 0.0
         row = LiveRow(role=ROLE, id=self._place.name, host=socket.gethostname(), pid=os.getpid(), phase="working", pool=self._place.pool)
         async with Heartbeat(self._bus, row) as heartbeat, self._woken(waiter.wake, draining):
@@ -93,7 +93,7 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def _woken(self, wake: Callable[[], None], draining: asyncio.Event) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called at changes of what is wanted, and when ``draining`` is set."""
+        """While entered, call ``wake`` at changes of the wanted numbers, and when ``draining`` is set."""
         rows, told = self._bus.rows("wanted"), asyncio.create_task(draining.wait(), name="draining")
         told.add_done_callback(lambda _: wake())
         try:
@@ -107,7 +107,7 @@ class Host:
         return list({**found, self._place.name: self._place}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
-        """Start what is missing, drain the surplus, newest first; what was given up gets another chance when the numbers change."""
+        """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows change."""
         if counts != self.counts:
             log.info("wanted %s", ", ".join(f"{role}s={counts[role]}" for role in ROLES))
         self.counts = counts
@@ -119,7 +119,7 @@ class Host:
                 self._drain(name)
         for role in ROLES:
             for name in slots[role]:
-                if name not in kept:  # one that drains is kept until it has ended
+                if name not in kept:  # a process that drains is kept until it has ended
                     self._supervisor.keep(name, self._arguments(role, name), always=True, environment=self._environment(role, name))
         for name in given_up.keys() - self._said:
             log.error("%s", given_up[name])
@@ -127,7 +127,7 @@ class Host:
         self._revision = revision
 
     def _slots(self, role: str) -> list[str]:
-        """Names of the processes that there shall be."""
+        """Return the names of the wanted processes of a role."""
         wanted = self.counts[role]
         if self._users is None:
             return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
@@ -140,7 +140,7 @@ class Host:
         return {CREDENTIALS_VARIABLE: str(file)}
 
     def _drain(self, name: str) -> None:
-        """A name that is wanted again meanwhile is started again when it has ended: never two of one name."""
+        """Drain a process; if its name is wanted again meanwhile, it is started after the end: never two of one name."""
         if name in self._draining:
             return
         self._draining[name] = asyncio.create_task(self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}")
@@ -165,7 +165,7 @@ class Host:
 
 
 def users_in(directory: Path) -> dict[str, list[Path]]:
-    """Files with credentials of engines and actors, by role, as ``tidemill bus --auth`` made them. Raises ValueError for none."""
+    """Return the files with credentials of engines and actors by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
     found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
     if not any(found.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, there are none")
@@ -174,7 +174,7 @@ def users_in(directory: Path) -> dict[str, list[Path]]:
 
 @contextlib.contextmanager
 def only_one(directory: Path, name: str) -> Iterator[None]:
-    """The directory of a host, for nobody else on this machine meanwhile. Raises HostThere."""
+    """Lock the directory of a host against other hosts on this machine while entered. Raises HostThere."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as lock:
         try:
@@ -189,7 +189,7 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
-    """Raise HostThere when a host of this name lives elsewhere. Takes two seconds when one has been there lately."""
+    """Raise HostThere if a host of this name is alive elsewhere. Takes two seconds if there is a live row of this name."""
     if (await bus.rows("live").standing(f"{ROLE}.{wanted.token(name)}"))[0] is None:
         return
     for row, age in await processes(bus):

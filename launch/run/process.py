@@ -1,7 +1,7 @@
-"""How every process of the system starts, drains and stops, and how its children are started.
+"""Start, drain and stop of every process of the system, and the start of its children.
 
-The first SIGTERM or SIGINT drains; another one a second later or more, or the deadline, cancels. (Those that follow at once are the same:
-timeout(1) signals its child, and then the group that the child is in.) Exit codes: ``bus/exit_codes.py``.
+The first SIGTERM or SIGINT drains; another one a second later or more, or the deadline, cancels. (Signals that follow at once are taken
+for the same: timeout(1) signals its child, and then the child's process group.) Exit codes: ``bus/exit_codes.py``.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from bus.system.processes import Child
 log = logging.getLogger(__name__)
 
 SAME_SIGNAL_S = 1.0
-"""Signals to end that come so soon after the first are the first one again."""
+"""Seconds after the first signal in which further ones count as the same."""
 
 
 def run(
     main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True, same_signal_s: float = SAME_SIGNAL_S
 ) -> int:
-    """Run ``main(draining)`` to its end; the exit code."""
+    """Run ``main(draining)`` to its end and return the exit code."""
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         return runner.run(_supervised(main, drain_s, same_signal_s))
 
@@ -62,16 +62,16 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 
 def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
-    """One line an event, on stderr: time, level, who, where, what."""
+    """Log one line per event to stderr: time, level, process, logger, message."""
     who = f"{role} {id}".strip()
     logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {who}: %(name)s: %(message)s", force=True)
-    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.link reports it
-    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.link logs the same events better
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # one per TLS connection that ends
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def launched(name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> Child:
-    """Return the child that runs ``python -m launch ARGUMENTS``, its output in ``log_file``."""
+    """Return the child that runs ``python -m launch ARGUMENTS``, with its output in ``log_file``."""
     command = (sys.executable, "-m", "launch", *arguments)
     return Child(name, command, log_file, {"PYTHONUNBUFFERED": "1", **(environment or {})})

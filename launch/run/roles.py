@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUS_URL_FILE = "bus.url"
-"""In the run's directory: where its embedded bus answers."""
+"""File in the run's directory with the address of its embedded bus."""
 CHECK_SERVER_S = 0.2
 HOST_RESTART_WINDOW_S = 300.0
 LONG_WAIT_S = 300.0
-"""How long a process that was started first waits for the bus."""
+"""Seconds that a process waits for a bus that is started after it."""
 
 
 def run_prepare(config: RunConfig) -> int:
-    """Make model and prompts, if the configuration asks for it."""
+    """Make model and prompts if the configuration has ``prepare``; return 0."""
     if config.prepare is not None:
         from launch.settings.prepare import prepare
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # scripts of several processes may ask at the same time; the second finds it done
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may call this at the same time; the second finds it done
             prepare(config.prepare, config.root / "prepared")
     return 0
 
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
-    """The embedded nats-server, or three: started again at once, on the same port, whenever one ends; stopped when drained."""
+    """Run the embedded nats-server, or three: one that ends is started again at once, on the same port; all are stopped when drained."""
     from bus.liveness.live import Heartbeat
     from bus.server.cluster import EmbeddedBus
     from bus.streams.connection import connect
@@ -82,20 +82,20 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
 
 
 def own_address(config: RunConfig, url: str) -> str:
-    """For processes that belong to the run's own machine and may do everything: the address with the learner's password."""
+    """Return the address with the learner's password, for processes of the run's own machine that may do everything."""
     return address_line(url, config, LEARNER, os.environ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Own:
-    """Settings of an engine's or actor's own machine, which stand above the configuration that the run has written to the bus."""
+    """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
 
     allowed: Sequence[str] = ()
-    """What of that configuration may name code and files of this machine (``actors/allowed.py``)."""
+    """Patterns of settings in that configuration that may name code and files of this machine (``actors/allowed.py``)."""
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
     """Settings given here, by path: they replace those of the run."""
     host: str = ""
-    """Where to listen; empty = as the configuration of this machine says."""
+    """Address to listen on; empty = that of the configuration of this machine."""
     advertise: str = ""
 
 
@@ -113,9 +113,9 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
 
 
 async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
-    """Serve a model. Without ``config``, that of the run is read from the bus; a model that is not on this machine comes from the learner.
+    """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from the learner.
 
-    ``host`` and ``advertise`` of a configuration from the bus are never taken. Raises NotAllowed.
+    ``host`` and ``advertise`` of a configuration from the bus are never used. Raises NotAllowed.
     """
     from actors.scratch import Scratch
     from actors.serving import engine_process
@@ -144,7 +144,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
 
 async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
-    """The configuration that the learner wrote, with what is changed here; None when ``draining`` is set first. Raises NotAllowed."""
+    """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import CONFIG_KEY, config_of_run, connected
@@ -158,7 +158,7 @@ async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Eve
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
-    """The model's directory when it is on this machine, else a snapshot fetched from the learner; None when ``draining`` is set first."""
+    """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is set first."""
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected
@@ -177,7 +177,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
 
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
-    """Work on a run's tasks. Without ``config``, that of the run is read from the bus."""
+    """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from actors.rollout import actor_process
 
     run = run or await found_run(bus_url, "actor", draining)
@@ -192,7 +192,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
-    """One address for the engines of a run, and for those named in ``config``."""
+    """Serve one address for the engines of a run, and for those named in ``config``."""
     from actors.router import process
 
     if bus_url:
@@ -203,7 +203,7 @@ async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, dr
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
-    """The one run that a bus carries, waited for; empty when ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
+    """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
     from bus.client.discovery import find_run
 
     found = ""
@@ -220,12 +220,12 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """This machine as a host of a run, as its command line describes it."""
+    """This machine as a host of a run, from the command line."""
 
     name: str
     pool: str
     own: Mapping[str, int]
-    """Engines and actors that this machine wants for itself; empty = its share of those wanted of all."""
+    """Wanted numbers of this machine itself, by role; empty = its share of the total."""
     directory: Path
     drain_s: float
     restarts: int
@@ -241,7 +241,7 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run engines and actors of this machine, as many as are wanted of it. Raises HostThere, BusUnavailable."""
+    """Run the engines and actors of this machine in the wanted numbers. Raises HostThere, BusUnavailable."""
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected
@@ -282,9 +282,9 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Feeder and ranks, the run's configuration for actors that know only the bus, and a live row: what it does is in the feeder's.
+    """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live row.
 
-    Its own names the engines that take no pushes.
+    The live row names the engines that take no pushes; progress is in the feeder's row.
     """
     from bus.liveness.keys import make_keys
     from bus.liveness.live import Heartbeat
@@ -312,7 +312,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
 
 async def tell_evicted(bus: "Bus", heartbeat: "Heartbeat") -> None:
-    """For ever: the learner's live row names the engines that it does not push to, and why."""
+    """Background loop: write into the learner's live row the engines that it does not push to, and why."""
     from weightstore.store.registry import EVICTED, VersionRegistry
 
     async for _ in bus.rows("weights").watch(EVICTED):
@@ -379,7 +379,7 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys")
 
 
 def model_shape(model: Path) -> tuple[int, int]:
-    """Tokens in the vocabulary, and of a context. Raises SettingsError for a directory that holds no model."""
+    """Return the tokens of the vocabulary and of a context. Raises SettingsError for a directory without a model."""
     import json
 
     file = model / "config.json"
@@ -390,7 +390,7 @@ def model_shape(model: Path) -> tuple[int, int]:
 
 
 def eos_ids(model: Path) -> frozenset[int]:
-    """Tokens that end a response, of the model's configuration and of its generation settings; empty when they name none."""
+    """Return the tokens that end a response, from the model's configuration and generation settings; empty if they name none."""
     import json
 
     found: set[int] = set()

@@ -1,4 +1,4 @@
-"""``tidemill scale``: says how many engines and actors there shall be, and shows who obeys."""
+"""``tidemill scale``: sets the wanted numbers of engines and actors, and shows the share of each host."""
 
 from collections.abc import Mapping
 
@@ -15,7 +15,7 @@ CONNECT_S = 3.0
 
 
 async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str, pool: str) -> int:
-    """Set the numbers in the row of a host, of a pool or of all, and print the share of every host that lives. Raises ValueError."""
+    """Set the numbers in the row of a host, of a pool or of all, and print the share of every live host; return 0. Raises ValueError."""
     key = wanted.host_key(host) if host else wanted.pool_key(pool) if pool else wanted.ALL
     console = Console(highlight=False, soft_wrap=True)
     try:

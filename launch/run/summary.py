@@ -1,4 +1,4 @@
-"""What a run leaves: summary.json from its books, metrics.jsonl from its outcomes, and whether its promises were kept."""
+"""Results of a run: summary.json from its books, metrics.jsonl from its outcomes, and a check of its promises."""
 
 import contextlib
 import json
@@ -12,30 +12,30 @@ from bus.wire.messages import Done, VersionRow
 from launch.run.audit import Books, mean
 
 LAST_STEPS = 10
-"""Rewards of the end are means over so many steps: a peak proves nothing."""
+"""Number of steps over which the last reward is averaged: a peak proves nothing."""
 REWARD = "data/reward_mean"
 SKIPPED = "train/skipped_minibatches"
 
 
 def metric_lines(outcomes: Sequence[Done]) -> list[dict[str, Any]]:
-    """One flat map a step, in order; of a step that was taken again after a restart the newest outcome counts."""
+    """Return one flat map per step, in order; for a step that was repeated after a restart the newest outcome counts."""
     newest = {done.step: done for done in outcomes}
     return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Facts of a run that are in none of its streams: its settings, and what was seen while it ran."""
+    """Facts of a run that are in none of its streams: its settings, and observations made while it ran."""
 
     run: str
     max_lag: int
     seconds: float
     seconds_to_reward: float | None
-    """Until the mean reward first reached 0.9; None = it has not."""
+    """Seconds until the mean reward first reached 0.9; None = it has not."""
     loads: Mapping[str, Mapping[str, float]]
-    """The last counters that each process reported, by ``role.id``."""
+    """Last counters that each process reported, by ``role.id``."""
     troubles: Mapping[str, str] = field(default_factory=dict)
-    """Failures that each process has met again and again, by ``role.id``."""
+    """Repeated failure that each process last reported, by id."""
     aborted_by_pushes: int
     restarts: Mapping[str, int]
 
@@ -95,7 +95,7 @@ def _samples(books: Books) -> dict[str, Any]:
 
 
 def _pushes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Means over pushes, each of which several steps may have reported."""
+    """Return means over pushes; several steps may have reported the same push."""
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
     return {
         "push_seconds_mean": mean([line["push/seconds"] for line in pushes if "push/seconds" in line]),
@@ -104,7 +104,7 @@ def _pushes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> list[str]:
-    """What a run must not end with, in words; empty = all is well."""
+    """Return the promises that the run did not keep, as text; empty if it kept all."""
     wrong = [
         f"{name} = {summary[name]}, want 0"
         for name in ("samples_lost", "samples_trained_twice", "requests_aborted_by_pushes")
@@ -122,7 +122,7 @@ def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> lis
 
 
 def seconds_of_steps(file: Path) -> dict[int, float]:
-    """When each step was done, as an earlier start of this run noted it; a line cut short by a kill is passed over."""
+    """Return the seconds at which earlier starts of this run had done each step; a line cut short by a kill is ignored."""
     seconds: dict[int, float] = {}
     for text in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError, KeyError):
@@ -132,5 +132,5 @@ def seconds_of_steps(file: Path) -> dict[int, float]:
 
 
 def write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    """JSON lines, whole or not at all."""
+    """Write JSON lines atomically."""
     write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))

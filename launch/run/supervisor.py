@@ -1,7 +1,7 @@
-"""Keeps the processes of one machine as they are wanted: starts them, starts them again when they end badly, and gives up loudly.
+"""Process supervision on one machine: starts processes, starts them again after bad ends, and gives up with an error.
 
-One *keeper* a process. Consumes the ends of its child; produces a running child; waits for the child, and between two starts for a
-back-off; unblocked by the child's end or by the supervisor's.
+One *keeper* task per process. Consumes the ends of its child; produces a running child; waits for the child, and between two starts for
+a back-off; unblocked by the child's end or by the supervisor's.
 """
 
 import asyncio
@@ -25,26 +25,26 @@ LOOK_EVERY_S = 1.0
 
 
 class GaveUp(RuntimeError):
-    """A process ended badly more often than its budget allows, or once with a code that is final."""
+    """A process ended badly more often than its budget allows, or once with a final exit code."""
 
     def __init__(self, name: str, code: int, times: int, window_s: float, last_lines: str, reason: str = "") -> None:
-        """``reason``: the message of the error that ended it, where it wrote one."""
+        """``reason``: the message of the error that ended it, if it wrote one."""
         super().__init__(name, code, times, window_s, last_lines, reason)
         self.name, self.code, self.times, self.window_s = name, code, times, window_s
         self.last_lines, self.reason = last_lines, reason
 
     @property
     def exit_code(self) -> int:
-        """Of the run that cannot go on without this process."""
+        """Exit code of the run that cannot continue without this process."""
         return exit_codes.CONFIG if self.code == exit_codes.CONFIG else exit_codes.CRASHED
 
     @property
     def cause(self) -> str:
-        """In one line."""
+        """The cause in one line."""
         return self.reason or next((line.strip() for line in reversed(self.last_lines.splitlines()) if line.strip()), "it wrote nothing")
 
     def __str__(self) -> str:
-        if self.code == exit_codes.CONFIG:  # a command that found it before it began has written all of it, behind its name
+        if self.code == exit_codes.CONFIG:  # a command that failed before it began has written the whole message, behind its name
             return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
         ended = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
@@ -55,19 +55,19 @@ class Supervisor:
     """The processes of a run on this machine."""
 
     def __init__(self, logs: Path, *, restarts: int, window_s: float, on_event: Callable[[str], None] = log.warning) -> None:
-        """``on_event`` is told, in words, of every restart."""
+        """``on_event`` is called with a text at every restart."""
         self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
         self._children: dict[str, Child] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self.restarted: dict[str, int] = {}
-        """Times each process was started again."""
+        """Number of restarts of each process."""
 
     def keep(
         self, name: str, arguments: Sequence[str], *, always: bool = False, environment: Mapping[str, str] | None = None
     ) -> asyncio.Task[None]:
-        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: with that, too, it is started again, until ``end``).
+        """Run ``python -m launch ARGUMENTS`` until it ends with code 0 (``always``: start it again after that, too, until ``end``).
 
-        The task raises GaveUp.
+        The returned task raises GaveUp.
         """
         assert name not in self._keepers, f"{name} is kept already"
         self._children[name] = launched(name, arguments, self._logs / f"{name}.log", environment)
@@ -99,7 +99,7 @@ class Supervisor:
             await asyncio.sleep(backoff_s)
 
     async def failed(self) -> None:
-        """Wait until some process has been given up; raises its GaveUp. Returns when all have ended well."""
+        """Wait until a process is given up and raise its GaveUp. Returns when all have ended well."""
         while True:
             kept = list(self._keepers.values())
             if kept:
@@ -113,12 +113,12 @@ class Supervisor:
 
     @property
     def given_up(self) -> dict[str, GaveUp]:
-        """Processes that are not started again, and why."""
+        """Processes that are not started again, with the error of each."""
         ended = {name: keeper for name, keeper in self._keepers.items() if keeper.done() and not keeper.cancelled()}
         return {name: error for name, keeper in ended.items() if isinstance(error := keeper.exception(), GaveUp)}
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
-        """Ask processes to drain, all at once; kill those that do not in time. Their exit codes. They are kept no longer."""
+        """Drain processes, all at once; kill those that do not end in time. Returns their exit codes; they are no longer kept."""
         for name in names:
             self._keepers[name].cancel()
         await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
@@ -130,7 +130,7 @@ class Supervisor:
         return dict(zip(names, codes, strict=True))
 
     def names(self, role: str) -> list[str]:
-        """Processes of a role: the role itself, or ``role-...``."""
+        """Return the processes of a role: the role itself, or ``role-...``."""
         return [name for name in self._keepers if name == role or name.startswith(f"{role}-")]
 
     @property

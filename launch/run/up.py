@@ -1,10 +1,10 @@
-"""``tidemill up``: all of a run on this machine, shown working, and its books at the end.
+"""``tidemill up``: a whole run on this machine, with a live view, and its books at the end.
 
     prepare -> bus -> engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
             -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
 
-Consumes the end of the learner; waits for it, for a process that cannot be kept, or for Ctrl-C, which drains in the order actors and
-learner, engines, bus: then ``--resume`` goes on.
+Consumes the end of the learner; waits for it, for a process that is given up, or for Ctrl-C, which drains in the order actors and
+learner, engines, bus: then ``--resume`` continues the run.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
-"""In the run's directory: locked by the one `up` that works in it, and holding its process id."""
+"""File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
 WRONG_USE = 2
 BUS_START_S = 60.0
 LATER_STARTS_S = 86_400.0
@@ -66,20 +66,20 @@ REPORTED = (
     "pushes",
     "restarts",
 )
-"""What of the summary is said at the end."""
+"""Fields of the summary that are printed at the end."""
 HOST = "up"
-"""Its name among the hosts of the run."""
+"""Name of this process among the hosts of the run."""
 BROKEN_PROMISE = 3
-"""Exit code when the run went through and its books or its reward are not as promised."""
+"""Exit code when the run is complete and its books or its reward are not as promised."""
 
 
 class CannotBegin(ValueError):
-    """The run's directory, or what stands on its bus, is not what the command needs."""
+    """The run's directory, or the state of its bus, does not fit the command."""
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
-    """Do all of it; the exit code: 0 done or drained, 1 a process could not be kept, 2 wrong use, 3 a promise was broken, 78 settings or
-    data that no restart can cure.
+    """Run all of it and return the exit code: 0 done or drained, 1 a process was given up, 2 wrong use, 3 a promise was broken, 75 not
+    drained in time, 78 settings or data that no restart can cure.
     """
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
@@ -99,7 +99,7 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
 
 @contextlib.contextmanager
 def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]:
-    """The run's directory, for nobody else meanwhile. Raises CannotBegin with the cure; a run that is under way is never touched."""
+    """Lock the run's directory while entered. Raises CannotBegin with the cure; a running run is never changed."""
     there = (root / CONFIG_FILE).exists()
     ours = there or (root / LOCK_FILE).exists()
     if resume and not there:
@@ -118,7 +118,7 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
 
 
 def _lock(lock: IO[str], root: Path) -> None:
-    """The kernel gives the lock back when this process ends, however it ends; children do not inherit it."""
+    """Take the lock, or raise CannotBegin. The kernel releases it when this process ends, however it ends; children do not inherit it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -131,7 +131,7 @@ def _lock(lock: IO[str], root: Path) -> None:
 
 
 def _end_look(root: Path) -> None:
-    """A command that looks at the run while it is over has its store open (``launch.run.ended``): that must end first."""
+    """End a command that reads the run while it is over: it has the store open (``launch.run.ended``). Raises CannotBegin."""
     try:
         for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
             end_reader(directory)
@@ -140,7 +140,7 @@ def _end_look(root: Path) -> None:
 
 
 def _clear(root: Path) -> None:
-    """Everything but the lock; what marks the directory as ours goes last."""
+    """Remove everything but the lock; the configuration goes last, because it marks the directory as a run's."""
     found = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
     for path in found:
         if path.name == LOCK_FILE:
@@ -152,7 +152,7 @@ def _clear(root: Path) -> None:
 
 
 def log_to_file(file: Path) -> None:
-    """Everything this process logs goes to a file; the terminal belongs to the view."""
+    """Send all log lines of this process to a file; the terminal belongs to the view."""
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
@@ -178,7 +178,7 @@ class Up:
         self._watch.event(text) if self._watch is not None else log.warning("%s", text)
 
     async def run(self, draining: asyncio.Event) -> None:
-        """From the first process to the last."""
+        """Start the processes, wait for the learner and drain them; the result is in ``code`` and ``failure``."""
         self._write_config()
         self._say(f"{self._config.run}: files and logs in {self._root}")
         try:
@@ -202,7 +202,7 @@ class Up:
             await self._supervisor.end(self._supervisor.names("bus"), within_s=self._config.up.drain_s)
 
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
-        """A bus that outlives its runs (``bus.url``) may hold one of this name: to train into its streams would mix the two."""
+        """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams would mix."""
         if not self._resume and await bus.tasks.last_id() > 0:
             raise CannotBegin(
                 f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)"
@@ -219,7 +219,7 @@ class Up:
         return [command, "--config", str(self._root / CONFIG_FILE)]
 
     async def _prepare(self) -> None:
-        """In a process of its own: it loads torch, this one never does."""
+        """Run ``prepare`` in a process of its own: it loads torch, this one never does. Raises GaveUp."""
         if self._config.prepare is None:
             return
         child = process.launched("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
@@ -229,7 +229,7 @@ class Up:
             raise GaveUp("prepare", code, 1, 0, child.last_lines(), child.reason())
 
     async def _check_prepared(self) -> None:
-        """Check what could not be checked before it was made. Raises CheckFailed."""
+        """Check the prepared files, which did not exist at the first check. Raises CheckFailed."""
         if self._config.prepare is None:
             return
         report = await asyncio.to_thread(check, Loaded(self._config, {}), Purpose())
@@ -282,7 +282,7 @@ class Up:
 
     @contextlib.asynccontextmanager
     async def _shown(self) -> AsyncIterator[None]:
-        """The watch and the view run meanwhile."""
+        """Run the watch and the view while entered."""
         assert self._watch is not None
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
         title = f"tidemill {self._config.run}"
@@ -298,12 +298,12 @@ class Up:
                     log.error("nobody saw the rest: %s", result, exc_info=result)
 
     async def _trained_to_the_end(self, bus: Bus) -> bool:
-        """The last step is in a checkpoint. A learner that somebody told to drain ends as well as one that is done."""
+        """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
         row = await bus.rows("run").get(CHECKPOINT_KEY)
         return row is not None and int(row[0]["step"]) >= self._config.learner.steps
 
     async def _want(self, bus: Bus) -> None:
-        """As many engines and actors as the configuration says; in a run that goes on, what `tidemill scale` said last stays."""
+        """Set the wanted numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
         there, _ = await bus.rows("wanted").standing(wanted.ALL) if self._resume else (None, 0)
         if there is None:
@@ -312,12 +312,12 @@ class Up:
             self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there.items())))
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
-        """True when one of ``works`` (the learner) has ended well, False when told to drain. Raises what they raise, and GaveUp."""
+        """Return True when one of ``works`` (the learner) has ended well, False on ``draining``. Raises their errors, and GaveUp."""
         await first_of(*map(asyncio.shield, works), self._supervisor.failed(), draining.wait())
         return any(work.done() for work in works)
 
     async def _drain(self) -> None:
-        """Actors and learner first, then the engines they use: nobody loses what it needs to finish."""
+        """Drain actors and learner first, then the engines that they need to finish."""
         within_s = self._config.up.drain_s
         if self._host is not None:
             await self._host.settled()
@@ -373,7 +373,7 @@ def _short(value: object) -> str:
 
 
 def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
-    """Draw the curves of a run; return the file, or why there is none: a run without the extra ``plots`` is as good as any."""
+    """Draw the curves of a run; return the file, or why there is none: a run does not need the extra ``plots``."""
     from launch.run.curves import draw
 
     try:
@@ -385,7 +385,7 @@ def _draw(lines: list[dict[str, object]], file: Path, title: str) -> str:
 
 
 def _seconds_to(lines: list[dict[str, object]], reward: float, *, over: int = 5) -> float | None:
-    """Seconds at which the mean reward of ``over`` steps first reached ``reward``."""
+    """Return the seconds at which the mean reward of ``over`` steps first reached ``reward``; None if it did not."""
     values = [float(line.get(summary.REWARD, 0.0)) for line in lines]  # type: ignore[arg-type]
     for end in range(over, len(values) + 1):
         if sum(values[end - over : end]) / over >= reward:

@@ -1,4 +1,4 @@
-"""How a run looks on a terminal, and as plain lines where there is none."""
+"""The view of a run on a terminal, and as plain lines without one."""
 
 import asyncio
 import textwrap
@@ -20,21 +20,21 @@ REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
 PLOT_HEIGHT = 9
 NUM_NUMBERS = 9
-"""Lines of the block of numbers."""
+"""Number of lines of the block of numbers."""
 NUMBERS_WIDTH = 38
 AXIS_WIDTH = 7
 NUM_EVENTS = 3
 COMFORTABLE_HEIGHT = 30
 WIDEST = 140
 SILENT_S = 5.0
-"""A process whose row has not changed for so long is shown as silent."""
+"""Seconds without a change of its live row after which a process is shown as silent."""
 _BARS = " ▁▂▃▄▅▆▇█"
 _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
-"""Braille dots of a cell from bottom to top, left and right."""
+"""Braille dots of a cell from bottom to top, (left, right)."""
 
 
 async def show_live(watch: Watch, title: str, console: Console) -> None:
-    """Draw until cancelled, and once more then."""
+    """Background loop: draw until cancelled, and once more then."""
 
     def fitted() -> Panel:
         return picture(watch, title, width=min(console.width, WIDEST), height=console.height)
@@ -49,7 +49,7 @@ async def show_live(watch: Watch, title: str, console: Console) -> None:
 
 
 async def show_plain(watch: Watch, console: Console) -> None:
-    """A line every few seconds in which a step was done, and every event once."""
+    """Background loop: print a line every few seconds if a step was done, and every event once."""
     told: set[str] = set()
     told_step = -1
     while True:
@@ -66,14 +66,14 @@ async def show_plain(watch: Watch, console: Console) -> None:
 
 
 def waiting_words(watch: Watch) -> str:
-    """Who waits for what, before the first step is done."""
+    """Return the phases of the processes and their troubles, as shown before the first step is done."""
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
     return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has said anything yet")
 
 
 def picture(watch: Watch, title: str, *, width: int = 100, height: int = 32) -> Panel:
-    """The whole view, no larger than this. What does not fit is left out from the bottom of its own block, never from the others'."""
+    """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others stay."""
     inner = width - 4
     events = list(watch.events)[-NUM_EVENTS:]
     plot_height = PLOT_HEIGHT if height >= COMFORTABLE_HEIGHT else NUM_NUMBERS - 1
@@ -132,7 +132,7 @@ def _reward(watch: Watch, width: int, height: int) -> Text:
 
 
 def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float, total: int) -> list[str]:
-    """A curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill the width."""
+    """Return a curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill the width."""
     columns, levels = width * 2, height * 4
     cells = [[0] * width for _ in range(height)]
     span = (high - low) or 1.0
@@ -159,7 +159,7 @@ def _numbers(watch: Watch) -> Table:
 
 
 def _facts(watch: Watch) -> list[tuple[str, str | Text]]:
-    """``NUM_NUMBERS`` of them."""
+    """Return the ``NUM_NUMBERS`` names and values of the block of numbers."""
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
     feeder, stream = watch.load("feeder"), watch.samples
     lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(_lags(watch))
@@ -188,7 +188,7 @@ def _duration(seconds: float) -> str:
 
 
 def _lags(watch: Watch) -> Text:
-    """Shares of the trained tokens by lag, as bars."""
+    """Return the shares of the trained tokens by lag, as bars."""
     text = Text()
     for lag in range(16):
         share = watch.newest(f"offpolicy/lag_share/{lag}", -1.0)
@@ -198,7 +198,7 @@ def _lags(watch: Watch) -> Text:
 
 
 def _processes(watch: Watch, lines: int) -> Table:
-    """As many as fit in ``lines`` besides the header: those that need looking at first, the others summed up."""
+    """Return a table of the processes that fit in ``lines`` besides the header: those with a problem first, the others summed up."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     for name, options in (("process", {}), ("phase", {}), ("version", {"justify": "right"}), ("waits for", {"ratio": 1})):
         table.add_column(name, no_wrap=True, overflow="ellipsis", **options)  # type: ignore[arg-type]

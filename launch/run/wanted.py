@@ -1,7 +1,7 @@
-"""How many engines and actors are wanted, and where: rows of the bucket ``wanted``, and the share of each host.
+"""Wanted numbers of engines and actors: the rows of the bucket ``wanted``, and the share of each host.
 
 A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the other hosts
-together. For each role the first that names it counts, in this order; a total is shared out evenly among the hosts that live.
+together. For each role the first row that names it counts, in this order; a total is shared evenly among the live hosts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,14 +12,14 @@ from bus.streams.connection import Bus
 from bus.wire.subjects import token
 
 ROLES = ("engine", "actor")
-"""In the order in which they are started."""
+"""Roles in the order in which their processes are started."""
 ALL = "all"
 MOST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A host that lives."""
+    """A live host."""
 
     name: str
     pool: str = ""
@@ -27,17 +27,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """All rows, as they were read together."""
+    """All rows, read together."""
 
     rows: Mapping[str, Row]
 
     def of(self, host: Place, hosts: Sequence[Place]) -> dict[str, int]:
-        """Processes that ``host`` is to run, by role; ``hosts`` are those that live, it among them."""
+        """Return the number of processes that ``host`` is to run, by role; ``hosts`` are the live ones, itself included."""
         return {role: self._of(role, host, hosts) for role in ROLES}
 
     @property
     def revision(self) -> int:
-        """Rises with every change of any row."""
+        """Largest revision of the rows; it increases with every change."""
         return max((revision for _, revision in self.rows.values()), default=0)
 
     def _of(self, role: str, host: Place, hosts: Sequence[Place]) -> int:
@@ -68,12 +68,12 @@ def pool_key(pool: str) -> str:
 
 
 async def read(bus: Bus) -> Wanted:
-    """What is wanted now. Raises BusUnavailable."""
+    """Return the wanted numbers as they are now. Raises BusUnavailable."""
     return Wanted(await bus.rows("wanted").all())
 
 
 async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    """Set the numbers of some roles in one row, the others stay: (before, after). Raises BusUnavailable."""
+    """Set the numbers of some roles in one row, keep the others; return (before, after). Raises BusUnavailable."""
 
     def changed(before: Value | None) -> Value:
         return {**(before or {}), **counts}
@@ -83,7 +83,7 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
 
 
 def parse(words: Sequence[str]) -> dict[str, int]:
-    """Numbers by role from words such as ``actors=8``. Raises ValueError."""
+    """Return numbers by role from words such as ``actors=8``. Raises ValueError."""
     counts: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")

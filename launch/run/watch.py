@@ -1,7 +1,7 @@
-"""What an onlooker on this machine knows of a run: collected from the bus, never asked of a process.
+"""The observed state of a run, collected from the bus alone; no process is queried.
 
-Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces ``Watch``'s fields, which views read when they like.
-Waits for the bus; whatever is not there yet is None.
+Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``Watch``, which views read at any time.
+Waits for the bus; a value that is not known yet is None.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ RECENT_STEPS = 20
 
 
 class Watch:
-    """The present state of a run, as far as it is known."""
+    """The current state of a run, as far as it is known."""
 
     def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:
-        """``earlier``: seconds at which earlier starts of this run had done their steps; time goes on from there."""
+        """``earlier``: seconds at which earlier starts of this run had done their steps; time continues from there."""
         self._bus, self.steps, self._metrics_file = bus, steps, metrics_file
         self._resumed_at = max(earlier or {}, default=0)
         self._began_s = time.monotonic() - max((earlier or {}).values(), default=0.0)
@@ -41,16 +41,16 @@ class Watch:
         self.rows: list[tuple[LiveRow, float]] = []
         """(row, seconds since it changed)."""
         self.loads: dict[str, dict[str, float]] = {}
-        """The last counters of every process that was ever seen, by ``role.id``."""
+        """Last counters of every process ever seen, by ``role.id``."""
         self.troubles: dict[str, str] = {}
-        """What goes wrong again and again, in words, as every process last reported it, by id."""
+        """Repeated failure that each process last reported, by id."""
         self.aborted_by_pushes: dict[tuple[str, int], float] = {}
-        """Requests that pushes ended, as every engine process (id, pid) last told."""
+        """Requests aborted by pushes, as every engine process (id, pid) last reported."""
         self.samples: StreamState | None = None
         self.backlog: tuple[int, int] | None = None
         """Tasks (waiting, leased)."""
         self.sample: Sample | None = None
-        """A recent one."""
+        """A recent sample."""
         self.events: deque[str] = deque(maxlen=NUM_EVENTS)
         self.rate_generated = 0.0
         """Tokens per second, all actors."""
@@ -66,14 +66,14 @@ class Watch:
         return time.monotonic() - self._began_s
 
     def series(self, name: str) -> list[float]:
-        """A metric over the steps that have it."""
+        """Return the values of a metric over the steps that have it."""
         return [self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics]
 
     def newest(self, name: str, otherwise: float = 0.0) -> float:
         return self.outcomes[self.step].metrics.get(name, otherwise) if self.outcomes else otherwise
 
     def _recent(self) -> list[tuple[int, float]]:
-        """(step, seconds) of the last steps of this start; the pause before it is no part of their pace."""
+        """Return (step, seconds) of the last steps of this start; the pause before it would distort their pace."""
         return sorted(item for item in self.reached_s.items() if item[0] > self._resumed_at)[-RECENT_STEPS:]
 
     @property
@@ -87,7 +87,7 @@ class Watch:
         return tokens / passed_s if passed_s > 0 else 0.0
 
     def left_s(self) -> float | None:
-        """Time left, by the pace of the last steps."""
+        """Return the seconds left at the pace of the last steps; None while it is unknown."""
         seen = self._recent()
         if len(seen) < 3:
             return None
@@ -95,12 +95,12 @@ class Watch:
         return pace_s * (self.steps - self.step)
 
     def event(self, text: str) -> None:
-        """Something an onlooker should know."""
+        """Log an event and show it in the view."""
         log.warning("%s", text)
         self.events.append(f"{self.elapsed_s:5.0f} s  {text}")
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Background loop: watch until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._follow_outcomes(), name="outcomes")
             group.create_task(self._look_around(), name="look around")
@@ -113,7 +113,7 @@ class Watch:
                 self._note(record)
 
     def _note(self, done: Done) -> None:
-        """A line in metrics.jsonl at once; the file is written anew, in order, at the end."""
+        """Append a line to metrics.jsonl at once; at the end the file is written again, in order."""
         if self._metrics_file is None:
             return
         with self._metrics_file.open("a") as lines:
@@ -147,7 +147,7 @@ class Watch:
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
 
     def _take_trouble(self, row: LiveRow) -> None:
-        """The first of a process is an event; the newest stands in its row, and in the summary."""
+        """Record a trouble: the first of a process is an event, the newest goes to the summary."""
         if not row.trouble:
             return
         if row.id not in self.troubles:
@@ -155,7 +155,7 @@ class Watch:
         self.troubles[row.id] = row.trouble
 
     def _note_refused(self) -> None:
-        """An event for every actor that the feeder has begun to refuse."""
+        """Add an event for every actor that the feeder has begun to refuse."""
         for key in self.load("feeder"):
             kind, _, actor = key.partition("/")
             if kind == "refused" and actor not in self._refused:
@@ -163,16 +163,16 @@ class Watch:
                 self.event(f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)")
 
     def share(self, role: str) -> float | None:
-        """Mean waiting share that processes of a role tell of."""
+        """Return the mean waiting share that processes of a role report; None if none does."""
         shares = [row.load["waiting_share"] for row, _ in self.rows if row.role == role and "waiting_share" in row.load]
         return sum(shares) / len(shares) if shares else None
 
     def load(self, role: str) -> dict[str, float]:
-        """Counters of the first process of a role; empty for none."""
+        """Return the counters of the first process of a role; empty for none."""
         return next((row.load for row, _ in self.rows if row.role == role), {})
 
     def flat(self) -> dict[str, Any]:
-        """What a plain line says."""
+        """Return the names and values of a plain line."""
         return {
             "step": f"{self.step}/{self.steps}",
             "reward": f"{self.newest('data/reward_mean'):.3f}",
