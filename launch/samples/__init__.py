@@ -1,1 +1,1 @@
-"""What an onlooker does with samples: ``tidemill tail``, ``show``, ``stats`` and ``replay``. They read, and disturb nobody."""
+"""Commands that read samples: ``tidemill tail``, ``show``, ``stats``, ``replay`` and ``archive``. They do not affect training."""

@@ -1,9 +1,9 @@
-"""``tidemill archive``: every sample of a run into recordings, by a registered reader, so that trimming waits for it.
+"""``tidemill archive``: writes every sample of a run to recordings, as a registered reader, for which trimming waits.
 
     stream SAMPLES --read--> recording in DIR --fsync--> the reader's place moves --> the learner may trim
 
-Killed at any moment, it goes on where it was: what lies behind the place is read again, and what a recording has already is not written
-twice; a frame that was torn is cut off. A recording is closed when it is large enough, and when the archive ends.
+Killed at any moment, it resumes: samples behind the reader's place are read again, those that a recording has already are not written
+twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
 """
 
 import argparse
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 SUFFIX = ".tide"
 CONNECT_S = 60.0
 KEEP_EVERY_S = 1.0
-"""Longest time between reading a sample and its being on the disk, with the reader's place behind it."""
+"""Longest time in seconds between reading a sample and its fsync, after which the reader's place advances."""
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until all samples there are now are archived.
+    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at its start are archived.
 
     Raises BusError, ValueError.
     """
@@ -56,7 +56,7 @@ async def archive(url: str, run: str, args: argparse.Namespace, draining: asynci
 
 @dataclass(slots=True, kw_only=True)
 class Unregistered:
-    """Reader of a run that is over: nothing is trimmed meanwhile, and its bus is not written to."""
+    """Reader of a run that is over: no sample is trimmed meanwhile, and its bus is read-only."""
 
     name: str
     place: Place
@@ -80,7 +80,7 @@ async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, drainin
                 seen = stored.seq
                 shelf.add(stored)
             elif last is not None and (await bus.samples.info()).last_seq <= last and not shelf.dirty:
-                break  # what stands at the end is no sample
+                break  # the last messages are no samples
             if time.monotonic() - kept_s >= KEEP_EVERY_S or draining.is_set():
                 kept_s = time.monotonic()
                 await asyncio.to_thread(shelf.keep)
@@ -96,12 +96,12 @@ async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, drainin
 
 
 async def _behind(bus: Bus, reader: Reader | Unregistered, last_seq: int) -> AsyncIterator[Stored]:
-    """Samples behind the reader's place that no recording has; a hole is an error, or for a reader that may be left behind a warning."""
+    """Yield the samples after the reader's place that no recording has; a gap is an error, or a warning under the policy ``leave``."""
     history, expected = History(bus.jet), max(reader.place.floor, last_seq) + 1
-    if expected > 1:  # a new reader begins at what is there
+    if expected > 1:  # a new reader begins at the first sample in the stream
         await _refuse_hole(history, reader, expected)
     async for stored in history.payloads(expected):
-        if stored.seq > expected > 1:  # parts stood between, or something that is gone
+        if stored.seq > expected > 1:  # parts were between them, or messages that are gone
             await _refuse_hole(history, reader, expected)
         expected = stored.seq + 1
         yield stored
@@ -118,19 +118,19 @@ async def _refuse_hole(history: History, reader: Reader | Unregistered, expected
 
 
 class Shelf:
-    """The recordings of one stream in a directory, the last of which may be open."""
+    """The recordings of one stream in a directory; the last one may be open."""
 
     def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
-        """Mends what a kill left. Raises ValueError for a directory with samples of another stream."""
+        """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another stream."""
         self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
         self._file: IO[bytes] | None = None
         self._recorder: Recorder | None = None
         self.written = 0
         self.dirty = False
-        """Samples are written that ``keep`` has not brought to the disk."""
+        """True if samples are written that ``keep`` has not fsynced."""
         directory.mkdir(parents=True, exist_ok=True)
         self.last_seq = 0
-        """The last sample that a recording has."""
+        """Sequence of the last sample in a recording."""
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             found, last = mend(path)
             if found is not None and found != origin:
@@ -153,7 +153,7 @@ class Shelf:
             self.close()
 
     def keep(self) -> None:
-        """What was added is on the disk when this returns."""
+        """Bring all added samples to the disk (fsync)."""
         if self._file is not None and self.dirty:
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -17,7 +17,7 @@ _GOOD = 0.99
 
 
 def block(found: Found, *, full: bool = False) -> Text:
-    """One line of facts; the prompt, dimmed; the response."""
+    """Return a sample as text: one line of facts; the prompt, dimmed; the response."""
     line, sample = found.line, found.sample
     if sample is None or isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
@@ -33,7 +33,7 @@ def block(found: Found, *, full: bool = False) -> Text:
 
 
 def facts(line: Headline, sample: Sample) -> Text:
-    """Where it comes from and what it is worth, in one line."""
+    """Return origin, versions, reward, length and status of a sample in one line."""
     text = Text()
     text.append(f"#{line.seq} ", style="bold")
     text.append(f"{clock(line.stored_s)}  ", style="dim")
@@ -51,7 +51,7 @@ def facts(line: Headline, sample: Sample) -> Text:
 
 
 def versions(sample: Sample) -> str:
-    """``v4``, ``v4-5``, or ``no version`` for an empty response."""
+    """Return ``v4``, ``v4-5``, or ``no version`` for an empty response."""
     if not sample.spans:
         return "no version"
     return f"v{sample.min_version}" if sample.min_version == sample.max_version else f"v{sample.min_version}-{sample.max_version}"
@@ -62,12 +62,12 @@ def reward_colour(score: float) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that cannot command a terminal: control characters are shown as ``\\x1b``."""
+    """Return text that a terminal does not interpret: control characters are shown as ``\\x1b``."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(text: str, lines: int, characters: int) -> str:
-    """Beginning and end of a long text, and how much is missing between them."""
+    """Return beginning and end of a long text, and the amount that is missing between them."""
     rows = text.splitlines()
     if len(rows) > lines:
         text = "\n".join([*rows[: lines // 2], f"… {len(rows) - lines} lines …", *rows[len(rows) - (lines - lines // 2) :]])

@@ -1,4 +1,4 @@
-"""What became of a sample, as the log of plans tells it: trained, dropped, a duplicate, or nothing yet."""
+"""The disposition of a sample, read from PLAN: trained, dropped, duplicate, invalid, or in no plan yet."""
 
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ DIFFERENCE = "offpolicy/logprob_diff_abs"
 
 @dataclass(slots=True, kw_only=True)
 class Fate:
-    """Fields are of the step that trained it; unless ``state`` is ``trained`` they tell nothing."""
+    """The disposition of one sample; the fields below ``reason`` describe the step that trained it and count for ``trained`` only."""
 
     state: str
     """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""
@@ -26,7 +26,7 @@ class Fate:
     rank: int = 0
     micro_batch: int = 0
     lags: tuple[int, int] | None = None
-    """Smallest and largest of its tokens, masked ones included."""
+    """Smallest and largest lag of its tokens, masked ones included."""
     masked_tokens: int = 0
     """Tokens older than the bound, which were not trained."""
     done: Done | None = None
@@ -60,7 +60,7 @@ class Fate:
 
 
 async def fate_of(bus: Bus, seq: int, sample: Sample) -> Fate:
-    """Read PLAN from the time on at which the task was issued."""
+    """Return the disposition of a sample, by reading PLAN from the time at which its task was issued."""
     if sample.kind is not Kind.TRAIN:
         return Fate(state="evaluation", reason="not for training")
     try:

@@ -1,4 +1,4 @@
-"""Which samples are meant: conditions on what headers tell, on what only the payload tells, and on the text. Knows no bus."""
+"""Filters of samples: conditions on header fields, on payload fields, and on the text. Knows no bus."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from bus.wire.messages import Sample
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
 _LARGEST = 3.4e38
-"""Of rewards: what float32 holds."""
+"""Largest absolute reward: that of float32."""
 _BETWEEN = re.compile(rf"({_NUMBER})?\.\.({_NUMBER})?")
 
 
@@ -27,7 +27,7 @@ class Range:
 
     @classmethod
     def parse(cls, where: str, text: str) -> Self:
-        """``<0.5``, ``>=0.9``, ``1``, ``0.2..0.8`` (both ends in), ``..3``. Raises ValueError naming ``where``."""
+        """Parse ``<0.5``, ``>=0.9``, ``1``, ``0.2..0.8`` (both ends included), ``..3``. Raises ValueError naming ``where``."""
         if (between := _BETWEEN.fullmatch(text.strip())) and any(between.groups()):
             low, high = between.groups()
             return cls(float(low or "-inf"), float(high or "inf"))
@@ -46,34 +46,34 @@ class Range:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Headline:
-    """What is known of a sample without its payload; None = its headers do not say."""
+    """Metadata of a sample without its payload; None = not in its headers."""
 
     seq: int
     stored_s: float
     kind: str
     actor: str
-    """As in the subject: see ``subjects.token``."""
+    """Actor as its subject has it: see ``subjects.token``."""
     task: int | None = None
     index: int | None = None
     group_size: int | None = None
     versions: tuple[int, int] | None = None
-    """Oldest and newest; (-1, -1) for an empty response."""
+    """Oldest and newest version; (-1, -1) for an empty response."""
     reward: float | None = None
     status: str | None = None
     tokens: int | None = None
-    """Of the response."""
+    """Number of tokens of the response."""
     engine: str | None = None
     lag: int | None = None
-    """See ``launch.samples.lags``."""
+    """Lag in steps when it was stored: see ``launch.samples.lags``."""
 
 
 def headline(glimpse: Glimpse) -> Headline:
-    """From subject and headers."""
+    """Return the metadata from subject and headers."""
     return _headline(glimpse.seq, glimpse.stored_s, glimpse.subject, glimpse.headers)
 
 
 def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Headline:
-    """From the payload, which tells everything."""
+    """Return the metadata from the payload, which has all fields but the lag."""
     return replace(_headline(seq, stored_s, subject, headers_of(sample)), engine=sample.engine)
 
 
@@ -100,7 +100,7 @@ def _int(word: str | None) -> int | None:
 
 
 def _float(word: str | None) -> float | None:
-    """None for what no mean can be taken of, too."""
+    """Return the number; None if it is missing or unreadable, or if no mean can include it (NaN, infinite)."""
     try:
         number = math.nan if word is None else float(word)
     except ValueError:
@@ -130,15 +130,15 @@ class Filter:
     actor: str | None = None
     engine: str | None = None
     text: re.Pattern[str] | None = None
-    """Found in the prompt or in the response."""
+    """Pattern that must be found in the prompt or in the response."""
 
     @property
     def of_headers(self) -> bool:
-        """Can headers alone exclude a sample?"""
+        """True if headers alone can exclude a sample."""
         return replace(self, text=None) != Filter()
 
     def of(self, line: Headline) -> bool | None:
-        """Does what the headers tell fit? None: they do not tell enough. The text is another matter (``said``)."""
+        """Return whether the metadata fits; None if fields are missing for it. ``said`` matches the text."""
         found: list[bool | None] = [
             _fits(self.reward, line.reward),
             _fits(self.tokens, line.tokens),
@@ -153,7 +153,7 @@ class Filter:
         return False if False in found else None if None in found else True
 
     def said(self, sample: Sample) -> bool:
-        """Does the text fit?"""
+        """Return whether the text fits."""
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
 
 
@@ -170,7 +170,7 @@ def _same(wanted: object, found: object) -> bool | None:
 
 
 def prompt_text(sample: Sample) -> str:
-    """The prompt as one text; chat messages with their roles."""
+    """Return the prompt as one text, chat messages with their roles."""
     if isinstance(sample.prompt, str):
         return sample.prompt
     return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in sample.prompt)

@@ -1,6 +1,6 @@
-"""How old samples were when they came: the steps between their oldest version and the newest one there was then.
+"""Lag of samples when they were stored: the steps between their oldest version and the head at that time.
 
-The lag that counts is that of the step that trains a sample (``launch.samples.fate``); this one is known as soon as a sample is there.
+The lag that counts is that of the step that trains a sample (``launch.samples.fate``); this one is known as soon as a sample is stored.
 """
 
 import asyncio
@@ -14,29 +14,29 @@ from bus.wire import subjects
 from launch.samples.filters import Headline
 
 _PAUSE_S = 0.05
-"""Between two looks at the registry: samples that came meanwhile share the next one."""
+"""Seconds between two reads of the registry: samples stored meanwhile share the next one."""
 
 
 class Lags:
-    """The versions of a run by the time at which each became the head, known up to the newest sample that was asked about."""
+    """The versions of a run by the time at which each became the head, known up to the newest sample requested so far."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._stream = subjects.bucket_stream(bus.run, "weights")
         self._read = 0
         self._known_until_s = float("-inf")
-        """By the server's clock."""
+        """Time up to which all rows are read, by the server's clock."""
         self._looked_s = float("-inf")
         self._steps: dict[int, int] = {}
-        """Of every version."""
+        """Step of every version."""
         self._published: dict[int, float] = {}
-        """When the row of a published version was last written."""
+        """Time at which the row of a published version was last written."""
         self._times: list[float] = []
         self._heads: list[int] = []
-        """Step of the head, from the time with the same place on."""
+        """Step of the head from the time at the same place of ``_times`` on."""
 
     async def of(self, line: Headline) -> Headline:
-        """With its lag, where it has one: not for an empty response, nor for versions that the registry does not know."""
+        """Return the metadata with its lag; unchanged for an empty response, and for versions that the registry does not have."""
         if line.versions is None or line.versions[0] < 0:
             return line
         if line.stored_s > self._known_until_s:
@@ -60,7 +60,7 @@ class Lags:
         self._known_until_s = unix_time(info["ts"])
 
     def _order(self) -> None:
-        """A row is written again when its version gets a snapshot: a version became the head before any later one did."""
+        """Sort the heads by time. A snapshot rewrites the row of its version, but a version became the head before all later ones."""
         heads: list[tuple[float, int]] = []
         earliest_s = float("inf")
         for version in sorted(self._published, reverse=True):

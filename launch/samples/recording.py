@@ -1,12 +1,12 @@
-"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, an index of subjects and headers behind them.
+"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, and an index of subjects and headers behind them.
 
     frame       4 bytes length, little-endian | msgpack map
     recording   the first frame: run, creation time of the stream
-    stored      one for each sample: seq, subject, headers, stored_s, payload (the bytes as they lay in the stream, joined from parts)
+    stored      one for each sample: seq, subject, headers, stored_s, payload (the bytes as in the stream, joined from parts)
     index       the last frame: seqs, offsets (of the frames), subjects, headers
     end         8 bytes offset of the index, little-endian | b"TIDEMILL"
 
-A recording that was cut off has no index; what it has is read all the same.
+A recording that was cut off has no index; its whole frames can be read.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where the samples of a recording come from."""
+    """Run and stream from which the samples of a recording come."""
 
     run: str
     created: str
-    """Creation time of the stream: to it their sequences belong."""
+    """Creation time of the stream that the sequences belong to."""
 
 
 class Recorder:
@@ -52,13 +52,13 @@ class Recorder:
 
     @classmethod
     def behind(cls, file: IO[bytes], origin: Origin) -> "Recorder":
-        """For a file that has a recording's frames already: tell it of each (``has``)."""
+        """Return a recorder for a file that has frames already; the caller registers each with ``has``."""
         recorder = cls(io.BytesIO(), origin)
         recorder._file = file
         return recorder
 
     def has(self, stored: Stored, offset: int) -> None:
-        """The file has this sample, in the frame at ``offset``, and its end is where the file stands now."""
+        """Register a sample in the file: its frame begins at ``offset`` and ends at the file's current position."""
         self._note(stored, offset)
         self._offset = self._file.tell()
 
@@ -70,11 +70,11 @@ class Recorder:
 
     @property
     def size_bytes(self) -> int:
-        """Written so far, the index not counted."""
+        """Bytes written so far, without the index."""
         return self._offset
 
     def add(self, stored: Stored) -> None:
-        """Raises WireError for a sample whose parts are gone."""
+        """Write a sample. Raises WireError if parts of it are gone."""
         if isinstance(stored.data, WireError):
             raise stored.data
         self._note(stored, self._offset)
@@ -94,12 +94,12 @@ class Recorder:
 
 
 class Recording:
-    """Reads one. Raises ValueError, at opening, for a file that is none."""
+    """Reads a recording. Raises ValueError, at opening, for any other file."""
 
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file, self._name = file, name
         self.cut = False
-        """It ended before its index; known after reading."""
+        """True if it ended before its index; known after reading."""
         first = self._next("recording")
         self._start = file.tell()
         self.origin = Origin(run=first["run"], created=first["created"])
@@ -117,7 +117,7 @@ class Recording:
             raise
 
     def index(self) -> list[tuple[int, int, str, dict[str, str]]]:
-        """(sequence, offset of its frame, subject, headers) of every sample. Raises ValueError when it was cut off."""
+        """Return (sequence, offset of its frame, subject, headers) of every sample. Raises ValueError if the recording was cut off."""
         size = self._file.seek(0, 2)
         self._file.seek(max(0, size - _OFFSET.size - len(END)))
         end = self._file.read()
@@ -129,7 +129,7 @@ class Recording:
         return list(zip(seqs, offsets, fields["subjects"], fields["headers"], strict=True))
 
     def at(self, offset: int) -> Stored:
-        """The sample whose frame begins there."""
+        """Return the sample of the frame that begins at ``offset``."""
         self._file.seek(offset)
         return _stored(self._next("stored"))
 
@@ -149,7 +149,7 @@ class Recording:
         self._file.close()
 
     def _next(self, *types: str) -> dict[str, Any]:
-        """Raises EOFError where the file ends within a frame, ValueError for what is no frame."""
+        """Return the fields of the next frame. Raises EOFError if the file ends within it, ValueError if it is no frame of ``types``."""
         head = self._file.read(_LENGTH.size)
         data = self._file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
         if types != ("recording",) and (len(head) < _LENGTH.size or len(data) < _LENGTH.unpack(head)[0]):
@@ -161,9 +161,9 @@ class Recording:
 
 
 def mend(path: Path) -> tuple[Origin | None, int]:
-    """Give a recording that was cut off its index, after its last whole frame: (where it is from, its last sequence).
+    """Write the missing index of a recording that was cut off, after its last whole frame; return (its origin, its last sequence).
 
-    A whole one stays as it is; one without a single sample (then the sequence is 0) is removed.
+    A complete recording is not changed; one without samples is removed (then the sequence is 0).
     """
     with path.open("r+b") as file:
         try:
@@ -179,7 +179,7 @@ def mend(path: Path) -> tuple[Origin | None, int]:
             return None, 0
         whole, seqs = file.tell(), []
         recorder = Recorder.behind(file, recording.origin)
-        with contextlib.suppress(ValueError):  # what a loss of power left there
+        with contextlib.suppress(ValueError):  # the rest may be anything after a loss of power
             for stored in recording:
                 seqs.append(stored.seq)
                 recorder.has(stored, whole)

@@ -1,4 +1,4 @@
-"""``tidemill replay``: samples out of a run or a recording, into a recording, a file of JSON lines, or a run that only keeps samples."""
+"""``tidemill replay``: copies samples of a run or a recording into a recording, a file of JSON lines, or a run that only keeps samples."""
 
 import argparse
 import sys
@@ -24,19 +24,19 @@ from launch.samples.wanted import filter_of, positive
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"
-"""``<run>.<sequence>`` a sample had where it was replayed from."""
+"""Header with the ``<run>.<sequence>`` that a sample had where it was replayed from."""
 _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-Stream")
 """Headers that belong to a message as it was stored, not to its sample."""
 
 
 class Sink(Protocol):
-    """Where samples go."""
+    """Destination of replayed samples."""
 
     async def add(self, stored: Stored) -> None: ...
 
 
 async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
-    """From a run."""
+    """Replay samples of a run; return the exit code. Raises ValueError."""
     if args.ended and args.to_run and not args.to_bus:
         raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not at work is only read")
     search, state = Search(bus, filter_of(args)), await bus.samples.info()
@@ -50,12 +50,12 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
 
 
 def _all(args: argparse.Namespace) -> str:
-    """Without a beginning or a number, from the first one on."""
+    """Return the first sequence as ``--since`` if neither a start nor a number is given; else empty."""
     return "#1" if args.last is None and args.since_version is None else ""
 
 
 async def replay_file(args: argparse.Namespace) -> int:
-    """From a recording: all of it, or what fits the filter."""
+    """Replay a recording, or its samples that fit the filter; return the exit code. Raises ValueError."""
     positive("--last", args.last)
     if args.since or args.since_version is not None or args.last is not None or args.lag:
         raise ValueError("--from: want no --since, --since-version, --last or --lag: what fits of a recording is replayed whole")
@@ -79,7 +79,7 @@ async def replay_file(args: argparse.Namespace) -> int:
 
 
 def fits(filter: Filter, stored: Stored) -> bool:
-    """A broken sample fits the empty filter only."""
+    """Return whether a sample fits. A broken one fits the empty filter only."""
     sample = opened(stored)
     if isinstance(sample, WireError):
         return filter == Filter()
@@ -112,7 +112,7 @@ async def _replay(samples: AsyncIterator[Stored], origin: Origin, args: argparse
 
 @contextmanager
 def _file(path: Path, origin: Origin) -> Iterator[Sink]:
-    """A new file."""
+    """Yield a sink that writes to a new file. Raises ValueError if the file exists."""
     try:
         file = path.open("xb")
     except OSError as error:
@@ -125,7 +125,7 @@ def _file(path: Path, origin: Origin) -> Iterator[Sink]:
             recorder = Recorder(file, origin)
             yield _Recorded(recorder)
             recorder.close()
-        except ValueError:  # something was wrong with what was asked for
+        except ValueError:  # an argument was wrong
             path.unlink()
             raise
 
@@ -148,7 +148,7 @@ class _Lines:
 
 @asynccontextmanager
 async def _archive(url: str, run: str, origin: Origin) -> AsyncIterator[Sink]:
-    """The stream of a run that only keeps samples; made where there is none. Raises ConfigMismatch for a run that trains."""
+    """Yield a sink into the stream of a run that only keeps samples; create it if missing. Raises ConfigMismatch for a run that trains."""
     if not url:
         raise ValueError("--to-bus: want the NATS URL of the bus to replay to, got nothing")
     async with connect(url, run, name="replay", wait_s=CONNECT_S) as bus:
@@ -161,7 +161,7 @@ class _Published:
         self._bus, self._origin = bus, origin
 
     async def add(self, stored: Stored) -> None:
-        """Byte for byte under the same message id where the run's name stays; else with nothing but the name changed."""
+        """Publish the same bytes under the same message id if the run's name is the same; else with only the name changed."""
         sample, data = _readable(stored), stored.data
         assert isinstance(data, bytes)
         if self._bus.run != sample.run:
@@ -172,7 +172,7 @@ class _Published:
 
 
 def _readable(stored: Stored) -> Sample:
-    """Raises WireError."""
+    """Return the decoded sample. Raises WireError."""
     sample = opened(stored)
     if isinstance(sample, WireError):
         raise sample

@@ -1,4 +1,4 @@
-"""Finding samples in the stream: where to begin, which ones fit. Headers are read first wherever they can exclude one."""
+"""Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample."""
 
 import json
 import math
@@ -22,11 +22,11 @@ _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SEQUENCE = re.compile(r"#?(\d+)")
 _CHUNK = (256, 4096)
-"""Sequences looked through at once when searching backwards: at first, and at most."""
+"""Sequences read at once in a backward search: at first, and at most."""
 
 
 def seconds(where: str, text: str) -> float:
-    """``90s``, ``10m``, ``2h``, ``1d`` in seconds. Raises ValueError."""
+    """Return ``90s``, ``10m``, ``2h`` or ``1d`` in seconds. Raises ValueError."""
     ago = _AGO.fullmatch(text.strip())
     if ago is None:
         raise ValueError(f"{where}: want a time such as 30s, 10m, 2h or 1d, got {text!r}")
@@ -40,7 +40,7 @@ class Found:
     line: Headline
     stored: Stored | None = None
     sample: Sample | WireError | None = None
-    """Both None where payloads were not asked for."""
+    """None, as ``stored``, if payloads were not requested."""
 
 
 class Search:
@@ -50,7 +50,7 @@ class Search:
         self.history, self.lags, self._filter = History(bus.jet), Lags(bus), filter
 
     async def begin(self, since: str, version: int | None) -> int:
-        """The sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version of the weights begins."""
+        """Return the sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version begins. Raises ValueError."""
         if version is not None:
             return await self.history.at_version(version)
         if found := _SEQUENCE.fullmatch(since):
@@ -63,7 +63,7 @@ class Search:
             raise ValueError(f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}") from None
 
     async def forward(self, first: int, last: int | None = None, *, payloads: bool = True) -> AsyncIterator[Found]:
-        """Those from ``first`` to ``last``, in stream order; for ever without a last one."""
+        """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones until cancelled."""
         if payloads and not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
                 if (found := await self._open(stored)) is not None:
@@ -74,9 +74,9 @@ class Search:
                 yield found
 
     async def newest(self, count: int, *, first: int = 1, limit: int, payloads: bool = True) -> tuple[list[Found], int, int]:
-        """The last ``count`` not before ``first``, oldest first; the last sequence there was, and how many sequences were looked through.
+        """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the number of sequences read.
 
-        At most ``limit`` of them.
+        At most ``limit`` sequences are read.
         """
         state = await self.history.state()
         found: list[Found] = []
@@ -95,7 +95,7 @@ class Search:
 
     async def _look(self, glimpse: Glimpse, payloads: bool) -> Found | None:
         line = headline(glimpse)
-        if replace(self._filter, lag=None).of(line) is False:  # before the registry is asked for its lag
+        if replace(self._filter, lag=None).of(line) is False:  # before the registry is read for its lag
             return None
         line = await self.lags.of(line)
         fits = self._filter.of(line)
@@ -118,7 +118,7 @@ class Search:
         return found if self._filter.of(found.line) and self._filter.said(sample) else None
 
     async def found(self, stored: Stored, sample: Sample | WireError) -> Found:
-        """With what there is to know, whether it fits or not."""
+        """Return a sample with its metadata and lag, whether it fits or not."""
         if isinstance(sample, WireError):
             line = Headline(seq=stored.seq, stored_s=stored.stored_s, kind="", actor="")
         else:
@@ -127,7 +127,7 @@ class Search:
 
 
 def opened(stored: Stored) -> Sample | WireError:
-    """The sample, unchecked, or why it cannot be read."""
+    """Return the decoded sample, unchecked, or the error that prevents it."""
     try:
         return stored.data if isinstance(stored.data, WireError) else decode_sample(stored.data)
     except WireError as error:
@@ -135,14 +135,14 @@ def opened(stored: Stored) -> Sample | WireError:
 
 
 def clock(unix_s: float) -> str:
-    """A moment as a person reads it, in local time: the time of day, with the date unless it is today."""
+    """Return a time for display, in local time: the time of day, with the date unless it is today."""
     moment = datetime.fromtimestamp(unix_s)
     today = datetime.fromtimestamp(time.time()).date() == moment.date()
     return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
 
 
 def to_json(value: Any) -> str:
-    """JSON of whatever a message can hold: bytes in hexadecimal, keys as text, numbers that JSON has not as text."""
+    """Return JSON of any value of a message: bytes in hexadecimal, keys as text, numbers that JSON lacks as text."""
     return json.dumps(_plain(value), allow_nan=False)
 
 
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
 
 
 def as_map(seq: int, sample: Sample | WireError) -> dict[str, Any]:
-    """A sample as JSON can hold it."""
+    """Return a sample as a map for JSON."""
     if isinstance(sample, WireError):
         return {"seq": seq, "error": str(sample)}
     return {

@@ -1,4 +1,4 @@
-"""``tidemill show``: one sample, token by token: how probable each was, which version made it, and what became of it all."""
+"""``tidemill show``: one sample, token by token, with probabilities and versions, and its disposition."""
 
 import argparse
 import math
@@ -22,7 +22,7 @@ from launch.samples.tokens import Vocabulary
 from launch.samples.wanted import task_of
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
-"""From which probability on, and how it looks."""
+"""(lowest probability, style) of a token, in descending order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class Token:
     id: int
     text: str
     logprob: float
-    """In nats, under the distribution it was sampled from; 0 where it was not sampled."""
+    """Log-prob in nats, under the distribution it was sampled from; 0 if it was not sampled."""
     version: int
     span: int
     """Number of its span, from 0."""
     sampled: bool
-    """False: put there by the environment (``loss_mask`` 0)."""
+    """False if the environment inserted it (``loss_mask`` 0)."""
 
     @property
     def probability(self) -> float:
@@ -59,10 +59,10 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
 
 
 def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
-    """The response token by token."""
+    """Return the response token by token."""
     ids = sample.tokens[len(sample.tokens) - sample.response_length :].tolist()
     spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(min(span.num_tokens, len(ids)))]
-    spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # spans that do not cover it: an invalid sample
+    spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # the spans of an invalid sample may not cover it
     return [
         Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled))
         for id, text, logprob, (span, version), sampled in zip(
@@ -72,7 +72,7 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
 
 
 async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
-    """By ``#sequence`` or ``task.index``; and the sequences of other samples of the same place."""
+    """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place. Raises ValueError."""
     if "." not in name:
         return await _by_sequence(bus, name), []
     task, index = task_of("SAMPLE", name)
@@ -98,7 +98,7 @@ async def _by_sequence(bus: Bus, name: str) -> Found:
 
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
-    """From the first of the places where the model can be that holds a tokenizer; else ids stand for themselves."""
+    """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as ids."""
     row, _ = await bus.rows("run").standing("config")
     path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
@@ -154,7 +154,7 @@ def _print(console: Console, found: Found, sample: Sample, tokens: Sequence[Toke
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """The response with a background for each token's probability, every second span underlined and each new one marked."""
+    """Return the response with a background for each token's probability, every second span underlined and each new one marked."""
     text = Text()
     for place, token in enumerate(tokens):
         if tokens[-1].span and (place == 0 or token.span != tokens[place - 1].span):

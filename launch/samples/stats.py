@@ -1,4 +1,4 @@
-"""``tidemill stats``: what a window of samples amounts to. Reads headers alone (unless a filter asks for more)."""
+"""``tidemill stats``: statistics of a window of samples. Reads headers alone, unless a filter needs payloads."""
 
 import argparse
 import asyncio
@@ -24,13 +24,13 @@ from launch.samples.wanted import filter_of
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000
-"""Messages looked through for a window of a number of samples."""
+"""Most messages read for a window of a number of samples."""
 _RIGHT = ("completed", "truncated")
-"""Statuses of samples that make up groups."""
+"""Statuses of samples that count for groups."""
 
 
 async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
-    """Print them once, or for ever. The window of a run that is over ends with its newest sample."""
+    """Print the statistics once, or with --follow until cancelled. The window of a run that is over ends with its newest sample."""
     filter = filter_of(args)
     search = Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
     end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
@@ -47,7 +47,7 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
 
 
 async def _refresh(window: "_Window", now: Callable[[float], dict[str, Any]], *, as_json: bool) -> None:
-    """Print every two seconds, on a terminal in place."""
+    """Background loop: print every ``_REFRESH_S`` seconds, in place on a terminal."""
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:
         while True:
@@ -62,16 +62,16 @@ async def _refresh(window: "_Window", now: Callable[[float], dict[str, Any]], *,
 
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """The newest samples: of some time, or some number."""
+    """The newest samples: those of a time span, or a number of them."""
 
     search: Search
     lines: deque[Headline]
     last_seq: int
     span_s: float | None = None
-    """None = a number of samples."""
+    """Length in seconds; None = a number of samples."""
     count: int | None = None
     whole: bool = False
-    """It began with the first sample there was."""
+    """True if it began with the first sample of the stream."""
 
     @classmethod
     async def open(cls, search: Search, words: str, end_s: float) -> "_Window":
@@ -85,19 +85,19 @@ class _Window:
         return cls(search=search, lines=lines, last_seq=state.last_seq, span_s=span_s, whole=first <= state.first_seq)
 
     def seconds(self, now_s: float) -> float:
-        """Length of the window up to now: from its first sample on where it is not cut by time."""
+        """Return the length of the window up to now: from its first sample on, unless a time span cuts it."""
         if not self.lines:
             return self.span_s or 0.0
         since_first_s = max(0.0, now_s - self.lines[0].stored_s)
         return since_first_s if self.span_s is None or self.whole else self.span_s
 
     async def grow(self) -> None:
-        """Take in what comes, for ever."""
+        """Background loop: add new samples."""
         async for found in self.search.forward(self.last_seq + 1, payloads=False):
             self.lines.append(found.line)
 
     def forget(self, now_s: float) -> None:
-        """Drop what has left the window."""
+        """Remove samples that have left the window."""
         while self.count is not None and len(self.lines) > self.count:
             self.lines.popleft()
         while self.span_s is not None and self.lines and self.lines[0].stored_s < now_s - self.span_s:
@@ -106,7 +106,7 @@ class _Window:
 
 
 def pass_at_k(num: int, right: int, k: int) -> float:
-    """Probability that at least one of k draws out of ``num`` samples, ``right`` of them right, is right; 1 <= k <= num.
+    """Return the probability that at least one of k draws out of ``num`` samples, ``right`` of them right, is right; 1 <= k <= num.
 
     Unbiased for the probability that one of k new samples is. Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
@@ -114,7 +114,7 @@ def pass_at_k(num: int, right: int, k: int) -> float:
 
 
 def summarize(lines: Sequence[Headline] | deque[Headline], span_s: float, *, pass_reward: float = 1.0) -> dict[str, Any]:
-    """All numbers of a window of ``span_s`` seconds; shares are of the samples, None where there is nothing to speak of."""
+    """Return all numbers of a window of ``span_s`` seconds; shares are of the samples, None if there are none to count."""
     tokens = [line.tokens for line in lines if line.tokens is not None]
     groups = complete_groups(lines)
     return {
@@ -135,7 +135,7 @@ def summarize(lines: Sequence[Headline] | deque[Headline], span_s: float, *, pas
 
 
 def complete_groups(lines: Iterable[Headline]) -> list[list[float]]:
-    """Rewards of every group of which all places are there; of several samples of a place the first one in stream order counts."""
+    """Return the rewards of every complete group; of several samples of a place the first one in stream order counts."""
     places: dict[tuple[str, int], dict[int, float]] = {}
     sizes: dict[tuple[str, int], int] = {}
     for line in lines:
@@ -147,7 +147,7 @@ def complete_groups(lines: Iterable[Headline]) -> list[list[float]]:
 
 
 def _pass(groups: Sequence[Sequence[float]], reward: float) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, ...: mean over the groups that have k samples."""
+    """Return pass@k for k = 1, 2, 4, ...: the mean over the groups with at least k samples."""
     found: dict[int, float] = {}
     k = 1
     while able := [group for group in groups if len(group) >= k]:
@@ -157,7 +157,7 @@ def _pass(groups: Sequence[Sequence[float]], reward: float) -> dict[int, float]:
 
 
 def _spread(numbers: Sequence[int]) -> dict[str, float] | None:
-    """Percentiles by nearest rank: numbers that occur."""
+    """Return mean, maximum and percentiles by nearest rank, which are numbers that occur; None without numbers."""
     if not numbers:
         return None
     ranked = sorted(numbers)
@@ -173,7 +173,7 @@ def _mean_std(numbers: Sequence[float]) -> dict[str, float] | None:
 
 
 def _shares(words: Iterable[str | None]) -> dict[str, float]:
-    """Most frequent first; ``?`` where it was not told."""
+    """Return the share of each word, most frequent first; ``?`` counts the missing ones."""
     counts = Counter(word or "?" for word in words)
     return {word: count / counts.total() for word, count in counts.most_common()}
 
@@ -186,7 +186,7 @@ def _say(stats: dict[str, Any], *, as_json: bool) -> None:
 
 
 def as_table(stats: dict[str, Any]) -> Table:
-    """For a terminal."""
+    """Return the statistics as a table for a terminal."""
     table = Table(
         box=None, show_header=False, padding=(0, 2, 0, 0), title=f"{stats['run']}, window {stats['window']}", title_justify="left"
     )

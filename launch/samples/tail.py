@@ -1,4 +1,4 @@
-"""``tidemill tail``: samples as they stand in, and come to, the stream."""
+"""``tidemill tail``: prints samples of the stream, and new ones as they arrive."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
 
 
 async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]:
-    """What the arguments ask for: the newest that fit, or all since some place; then, with ``follow``, what comes."""
+    """Yield the samples that the arguments select: the newest that fit, or all from a start on; then, with ``follow``, new ones."""
     positive("--last", args.last)
     placed = bool(args.since) or args.since_version is not None
     first = await search.begin(args.since, args.since_version) if placed else 1
@@ -43,7 +43,7 @@ async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]
 
 
 def _follows(args: argparse.Namespace) -> bool:
-    """Return whether to wait for more; nothing more will come of a run that is over."""
+    """Return whether to wait for new samples; a run that is over has none."""
     return args.follow and not args.ended
 
 

@@ -1,4 +1,4 @@
-"""The text of single tokens, where the model's tokenizer.json is at hand. Knows no bus."""
+"""The text of single tokens, if the model's tokenizer.json is on this machine. Knows no bus."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,22 +7,22 @@ from typing import Self
 from actors.text.text import Text
 
 _CONTEXT = 8
-"""Tokens before one that decide how it reads: a space at its beginning, the rest of a character."""
+"""Tokens before a token that affect its text: a space at its beginning, the rest of a character."""
 
 
 class Vocabulary:
-    """Ids to text; without a tokenizer an id stands for itself, as ``⟨17⟩``."""
+    """Text of token ids; without a tokenizer an id is shown as ``⟨17⟩``."""
 
     def __init__(self, text: Text | None) -> None:
         self._text = text
 
     @classmethod
     def read(cls, places: Sequence[Path]) -> Self:
-        """From the first of these model directories that has a tokenizer."""
+        """Read the tokenizer of the first of these model directories that has one."""
         return cls(next((text for place in places if (text := Text.read(place)) is not None), None))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """What each token adds to the text."""
+        """Return the text that each token adds."""
         return [self._piece(ids, place) for place in range(len(ids))]
 
     def _piece(self, ids: Sequence[int], place: int) -> str:

@@ -1,4 +1,4 @@
-"""From words on the command line to filters: what is asked for is checked before a bus is reached."""
+"""Parses filter arguments of the command line: they are checked before the connection to a bus."""
 
 import argparse
 import re
@@ -9,7 +9,7 @@ _TASK = re.compile(r"([1-9]\d*)(?:\.(\d+))?")
 
 
 def filter_of(args: argparse.Namespace) -> Filter:
-    """Raises ValueError naming the argument."""
+    """Return the filter of the arguments. Raises ValueError naming the argument."""
     task, index = task_of("--task", args.task) if args.task else (None, None)
     return Filter(
         reward=_range("--reward", args.reward),
@@ -26,7 +26,7 @@ def filter_of(args: argparse.Namespace) -> Filter:
 
 
 def task_of(where: str, text: str) -> tuple[int, int | None]:
-    """``57`` or ``57.3``."""
+    """Return (task, index) of ``57`` or ``57.3``; index None without one. Raises ValueError naming ``where``."""
     found = _TASK.fullmatch(text)
     if found is None:
         raise ValueError(f"{where}: want TASK or TASK.INDEX, got {text!r}")
