@@ -32,7 +32,7 @@ KEEP_EVERY_S = 1.0
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at its start are archived.
+    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at the start are done.
 
     Raises BusError, ValueError.
     """

@@ -138,7 +138,7 @@ class Filter:
         return replace(self, text=None) != Filter()
 
     def of(self, line: Headline) -> bool | None:
-        """Return whether the metadata fits; None if fields are missing for it. ``said`` matches the text."""
+        """Return whether the metadata fits; None if fields are missing for it. The text is not matched here."""
         found: list[bool | None] = [
             _fits(self.reward, line.reward),
             _fits(self.tokens, line.tokens),

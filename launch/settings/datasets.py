@@ -14,14 +14,14 @@ FILLER = "."
 
 
 def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
-    """Give the prompts that ``config`` asks for, the same ones every time."""
+    """Return the prompts that ``config`` describes, the same ones every time."""
     if config.kind == "gsm8k":
         return islice(gsm8k_prompts(DATA / "gsm8k" / f"{config.split}.jsonl"), config.count or None)
     return digits_prompts(config)
 
 
 def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
-    """Give ``482=`` and what the task makes of 482: its largest digit, itself, its reverse, or its digits in order."""
+    """Yield prompts such as ``482=`` with their label: the largest digit of 482, itself, its reverse, or its digits in order."""
     rng = random.Random(config.seed)
     for _ in range(config.count):
         length = rng.randint(config.min_digits, config.max_digits)
@@ -31,7 +31,7 @@ def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
 
 
 def solve(task: str, digits: str) -> str:
-    """Give the right response to a prompt of the digits game."""
+    """Return the right response to a prompt of the digits game. Raises ValueError for an unknown task."""
     match task:
         case "largest":
             return max(digits)
@@ -45,7 +45,7 @@ def solve(task: str, digits: str) -> str:
 
 
 def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
-    """Turn GSM8K's question/answer lines into the question and the number after ``####``.
+    """Yield the question of each GSM8K line with its label, the number after ``####``.
 
     Raises ValueError naming the line that has no such number.
     """
@@ -59,7 +59,7 @@ def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
 
 
 def gsm8k_texts(split: str) -> Iterator[str]:
-    """Give questions and worked answers as they are, for a tokenizer to be trained on."""
+    """Yield questions and worked answers unchanged, to train a tokenizer on."""
     with (DATA / "gsm8k" / f"{split}.jsonl").open(encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
@@ -68,7 +68,7 @@ def gsm8k_texts(split: str) -> Iterator[str]:
 
 
 def write_prompts(path: Path, rows: Iterable[dict[str, str]]) -> int:
-    """Write prompts to a JSONL file; gives their number."""
+    """Write prompts to a JSONL file and return their number."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
     return len(lines)

@@ -1,4 +1,4 @@
-"""The packages behind each extra of pyproject.toml, and the error of a command whose extra is not installed. Imports none of them."""
+"""The packages of each extra of pyproject.toml, and the error of a command without its extra. Imports none of them."""
 
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ EXTRAS = {
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": ("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors", "einops", "zmq", "pyarrow"),
 }
-"""Import names by extra, as in pyproject.toml (a test compares them). Small extras come first: ``explain`` names the first that fits."""
+"""Import names by extra, as in pyproject.toml (a test compares them). Small extras are first: ``explain`` names the first that fits."""
 
 
 class PackagesMissing(ValueError):

@@ -1,6 +1,6 @@
-"""Turns words into a typed tree of dataclasses: defaults, YAML files, ``--set path.to.key=value``, the environment, derived values.
+"""Builds the typed tree of dataclasses from defaults, YAML files, ``--set path.to.key=value``, the environment and derived values.
 
-Every value remembers where it came from; every error says where, what was wanted, what came and the nearest name.
+Every value keeps its origin; every error states location, expected and actual value, and the nearest name.
 """
 
 import contextlib
@@ -25,9 +25,9 @@ from learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")
-"""Secrets, and what this machine allows: read by ``launch/run/access.py``, never part of a configuration."""
+"""Secrets, and the permissions of this machine: read by ``launch/run/access.py``, never part of a configuration."""
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
-"""What cannot be part of a run's name."""
+"""Characters that a run's name cannot have."""
 REMOVED: Mapping[str, str] = {"weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"}
 """Settings of earlier releases, and the reason why each is gone."""
 _NONE = type(None)
@@ -39,12 +39,12 @@ KINDS: Mapping[Any, str] = {
     tuple: "a list, such as [a, b]",
     dict: "a map, such as {name: value}",
 }
-"""How the types of settings are called in messages."""
+"""Names of the types of settings in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A value as it came, and from where."""
+    """A value as it was given, and its origin."""
 
     value: Any
     origin: str
@@ -52,14 +52,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The configuration of a run, and where each value that is not a default came from."""
+    """The configuration of a run, and the origin of each value that is not a default."""
 
     config: RunConfig
     origins: Mapping[str, str]
 
 
 def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Loaded:
-    """Make the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` < ``environment`` < derived.
+    """Return the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` < ``environment`` < derived.
 
     Raises SettingsError.
     """
@@ -75,7 +75,7 @@ def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environmen
 
 
 def from_map(values: Mapping[str, Any], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
-    """Make a configuration from a nested map, such as the row that a run keeps on the bus, and ``changes``. Raises SettingsError."""
+    """Return a configuration from a nested map, such as the run's row on the bus, and from ``changed``. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _take(settings, _flatten(RunConfig, values, "", lambda _: origin))
     _take(settings, (changed or {}).items())
@@ -83,7 +83,7 @@ def from_map(values: Mapping[str, Any], origin: str, changed: Mapping[str, Setti
 
 
 def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
-    """Give what ``--set`` and the environment change, for a configuration that comes later. Raises SettingsError for unknown settings."""
+    """Return the settings of ``--set`` and the environment, to apply to a later configuration. Raises SettingsError for unknown ones."""
     settings: dict[str, Setting] = {}
     _take(settings, [_override(text) for text in overrides])
     _take(settings, _from_environment(environment))
@@ -91,7 +91,7 @@ def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[st
 
 
 def to_map(config: Any) -> dict[str, Any]:
-    """Give the configuration as plain maps, lists and values."""
+    """Return the configuration as plain maps, lists and values."""
     return {
         f.name: to_map(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
         for f in dataclasses.fields(config)
@@ -103,7 +103,7 @@ def to_map(config: Any) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> list[tuple[str, Setting]]:
-    """Give every leaf of a YAML file with its line. Raises SettingsError."""
+    """Return every leaf of a YAML file with its line. Raises SettingsError."""
     values, lines = yaml_file.read(file)
     return [] if values is None else list(_flatten(RunConfig, values, "", lambda path: f"{file}:{lines.get(path, 1)}"))
 
@@ -124,7 +124,7 @@ def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[str, Set
 
 
 def _refuse_single_underscores(name: str, path: str) -> None:
-    """Raise SettingsError for TIDEMILL_LEARNER_STEPS, naming the variable that was meant."""
+    """Raise SettingsError for names such as TIDEMILL_LEARNER_STEPS, with the intended variable."""
     known = list(_paths(RunConfig, ""))
     meant = next((one for one in known if one.replace(".", "_") == path.replace(".", "_")), None)
     if meant is not None and path not in known:
@@ -133,7 +133,7 @@ def _refuse_single_underscores(name: str, path: str) -> None:
 
 
 def _paths(section: type, prefix: str) -> Iterator[str]:
-    """Every setting and every section, by its dotted path."""
+    """Yield the dotted path of every setting and every section."""
     for name, kind in typing.get_type_hints(section).items():
         yield f"{prefix}{name}"
         if (inner := _section(kind)) is not None:
@@ -141,7 +141,7 @@ def _paths(section: type, prefix: str) -> Iterator[str]:
 
 
 def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
-    """What follows from the rest, where it is not said."""
+    """Add the values that follow from other settings, unless they are given."""
 
     def given(path: str) -> Any:
         return settings[path].value if path in settings else None
@@ -168,7 +168,7 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
 
 
 def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Setting]]) -> None:
-    """Let ``found`` win over what was there: a value over all below it, a map over what it names."""
+    """Merge ``found`` over ``settings``: a value replaces all settings below it, a map only those that it names."""
     for path, setting in found:
         kind, value = _kind_of(path, setting.origin), setting.value
         is_map = _section(kind) is not None and isinstance(value, Mapping)
@@ -182,7 +182,7 @@ def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Settin
 
 
 def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], str]) -> Iterator[tuple[str, Setting]]:
-    """Leaves of a nested map, as deep as the dataclasses go."""
+    """Yield the leaves of a nested map, as deep as the dataclasses go. Raises SettingsError."""
     section = _section(kind)
     if section is None or values is None or (path and values == {}):
         yield path, Setting(values, origin(path))
@@ -198,7 +198,7 @@ def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], s
 
 
 def _kind_of(path: str, origin: str) -> Any:
-    """The type of the setting that ``path`` names. Raises where there is none."""
+    """Return the type of the setting that ``path`` names. Raises SettingsError if there is none."""
     kind: Any = RunConfig
     walked: list[str] = []
     for key in path.split("."):
@@ -250,7 +250,7 @@ def _build(section: type, settings: Mapping[str, Setting], prefix: str) -> Any:
 
 
 def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
-    """Where the first of the settings called ``names`` was set, itself or as a part of a map; empty for defaults."""
+    """Return the origin of the first of the settings ``names`` that was set, itself or as a part of a map; empty for defaults."""
     for name in names:
         for known, setting in settings.items():
             if known == name or name.startswith(f"{known}."):
@@ -260,7 +260,7 @@ def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
 
 
 def _with_below(there: dict[str, Any], settings: Mapping[str, Setting], prefix: str) -> dict[str, Any]:
-    """A free map with the entries that were set one by one; dots go deeper."""
+    """Return a free map with the entries that were set one by one; a dot in a key is one level."""
     result = copy.deepcopy(there)
     for known, setting in settings.items():
         if known.startswith(prefix):
@@ -281,7 +281,7 @@ def _coerce(kind: Any, setting: Setting, path: str) -> Any:
         return None
     if bare is float and isinstance(value, int | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError, OverflowError):
-            value = float(value)  # YAML reads 1e-3 as a word
+            value = float(value)  # YAML reads 1e-3 as text
     if isinstance(value, float) and not math.isfinite(value):
         raise SettingsError(f"{setting.origin}: {path}: want a finite number, got {value!r}; take the setting away for its default")
     if bare is tuple and isinstance(value, list):
@@ -300,7 +300,7 @@ def _not_a_map(section: type, value: Any) -> str:
 
 
 def _section(kind: Any) -> type | None:
-    """The dataclass a field holds, None for a field with a value."""
+    """Return the dataclass that a field holds, None for a field with a value."""
     for one in (kind, *typing.get_args(kind)):
         if dataclasses.is_dataclass(one) and isinstance(one, type):
             return one
@@ -320,7 +320,7 @@ def _without_none(kind: Any) -> Any:
 
 
 def render(loaded: Loaded) -> str:
-    """The whole configuration as YAML, each line with its origin, the derived numbers behind it."""
+    """Return the whole configuration as YAML, each line with its origin, followed by the derived numbers."""
     lines = list(_lines(loaded.config, "", 0, loaded.origins))
     config = loaded.config
     lines += [

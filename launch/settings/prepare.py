@@ -1,4 +1,4 @@
-"""Makes what a run needs before it starts, once: ``model/`` and ``prompts.jsonl``, with a record of what they were made from."""
+"""Makes the files that a run needs before it starts, once: ``model/`` and ``prompts.jsonl``, with a record of their settings."""
 
 import dataclasses
 import hashlib
@@ -20,7 +20,7 @@ RECORD = "prepared.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Where the files are."""
+    """Paths of the files."""
 
     model: Path
     prompts: Path
@@ -31,7 +31,7 @@ class Prepared:
 
 
 class PreparedOtherwise(ValueError):
-    """The directory holds files made from another config, or files that were not made here."""
+    """The directory holds files made from another config, or files of unknown origin."""
 
     def __init__(self, directory: Path, reason: str) -> None:
         super().__init__(directory, reason)
@@ -42,9 +42,9 @@ class PreparedOtherwise(ValueError):
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they are there already; a half-made directory is made anew.
+    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is made again.
 
-    Raises PreparedOtherwise, naming what differs, when they were made from another config.
+    Raises PreparedOtherwise, naming the differences, if they were made from another config.
     """
     prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
     if refuse_other(config, directory):
@@ -57,7 +57,7 @@ def prepare(config: PrepareConfig, directory: Path) -> Prepared:
 
 
 def refuse_other(config: PrepareConfig, directory: Path) -> bool:
-    """Whether what ``config`` asks for is there already. Raises PreparedOtherwise for files made from another config, or by others."""
+    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for files of another config or unknown origin."""
     prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
@@ -68,7 +68,7 @@ def refuse_other(config: PrepareConfig, directory: Path) -> bool:
 
 
 def digest(config: dict[str, Any]) -> str:
-    """Give the SHA-256 of a config, the same for the same values in any order."""
+    """Return the SHA-256 of a config, the same for the same values in any order."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
 

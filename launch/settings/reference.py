@@ -1,7 +1,7 @@
-"""The configuration reference, made from the dataclasses: a page of Markdown (``docs/configuration.md``) and a JSON Schema.
+"""The configuration reference, generated from the dataclasses: a page of Markdown (``docs/configuration.md``) and a JSON Schema.
 
-Types and defaults are those of the fields, sentences are the strings below them, and allowed values are what the dataclasses answer
-when they are given a wrong one. Knows no setting by name, but for those whose value is checked outside of its dataclass.
+Types and defaults are those of the fields, sentences are the strings below them, and allowed values are in the errors that the
+dataclasses raise for a wrong one. Knows no setting by name, except those that are checked outside of their dataclass.
 """
 
 import ast
@@ -38,13 +38,13 @@ language server finds the schema by the first line of a file: `# yaml-language-s
 with the reason. The default `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {"engine.kind": ENGINES}
-"""Settings whose choices are checked outside of their dataclass."""
+"""Choices of the settings that are checked outside of their dataclass."""
 NONSENSE: Mapping[type, tuple[Any, ...]] = {int: (-(10**9), 1, 10**15), float: (-1e9, 1e15), str: ("no such",)}
-"""Values to which a field with a bound or choices answers with an error that names them."""
+"""Trial values by type: a field with a bound or choices refuses one of them with an error that names the bound or choices."""
 IMPORT_PATH = "module:function"
-"""Among choices: a function of the user's own."""
+"""Entry among choices for a function of the user's own."""
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
-"""YAML 1.1 reads 1e-3 as text; the loader takes it as the number it is."""
+"""Pattern of numbers that may be text: YAML 1.1 reads 1e-3 as text, the loader converts it."""
 _BOUND = re.compile(r"(>=|>|<=|<) (-?[\d.]+)")
 _RANGE = re.compile(r"0 < \w+ <= (\d+)")
 _NONE = type(None)
@@ -62,14 +62,14 @@ class Entry:
     """Dataclass of a section; None for a setting."""
     default: Any
     allowed: str
-    """Choices or bounds, as the error of a wrong value gives them; empty = none are known."""
+    """Choices or bounds, as the error for a wrong value states them; empty = none are known."""
     choices: tuple[Any, ...]
-    """All allowed values, where they are a closed list."""
+    """All allowed values, if they are a closed list."""
     sentence: str
 
 
 def entries(section: type = RunConfig, prefix: str = "") -> Iterator[Entry]:
-    """Every section and setting below ``section``, in the order of the dataclasses."""
+    """Yield every section and setting below ``section``, in the order of the dataclasses."""
     kinds, sentences = typing.get_type_hints(section), _sentences(section)
     for field in fields(section):
         path, kind = prefix + field.name, kinds[field.name]
@@ -92,7 +92,7 @@ def entries(section: type = RunConfig, prefix: str = "") -> Iterator[Entry]:
 
 
 def page() -> str:
-    """``docs/configuration.md``: a table for each section."""
+    """Return ``docs/configuration.md``: a table for each section."""
     found = list(entries())
     settings = [one for one in found if one.section is None]
     parts = [HEAD.format(count=len(settings))]
@@ -105,7 +105,7 @@ def page() -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults and sentences; no unknown keys."""
+    """Return the JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults, sentences; no unknown keys."""
     found = list(entries())
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of Tidemill"}
     return top | _object("", found, _first_words(RunConfig)) | {"type": "object"}
@@ -156,7 +156,7 @@ def _object(path: str, found: Sequence[Entry], sentence: str) -> dict[str, Any]:
 
 
 def _value(entry: Entry) -> dict[str, Any]:
-    """Schema of a key: all that the loader (``launch/settings/loader.py``) accepts, and nothing that it refuses for its type."""
+    """Return the schema of a key: it accepts all that the loader (``launch/settings/loader.py``) accepts, and no type that it refuses."""
     value = _typed(entry) | _bounds(entry)
     if entry.nullable:
         value = {"anyOf": [value, {"type": "null"}]}
@@ -180,7 +180,7 @@ def _typed(entry: Entry) -> dict[str, Any]:
 
 
 def _bounds(entry: Entry) -> dict[str, Any]:
-    """Bounds that are plain numbers and hold whatever the other settings are."""
+    """Return the bounds that are plain numbers and do not depend on other settings."""
     result: dict[str, Any] = {}
     names = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
     for text in entry.allowed.split("; "):
@@ -195,12 +195,12 @@ def _plain(text: str) -> str:
     return text.replace("``", "")
 
 
-# ---- what the code has
+# ---- reading the dataclasses
 
 
 @functools.cache
 def _sentences(section: type) -> Mapping[str, str]:
-    """Attribute docstrings: the string below each field."""
+    """Return the attribute docstrings: the string below each field."""
     body = ast.parse(textwrap.dedent(inspect.getsource(section))).body[0]
     assert isinstance(body, ast.ClassDef)
     result = {}
@@ -223,7 +223,7 @@ def _default(field: "Field[Any]") -> Any:
 
 
 def _refusals(section: type, name: str, path: str, kind: Any) -> Iterator[str]:
-    """What the dataclass of ``name`` wants of it, by the errors that wrong values end in."""
+    """Yield the bounds and choices of the field ``name``, from the errors for wrong values."""
     seen: dict[str, None] = {}
     for value in NONSENSE.get(kind, ()):
         for refused in (_wanted(section, {name: value}, name), _wanted_of_run(path, value)):
@@ -233,7 +233,7 @@ def _refusals(section: type, name: str, path: str, kind: Any) -> Iterator[str]:
 
 
 def _wanted(section: type, values: Mapping[str, Any], *names: str) -> str:
-    """The words between ``want`` and ``got`` of the error about one of ``names``; empty when there is none."""
+    """Return the text between ``want`` and ``got`` of the error about one of ``names``; empty if there is none."""
     try:
         section(**values)
     except ValueError as bad:
@@ -244,11 +244,11 @@ def _wanted(section: type, values: Mapping[str, Any], *names: str) -> str:
 
 
 def _wanted_of_run(path: str, value: Any) -> str:
-    """The same of the checks of settings against each other, with all others at their defaults."""
+    """Return the same text from the checks of settings against each other, with all others at their defaults."""
     try:
         return _wanted(RunConfig, _nested(RunConfig, path.split("."), value), path)
     except ValueError:
-        return ""  # refused by its own section already
+        return ""  # its own section has refused it already
 
 
 def _nested(section: type, keys: Sequence[str], value: Any) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def _nested(section: type, keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _choices(section: type, field: "Field[Any]", kind: Any, text: str) -> tuple[Any, ...]:
-    """The values in ``a, b or c`` or ``a | b | c``, when each of them is allowed by itself."""
+    """Return the values in ``a, b or c`` or ``a | b | c`` if each of them is allowed by itself; else nothing."""
     words = re.split(r" \| |, | or ", text.removeprefix("one of "))
     values: list[Any] = [int(word) if kind is int and word.isdecimal() else word for word in words]
     if len(values) < 2 or not all(isinstance(value, kind) for value in values):

@@ -15,7 +15,7 @@ PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 
 CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_letters + string.punctuation))
-"""Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has the first ones."""
+"""Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones."""
 
 
 def make_model(directory: Path, config: PrepareConfig) -> None:
@@ -31,7 +31,7 @@ def make_model(directory: Path, config: PrepareConfig) -> None:
 
 
 def character_tokenizer(vocab_size: int) -> Any:
-    """Make a tokenizer with one token a character; text with any other character raises."""
+    """Return a tokenizer with one token per character; any other character raises."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     ids = {token: place for place, token in enumerate([PAD, EOS, *CHARACTERS][:vocab_size])}
@@ -42,7 +42,7 @@ def character_tokenizer(vocab_size: int) -> Any:
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Train a byte-level BPE on ``texts``; it can write any text."""
+    """Train a byte-level BPE on ``texts`` and return it; it can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

@@ -1,4 +1,4 @@
-"""Name -> adapter: the only place that names backends. Each is imported when it is asked for."""
+"""Name -> adapter: the only place that names backends. Each is imported when it is requested."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +7,11 @@ from typing import Any
 from actors.config import EngineConfig
 
 ENGINES = ("builtin", "sglang")
-"""What ``engine.kind`` may be."""
+"""Allowed values of ``engine.kind``."""
 
 
 def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
-    """What makes the engine a configuration names. Raises ValueError for a name there is none for."""
+    """Return the factory of the engine that ``config.kind`` names. Raises ValueError for an unknown name."""
     match config.kind:
         case "builtin":
             from actors.serving.builtin.engine import BuiltinEngine

@@ -1,4 +1,4 @@
-"""YAML as plain values with the line of each: every defect of a text is one SettingsError of one line, whatever the parser makes of it."""
+"""YAML as plain values with the line of each. Every defect of a text is one SettingsError of one line, whichever error the parser has."""
 
 import json
 from collections.abc import Callable
@@ -10,19 +10,19 @@ import yaml
 from bus import exit_codes
 
 MOST_NODES = 100_000
-"""Values of a text, each counted as often as it is referred to: a few lines of references can stand for more than there is memory."""
+"""Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
 SHOWN_CHARACTERS = 120
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
 
 
 class SettingsError(ValueError):
-    """A setting that is unknown, of the wrong type, or in contradiction to another one."""
+    """A setting is unknown, of the wrong type, or in contradiction to another one."""
 
     exit_code = exit_codes.CONFIG
 
 
 class _Loader(yaml.SafeLoader):
-    """Values that JSON has, too: a date stays text, and what other tags make is refused."""
+    """Loads only values that JSON has, too: a date stays text, and other tags are refused."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - as yaml declares it
         first: [(tag, pattern) for tag, pattern in each if tag in PLAIN] for first, each in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -33,7 +33,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(file: Path) -> tuple[Any, dict[str, int]]:
-    """Give what a YAML file holds, and the line of every key by its dotted path. Raises SettingsError with the line."""
+    """Return the content of a YAML file, and the line of every key by its dotted path. Raises SettingsError with the line."""
     try:
         data = file.read_bytes()
     except (OSError, ValueError) as error:
@@ -47,12 +47,12 @@ def read(file: Path) -> tuple[Any, dict[str, int]]:
 
 
 def value(text: str, where: str) -> Any:
-    """Give what one YAML value stands for. Raises SettingsError that begins with ``where``."""
+    """Return the value of a YAML text. Raises SettingsError that begins with ``where``."""
     return _parse(text, lambda _: where)[0]
 
 
 def shown(value: Any) -> str:
-    """A value as it stands in YAML, shortened."""
+    """Return a value in YAML notation, shortened."""
     try:
         text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
     except (ValueError, TypeError):
@@ -95,13 +95,13 @@ def _hint(text: str, mark: Any) -> str:
 
 
 class _Lines:
-    """Notes where every key stands, and refuses what the parser would take and no settings can be."""
+    """Records the line of every key, and refuses YAML that the parser accepts but settings cannot use."""
 
     def __init__(self, lines: dict[str, int], at: Callable[[int], str]) -> None:
         self._lines, self._at, self._nodes = lines, at, 0
 
     def note(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
-        """Raises SettingsError for a key that stands twice in a map (YAML would drop the first), and for a node inside itself."""
+        """Record the lines of a node. Raises SettingsError for a key twice in a map (YAML would drop one) and a node inside itself."""
         self._nodes += 1
         line = node.start_mark.line + 1
         self._lines.setdefault(path, line)
