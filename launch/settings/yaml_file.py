@@ -101,7 +101,7 @@ class _Lines:
         self._lines, self._at, self._nodes = lines, at, 0
 
     def note(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
-        """Record the lines of a node. Raises SettingsError for a key twice in a map (YAML would drop one) and a node inside itself."""
+        """Record the lines of a node. Raises SettingsError for a key twice in a map (YAML drops the first) and a node inside itself."""
         self._nodes += 1
         line = node.start_mark.line + 1
         self._lines.setdefault(path, line)
