@@ -65,8 +65,8 @@ def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> Non
     """Log one line per event to stderr: time, level, process, logger, message."""
     who = f"{role} {id}".strip()
     logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {who}: %(name)s: %(message)s", force=True)
-    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.link logs the same events better
-    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # one per TLS connection that ends
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.link reports it
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
