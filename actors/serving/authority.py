@@ -1,4 +1,4 @@
-"""What an engine knows of the run's learner: the key of its commands, and the newest epoch there is. Knows no HTTP and no updates."""
+"""Authority over an engine: the run's keys for commands, and the newest learner epoch. Knows no HTTP and no updates."""
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,30 +11,30 @@ from bus.liveness.keys import RunKeys
 log = logging.getLogger(__name__)
 
 NewestEpoch = Callable[[], Awaitable[int]]
-"""The newest learner's epoch, as the bus says now. Raises BusError."""
+"""Returns the newest learner epoch, read from the bus. Raises BusError."""
 
 
 class Fenced(Protocol):
-    """What keeps the highest epoch that was seen."""
+    """The part of an engine that keeps the highest epoch seen."""
 
     def admit(self, epoch: int | None, what: str) -> None:
-        """Raises StaleEpoch for a lower one."""
+        """Record the epoch. Raises StaleEpoch when a higher one was seen."""
 
 
 class Authority:
-    """Of an engine that belongs to a run. Without arguments, as in tests of an engine alone, nothing is checked."""
+    """Keys and epoch of an engine that belongs to a run. Without arguments, as in tests of an engine alone, nothing is checked."""
 
     def __init__(self, keys: RunKeys | None = None, newest_epoch: NewestEpoch | None = None) -> None:
         self.keys = keys
         self._read, self._newest = newest_epoch, 0
         self.refused = ""
-        """Why the newest command was refused; until one is obeyed."""
+        """Why the newest command was refused; "" once a command has been accepted."""
 
     async def admit(self, updates: Fenced, body: Mapping[str, Any], engine: str, what: str) -> None:
-        """Have ``updates`` remember the epoch of a command, which may name none.
+        """Check the epoch of a command, if it has one, and record it in ``updates``.
 
-        Raises StaleEpoch for an older learner's, BadRequest for an epoch that no learner of the run has (it would shut out those that it
-        has), EngineUnavailable when it is newer than was known and the bus is away.
+        Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would fence the real
+        ones), EngineUnavailable for one that is newer than the known one while the bus cannot be reached.
         """
         try:
             updates.admit(await self._epoch_in(body, engine), what)
@@ -44,7 +44,7 @@ class Authority:
         self.refused = ""
 
     def note(self, refused: str) -> None:
-        """For the log and the engine's live row: the newest command that was refused, and why."""
+        """Record why the newest command was refused, for the log and the engine's live row."""
         if refused != self.refused:
             log.warning("command refused: %s", refused)
         self.refused = refused

@@ -1,10 +1,10 @@
 """The body of an engine process: load, listen, catch up with the head, serve, drain. Names no backend: the factory is passed in.
 
-    joining -> catching up -> (probe) serving -> stale (passed by) -> catching up -> ...
+    joining -> catching up -> (probe) serving -> stale (missed pushes) -> catching up -> ...
 
-Pushes arrive over HTTP at the engine itself; this watches the registry and brings the engine to the head when no push does. A colocated
-engine takes memory by itself only in the engines' turn: when it starts, and when it catches up. Its row says so meanwhile, and the learner
-waits for that.
+Pushes arrive over HTTP at the engine itself; this module watches the registry and brings the engine to the head when no push does. A
+colocated engine takes memory by itself only in the engines' turn: when it starts, and when it catches up. Its live row states that
+meanwhile, and the learner waits until it is done.
 """
 
 import asyncio
@@ -47,47 +47,47 @@ WHOLE = "all of the weights of an update"
 
 
 class ServedEngine(Protocol):
-    """An engine of this process, as this file needs it."""
+    """Interface of the engine that this process serves."""
 
     phase: str
     url: str
     handles: str
-    """URL of the socket at which it takes handles of weights; "" = it takes none."""
+    """URL of the socket for pushes by handles; "" = the engine takes no handles."""
 
     @property
     def version(self) -> int: ...
     @property
     def whole(self) -> bool:
-        """There are weights to serve: not from their release until an update."""
+        """True when there are weights to serve: not from the release of their memory until an update."""
         raise NotImplementedError
 
     @property
     def epoch(self) -> int: ...
     @property
     def capabilities(self) -> Capabilities:
-        """How it can be pushed to now, and whether it has weights to give."""
+        """Kinds of push that the engine accepts now, and whether its peers can fetch its weights."""
         raise NotImplementedError
 
     def load(self) -> None:
         """Read the model directory (blocking)."""
 
     async def start(self) -> str:
-        """Listen; gives the URL. Nothing is generated before the phase is ``serving``."""
+        """Listen, and return the URL. Nothing is generated before the phase is ``serving``."""
         raise NotImplementedError
 
     async def load_snapshot(self, directory: Path, version: int, epoch: int) -> None:
-        """Serve the weights of a directory, whole or not at all."""
+        """Load and serve the weights of a directory, all of them or none."""
 
     async def probe(self) -> None:
-        """Generate a token; raises when that does not work."""
+        """Generate one token. Raises when that fails."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take nothing more, finish what is there; False when not in time."""
+        """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
         raise NotImplementedError
 
     async def close(self) -> None: ...
     async def failed(self) -> None:
-        """Return or raise when it can generate no more, whatever is done."""
+        """Wait until the engine cannot generate any more, for good; return or raise then."""
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges for the live row."""
@@ -95,7 +95,7 @@ class ServedEngine(Protocol):
 
 
 Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = not known to be any yet."""
+"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ class EnginePlaces:
     bus: BusConfig = field(default_factory=BusConfig)
     model_dir: Path
     id: str = ""
-    """Empty = one that no other engine has."""
+    """Unique name of the engine; empty = one is made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +115,11 @@ class EngineLimits:
     """Deadlines of an engine process, in seconds."""
 
     drain_s: float = 30.0
-    """For requests to be answered at its end."""
+    """Time in which accepted requests are answered at the end of the process."""
     grace_s: float = GRACE_S
-    """For a push, when the head is ahead."""
+    """Time for a push to bring the head, before the engine catches up by itself."""
     catch_up_s: float = CATCH_UP_S
-    """For weights. It logs a warning then, and tries on."""
+    """Time to obtain weights. After it the engine logs a warning and tries again."""
 
 
 async def run_engine(
@@ -127,7 +127,7 @@ async def run_engine(
 ) -> None:
     """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are answered.
 
-    Raises BusUnavailable when there is no bus within five minutes, and whatever the engine raises for a model it cannot load.
+    Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot load.
     """
     id = places.id or default_id()
     async with AsyncExitStack() as stack:
@@ -158,7 +158,7 @@ async def run_engine(
 
 
 class _Served:
-    """The engine's life on the bus."""
+    """The engine's live row, and its turns of a shared accelerator."""
 
     def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: AcceleratorLease | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
@@ -169,7 +169,7 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Entered in the engines' turn, or when ``ended`` is set; while entered, a learner that takes the turn waits."""
+        """Wait for the engines' turn, or until ``ended`` is set. A learner that takes the turn waits until this context is left."""
         if self._turns is not None:
             while not await self._begins_taking(self._turns, ended):
                 self._take(False)
@@ -187,7 +187,7 @@ class _Served:
         self._take(True)
         try:
             async with asyncio.timeout(STORED_S):
-                await self._heartbeat.stored()  # before it looks again: so this sees the learner's turn, or the learner this row
+                await self._heartbeat.stored()  # so that either this sees the learner's turn, or the learner sees this row
             return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the row says so error=%r", error)
@@ -199,7 +199,7 @@ class _Served:
         self.tell()
 
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, limits: EngineLimits) -> None:
-        """Until draining."""
+        """Serve until ``draining`` is set. Raises the engine's error when it fails."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
             follower = _Follower(self, engine, scratch.path, limits, bus=self._bus, id=self._id, turns=self._turns)
             await first_of(follower.run(), self._tell_for_ever(), draining.wait(), engine.failed())
@@ -209,7 +209,7 @@ class _Served:
         self.tell()
 
     def tell(self) -> None:
-        """Bring the live row up to date."""
+        """Update the live row."""
         engine = self.engine
         if engine is not None:
             self._heartbeat.update(
@@ -225,7 +225,7 @@ class _Served:
             )
 
     def _waiting(self, engine: ServedEngine) -> str:
-        """What it waits for, and why commands do not bring it, as far as that is known."""
+        """Return the live row's reason for waiting, with the refusal of the newest command, if it was refused."""
         waits_for = self._waits_for or ("" if engine.whole else WHOLE if self._turns is None else MEMORY)
         refused = self.authority.refused
         return f"{waits_for} (refused: {refused})" if waits_for and refused else waits_for
@@ -254,7 +254,7 @@ class _Follower:
         self._joiner = Joiner(id=id, version=self._version, load=self._load, directory=directory, on_wait=served.say)
 
     async def run(self) -> None:
-        """Catch up with the head, serve, and keep up with it; for ever. Raises EngineFailed when the engine cannot generate."""
+        """Catch up with the head, serve, and keep up with it, without end. Raises EngineFailed when the engine cannot generate."""
         engine = self._engine
         engine.phase = "catching up"
         await self._catch_up()
@@ -262,7 +262,7 @@ class _Follower:
             await asyncio.sleep(PROBE_AGAIN_S)
             await self._catch_up()
         gc.collect()
-        gc.freeze()  # what has been loaded stays: a full collection walks all of it, and nothing is decoded for a tenth of a second
+        gc.freeze()  # the loaded objects stay: a full collection walks all of them, and nothing is decoded for a tenth of a second
         engine.phase = "serving"
         self._served.tell()
         log.info("serving version=%d url=%s", engine.version, engine.url)
@@ -276,7 +276,7 @@ class _Follower:
         )
 
     async def _catch_up(self) -> None:
-        while self._version() < 0:  # nothing published yet, or not reached
+        while self._version() < 0:  # no version is published yet, or none could be loaded
             try:
                 await catch_up(self._bus, self._joiner, deadline_s=self._limits.catch_up_s)
             except (CatchUpTimeout, BusError) as error:
@@ -290,7 +290,7 @@ class _Follower:
         self._served.say("")
 
     async def _probed(self) -> bool:
-        """Generate a token; False when the weights went away meanwhile."""
+        """Generate one token. Returns False when the weights were torn or released meanwhile."""
         try:
             await self._engine.probe()
         except EngineFailed as error:

@@ -1,6 +1,6 @@
-"""The engine's end of pushes by handles: a ZMQ socket where a learner of the same host says where the weights lie.
+"""The engine's end of pushes by handles: a ZMQ socket at which a learner of the same host sends references to its staged weights.
 
-    learner --join, begin, bucket, checksums, end, leave--> HandleListener --the verbs of HTTP--> WeightUpdates
+    learner --join, begin, bucket, checksums, end, load, leave--> HandleListener --as over HTTP--> WeightUpdates
 
 Requests and answers are msgpack maps (``docs/wire.md``); statuses and refusals are those of HTTP. The socket lies in a directory that
 only this user can enter.
@@ -38,7 +38,7 @@ SOCKET = "push"
 
 
 class Updates(Protocol):
-    """An engine's ``WeightUpdates``, as far as pushes by handles need it."""
+    """The methods of an engine's ``WeightUpdates`` that pushes by handles use."""
 
     def admit(self, epoch: int | None, what: str) -> None: ...
     async def carry_out(self, verb: Coroutine[Any, Any, Result]) -> Result:
@@ -60,7 +60,7 @@ class Updates(Protocol):
 
 @dataclass(slots=True)
 class _Learner:
-    """Who has joined, and what of its memory is mapped here."""
+    """The learner that has joined, and its memory that is mapped here."""
 
     sender: bytes
     mapped: Mapped
@@ -68,7 +68,7 @@ class _Learner:
 
 
 class HandleListener:
-    """One socket for one engine. ``start`` gives its URL."""
+    """One socket for one engine. ``start`` returns its URL."""
 
     def __init__(self, updates: Updates, authority: Authority | None = None) -> None:
         self._updates, self._authority = updates, authority or Authority()
@@ -87,7 +87,7 @@ class HandleListener:
         }
 
     async def start(self) -> str:
-        """Listen; the socket's URL, or "" where there can be no socket: then pushes come by broadcast."""
+        """Listen. Returns the socket's URL, or "" where there can be no socket: then pushes come by broadcast."""
         await asyncio.to_thread(_sweep)
         self._directory = tempfile.mkdtemp(prefix=PREFIX)  # mode 0700
         url = f"ipc://{self._directory}/{SOCKET}"
@@ -103,7 +103,7 @@ class HandleListener:
         return url
 
     async def close(self) -> None:
-        """Safe to call without ``start``."""
+        """Stop listening and unmap the learner's memory. Safe to call without ``start``."""
         if not self._directory:
             return
         tasks = [task for task in (self._serving, *self._tasks) if task is not None]
@@ -117,13 +117,13 @@ class HandleListener:
 
     async def _serve(self) -> None:
         while True:
-            *envelope, request = await self._socket.recv_multipart()  # of some sockets (REQ) there is more in it than the sender
+            *envelope, request = await self._socket.recv_multipart()  # the envelope of some sockets (REQ) has more than the sender
             task = asyncio.create_task(self._answer(envelope, request), name="handles: verb")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
-        """Our errors as statuses, as ``http_api.translate`` has them; the epoch is checked first."""
+        """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of ``http_api.translate``."""
         body: Mapping[str, Any] = {}
         sender = envelope[0]
         try:
@@ -147,13 +147,13 @@ class HandleListener:
         except Exception as error:
             log.exception("push by handles failed")
             answer = {"status": 500, "message": repr(error)}
-        with contextlib.suppress(zmq.ZMQError):  # it has gone
+        with contextlib.suppress(zmq.ZMQError):  # the learner has gone
             await self._socket.send_multipart([*envelope, msgpack.packb({"id": body.get("id"), **answer})])
 
     # -- verbs ----------------------------------------------------------------------------------------------------------
 
     async def _join(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What is mapped of the learner is let go when it ends, however it does."""
+        """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
         pid = need(body, "pid", int)
         try:
             pidfd = os.pidfd_open(pid)
@@ -196,24 +196,26 @@ class HandleListener:
     # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _joined(self, sender: bytes) -> _Learner:
-        """Or what an evicted one had still asked for would be mixed with the push of the one that came after it."""
+        """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted learner would
+        be mixed with the push of the next one.
+        """
         if self._learner is None or self._learner.sender != sender:
             raise BadRequest("want join first" + ("" if self._learner is None else ": another one has joined since"))
         return self._learner
 
     def _ended(self) -> None:
-        """The learner's process."""
+        """Treat the end of the learner's process like its ``leave``."""
         self._forget()
         task = asyncio.create_task(self._sender_left(), name="handles: sender left")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _sender_left(self) -> None:
-        with contextlib.suppress(EngineError):  # nobody is there to be told
+        with contextlib.suppress(EngineError):  # there is no learner left to answer
             await self._updates.carry_out(self._updates.sender_left())
 
     def _forget(self) -> None:
-        """Let go of the learner's memory; a copy that is under way keeps its part until it is done."""
+        """Unmap the learner's memory; a copy that is under way keeps its part until it is done."""
         learner, self._learner = self._learner, None
         if learner is not None:
             asyncio.get_running_loop().remove_reader(learner.pidfd)
@@ -222,7 +224,7 @@ class HandleListener:
 
 
 def _sweep() -> None:
-    """Remove the directories of engines that were killed: nobody listens at their sockets."""
+    """Remove the directories of engines that were killed: no process listens at their sockets."""
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)
