@@ -1,4 +1,4 @@
-"""What is told of a response: SGLang's JSON for one sequence, whole or as far as it is."""
+"""SGLang's JSON for a response: one sequence, finished or so far."""
 
 import time
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from actors.text.text import Text
 
 
 class Teller(Protocol):
-    """What an answer needs to know of its engine."""
+    """The properties of an engine that its answers contain."""
 
     @property
     def text(self) -> Text | None: ...
@@ -17,7 +17,7 @@ class Teller(Protocol):
 
 
 def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int | None = None) -> dict[str, Any]:
-    """``partial`` = only its first so many tokens, unfinished."""
+    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished."""
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None
     spans = sequence.weight_versions(num_tokens)
@@ -45,7 +45,7 @@ def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int |
 
 
 def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool) -> str:
-    """All of the response as text, without what ended it (a stop string, or a stop id that is no special token)."""
+    """Return the whole response as text; with ``trim``, without the stop string or stop id that ended it."""
     params, ids = sequence.params, sequence.begun + sequence.tokens[:num_tokens]
     matched = (sequence.finish or {}).get("matched") if trim and not params.no_stop_trim else None
     if isinstance(matched, int):

@@ -1,6 +1,6 @@
 """The forward pass of the Qwen3 / Qwen2 / Llama family over one set of weights; pure, without cache, sampling or versions.
 
-An own decoder and not transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
+It is used instead of transformers' forward because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
 0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights as plain fused tensors
 make a version flip one assignment. ``tests/contract/test_engine_decoder.py`` holds it to transformers within 1e-5.
 
@@ -20,10 +20,10 @@ from actors.serving.builtin.weights import LayerWeights, Weights
 
 
 class Attention(Protocol):
-    """Where keys and values live, and what a token may look at."""
+    """Storage of keys and values, and the mask of each token."""
 
     def __call__(self, layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
-        """Store key and value, attend with query; returns [B, T, H * D]."""
+        """Store key and value, and attend with query. Returns [B, T, H * D]."""
         ...
 
 
@@ -39,12 +39,12 @@ class RopeTable:
         self._sin_P1D = torch.cat((-sines, sines), -1)[:, None].to(dtype).to(device)
 
     def at(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, [B, T, 1, D]."""
+        """Return cosines and signed sines at these positions, each [B, T, 1, D]."""
         return self._cos_P1D[positions_BT], self._sin_P1D[positions_BT]
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position, fp32 as trainers compute them, [D / 2].
+    """Return radians per position, fp32 as trainers compute them, [D / 2].
 
     llama3: wavelengths beyond the original context are slowed down by ``factor``, short ones kept, those between interpolated.
     Source: Llama 3.1 release, `apply_scaling`.
@@ -60,7 +60,7 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def forward(weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-    """The hidden state before the last norm, [B, T, E]."""
+    """Return the hidden state before the last norm, [B, T, E]."""
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
     for index, layer in enumerate(weights.layers):
         x_BTE = x_BTE + _attend(weights, layer, index, x_BTE, rope, attention)
@@ -69,7 +69,7 @@ def forward(weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], at
 
 
 def logits(weights: Weights, x_BE: Tensor) -> Tensor:
-    """Scores of the next token, fp32, [B, V]."""
+    """Return the scores of the next token, fp32, [B, V]."""
     normed_BE = functional.rms_norm(x_BE, (weights.shape.hidden,), weights.norm, weights.shape.norm_eps)
     return functional.linear(normed_BE, weights.head_VE).float()
 

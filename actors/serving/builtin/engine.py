@@ -6,7 +6,7 @@
     Sequence -> Scheduler    WeightUpdates: standby copy -> flip, between two steps
                 (decoding thread; owns batch, keys/values, served weights)
 
-This file ties them together and is what a process embeds. It knows no bus: its owner sets ``phase``.
+This module ties them together; a process embeds its engine. It knows no bus: its owner sets ``phase``.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
 WINDOW_S = 10.0
-"""``waiting_share`` looks back this far."""
+"""Seconds over which ``waiting_share`` is taken."""
 CLOSE_S = 10.0
 ALIVE_EVERY_S = 1.0
 
@@ -51,8 +51,8 @@ ALIVE_EVERY_S = 1.0
 class BuiltinEngine:
     """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
 
-    Answers /generate only in phase ``serving``. Phase ``stale`` becomes ``serving`` by itself with the next completed update;
-    all other changes are its owner's. ``on_update(version, epoch)`` is called in the loop's thread after every flip.
+    It answers /generate only in phase ``serving``. Phase ``stale`` becomes ``serving`` by itself with the next completed update;
+    its owner makes all other changes. ``on_update(version, epoch)`` is called in the loop's thread after every flip.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class BuiltinEngine:
         self._phase = "joining"
         self._unfinished = 0
         self._awaiting_version = 0
-        """Requests that wait for a newer version before they are queued."""
+        """Number of requests that wait for a newer version before they are queued."""
         self._changed = Waiter()
         self._history: deque[tuple[float, float]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -81,7 +81,7 @@ class BuiltinEngine:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Read the model directory; raises UnsupportedModel when it is none for this engine."""
+        """Read the model directory. Raises UnsupportedModel when this engine cannot decode its model."""
         config = self.config
         shape = ModelShape.read(self.model_dir)
         context = config.max_context or shape.max_positions
@@ -113,7 +113,7 @@ class BuiltinEngine:
         log.info("engine loaded model=%s bytes=%d context=%d device=%s", self.model_dir, weights.size_bytes, context, device)
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
-        """Decode and listen; gives the URL. The phase stays what it is."""
+        """Start decoding, listen, and return the URL. The phase does not change."""
         from actors.serving.builtin.server import Server
 
         self._loop = asyncio.get_running_loop()
@@ -125,7 +125,7 @@ class BuiltinEngine:
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests and finish those there are; False when some are left at the deadline (``close`` aborts them)."""
+        """Accept no more requests and finish the accepted ones. Returns False when some are left in the end (``close`` aborts them)."""
         self.phase = "draining"
         try:
             await self._until(lambda: self._unfinished == 0, timeout_s)
@@ -134,13 +134,13 @@ class BuiltinEngine:
         return True
 
     async def failed(self) -> None:
-        """Until the decoding thread has ended; raises EngineFailed."""
+        """Wait until the decoding thread has ended, then raise EngineFailed."""
         while self.scheduler.alive:  # noqa: ASYNC110 - a thread that dies tells nobody
             await asyncio.sleep(ALIVE_EVERY_S)
         raise EngineFailed(self.url, "its decoding thread has ended")
 
     async def close(self) -> None:
-        """Abort what is left (each is answered with what it has), stop listening, free the thread."""
+        """Abort the requests that are left (each is answered with its tokens so far), stop listening, end the thread."""
         await asyncio.to_thread(self.scheduler.close, CLOSE_S)
         if self._server is not None:
             await self._server.close()
@@ -150,17 +150,17 @@ class BuiltinEngine:
         await self.lending.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
-        """Take weights from a directory on this machine, whole or not at all; gives the seconds that decoding was held up.
+        """Load all weights of a directory on this machine, or none. Returns the seconds for which decoding was held up.
 
-        Memory that was released is taken again. A push that is under way comes first, and may be enough. Raises UpdateRefused or
-        StaleEpoch, and serves what it served.
+        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises UpdateRefused or
+        StaleEpoch, and then serves the same weights as before.
         """
         self.updates.admit(epoch, "load_snapshot")
         if await self.updates.came_meanwhile(version):
             return 0.0
         return await self.updates.carry_out(self.updates.serve_directory(Path(directory), version))
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
@@ -168,7 +168,7 @@ class BuiltinEngine:
 
     @property
     def whole(self) -> bool:
-        """There are weights to serve: False from the release of their memory until an update has brought them."""
+        """True when there are weights to serve: not from the release of their memory until an update."""
         return self.updates.whole
 
     @property
@@ -197,12 +197,12 @@ class BuiltinEngine:
         return self._phase == "serving" and self.scheduler.alive
 
     def want_servable(self) -> None:
-        """Raises EngineUnavailable when it does not serve now."""
+        """Raise EngineUnavailable when the engine does not serve now."""
         if not self.servable:
             raise EngineUnavailable(self.url, f"it does not serve now: phase {self.phase}, version {self.version}")
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges: running, waiting, waiting_share (of the last seconds), version."""
+        """Return counters since the start, and gauges: running, waiting, waiting_share (of the last seconds), version."""
         counters = self.scheduler.counters
         running = len(self.scheduler.running)
         now, idle_s = time.monotonic(), self.scheduler.idle_s
@@ -226,7 +226,7 @@ class BuiltinEngine:
     # -- generating -----------------------------------------------------------------------------------------------------
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the responses asked for, in whatever phase; raises EngineUnavailable when the queue is full."""
+        """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
         limit = self.limits.max_responses
         if self._unfinished + len(generate.prompts) > limit:
             raise EngineUnavailable(self.url, f"the queue is full: {self._unfinished} unfinished requests, at most {limit}")
@@ -250,12 +250,12 @@ class BuiltinEngine:
         return progress
 
     def abandon(self, progress: Progress) -> None:
-        """Nobody wants these responses any more."""
+        """Abort the responses that have not ended: their client has gone."""
         mine = set(progress.sequences)
         self.scheduler.abort(mine.__contains__, CLIENT_GONE)
 
     async def serve_version(self, wanted: int, timeout_s: float) -> None:
-        """Wait until weights of at least this version are served; raises VersionUnavailable."""
+        """Wait until weights of at least this version are served. Raises VersionUnavailable after ``timeout_s``."""
         if self.version >= wanted:
             return
         self._awaiting_version += 1
@@ -269,7 +269,7 @@ class BuiltinEngine:
             self._awaiting_version -= 1
 
     async def probe(self, timeout_s: float = 20.0) -> None:
-        """Generate a token in whatever phase; raises EngineFailed when that does not work, or its log-prob is no number."""
+        """Generate one token, in any phase. Raises EngineFailed when that fails, or its log-prob is not finite."""
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
         generate = Generate(

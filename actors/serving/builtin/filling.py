@@ -13,9 +13,9 @@ from weightstore.store import snapshot
 
 
 def fill_from_directory(weights: Weights, directory: Path) -> None:
-    """Fill and seal a set of weights; raises UpdateRefused unless every tensor is there once, with its shape.
+    """Fill and seal a set of weights. Raises UpdateRefused unless every tensor is there once, with its shape.
 
-    A snapshot is verified first, byte by byte (SnapshotBroken); a plain model directory has no checksums.
+    A snapshot is verified first, byte by byte (raises SnapshotBroken); a plain model directory has no checksums.
     """
     if (directory / snapshot.MANIFEST).exists():
         snapshot.verify(directory)
@@ -40,8 +40,8 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
 
 
 def fill_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tensor | None:
-    """Copy the tensors of a flat bucket to where they belong, unsealed. Gives an output projection that is tied to the embedding: it has
-    no place of its own."""
+    """Copy the tensors of a flat bucket into ``weights``, which are not sealed. Returns an output projection that is tied to the embedding:
+    it has no place of its own."""
     alias = None
     weights.writes += 1
     for spec, place in bucket.places():
@@ -54,17 +54,17 @@ def fill_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tenso
         else:
             alias = tensor.to(weights.dtype, copy=True)
     if message.is_cuda and weights.device.type == "cuda":
-        torch.cuda.synchronize(weights.device)  # whoever sent it may write there again
+        torch.cuda.synchronize(weights.device)  # the sender may write there again
     return alias
 
 
 def seal(weights: Weights) -> None:
-    """They are complete: compute what is derived, and have it all there."""
+    """Compute the derived tensors of complete weights, and wait until all copies are done."""
     weights.seal()
     if weights.device.type == "cuda":
         torch.cuda.synchronize(weights.device)  # the decoding thread must not overtake the copies
 
 
 def report_of_weights(weights: Weights) -> ChecksumReport:
-    """Their checksums, with those of a tied output projection."""
+    """Return the checksums of the weights, with those of a tied output projection."""
     return report_checksums(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))

@@ -1,7 +1,7 @@
-"""What an engine serves, lent to engines that come late: written as a snapshot when it is asked for, kept while it is read.
+"""Peer snapshots: the served weights, written as a snapshot when an engine that catches up requests them, and kept while it is read.
 
 Pushes go on meanwhile, and are not delayed: they fill the standby copy, and only a second one would write into weights that are being read.
-That is noticed, and what was written is thrown away. Knows no HTTP and no bus.
+That is detected, and the snapshot is discarded. Knows no HTTP and no bus.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from weightstore.store import snapshot
 log = logging.getLogger(__name__)
 
 KEEP_S = 60.0
-"""A snapshot that nobody has read from for so long is removed."""
+"""Seconds without a read after which a snapshot is removed."""
 AT_ONCE = 2
-"""Snapshots on the disk."""
+"""Most snapshots on the disk at a time."""
 _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
@@ -38,17 +38,17 @@ class Lending:
     def __init__(
         self, served: Callable[[], Awaitable[tuple[int, Weights]]], model_dir: Path, *, write: Callable[..., Any] = snapshot.write
     ) -> None:
-        """``served`` gives version and weights that belong together."""
+        """``served`` returns a version and its weights."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
         self._scratch: Scratch | None = None
         self._making = asyncio.Lock()
         self._used_s: dict[str, float] = {}
         self._readers: Counter[str] = Counter()
-        """Files that are being sent."""
+        """Number of files that are being sent, by snapshot."""
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
-        """A file of a snapshot. Raises NotLent when that version or kind of weights is not served, or no such file is part of it."""
+        """Return a file of a snapshot. Raises NotLent when that version or kind of weights is not served, or no such file is part of it."""
         directory = await self._at(name)
         self._use(name)
         if "/" in file or not (directory / file).is_file():
@@ -57,7 +57,7 @@ class Lending:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """While entered the snapshot is kept, whatever comes."""
+        """Keep the snapshot until this context is left."""
         self._readers[name] += 1
         try:
             yield
@@ -84,12 +84,12 @@ class Lending:
             task = asyncio.create_task(self._write(name), name=f"snapshot {name[:20]}")
             self._writing[name] = task
             task.add_done_callback(lambda done: self._written(name, done))
-        return await asyncio.shield(self._writing[name])  # whoever hangs up lets it be written for whoever asks again
+        return await asyncio.shield(self._writing[name])  # a peer that hangs up does not stop it: the next request finds it written
 
     def _written(self, name: str, task: "asyncio.Task[Path]") -> None:
         del self._writing[name]
         if not task.cancelled():
-            task.exception()  # whoever asked has it, or has gone
+            task.exception()  # the peer has received it, or has gone
 
     async def _write(self, name: str) -> Path:
         match = _NAME.fullmatch(name)
@@ -115,7 +115,7 @@ class Lending:
         return path
 
     def _prune(self) -> None:
-        """Remove what is not read any more; a file that is open stays readable for whoever has it."""
+        """Remove snapshots that are not read any more; a file that is open stays readable."""
         now = time.monotonic()
         for name in [name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]]:
             del self._used_s[name], self._readers[name]
@@ -125,6 +125,6 @@ class Lending:
 
 
 def _kinds(weights: Weights) -> list[dict[str, Tensor]]:
-    """The tensors, and where the output projection is tied to the embedding, also with it under its own name."""
+    """Return the tensors, and once more with an output projection that is tied to the embedding under its own name."""
     alias = {HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}
     return [dict(weights.named), weights.named | alias]

@@ -1,4 +1,4 @@
-"""The loop's side of one /generate: which of its responses have moved, and which have ended. Used in the loop's thread only."""
+"""Progress of one /generate request: which of its responses have new tokens, and which have ended. Used in the loop's thread only."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ class Progress:
         self.sequences: list[Sequence] = []
         self._places: dict[Sequence, int] = {}
         self._moved: dict[int, tuple[int, bool]] = {}
-        """Place -> (tokens that may be read, ended), since it was last looked at."""
+        """Place -> (number of tokens that may be read, ended), since the last read."""
         self._left = 0
         self._wake = asyncio.Event()
 
@@ -35,12 +35,12 @@ class Progress:
             self._wake.set()
 
     async def finished(self) -> list[Sequence]:
-        """Wait for all; the scheduler ends every sequence it was given, so the bound is the request's own."""
+        """Wait until all have ended. The scheduler ends every sequence that it is given, so the bound is the request's own."""
         await self._wake.wait()
         return self.sequences
 
     async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
-        """(place, tokens that may be read, ended), the newest state only, until all have ended."""
+        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until all have ended."""
         while True:
             await self._wake.wait()
             self._wake.clear()

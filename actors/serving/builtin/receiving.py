@@ -1,4 +1,4 @@
-"""The receiving end of a process group: messages in the order asked, one on its way while the one before is written."""
+"""The receiving end of a process group: messages in the order requested, one in transit while the one before is written."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ class Group(Protocol):
     """The receiving end of a push (``weightstore.transport.broadcast``)."""
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
-        """The next message, in this memory if it can be."""
+        """Return the next message, received into ``into`` where possible."""
         ...
 
     def close(self) -> None: ...
@@ -26,16 +26,16 @@ class Group(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """A message on its way."""
+    """A message in transit."""
 
     bucket: Bucket
     joined: "Joined"
     place: Tensor | None
-    """Where in the standby copy it is received."""
+    """Memory of the standby copy into which it is received; None = it is received into memory of the group."""
     future: "asyncio.Future[Tensor]"
 
     def pass_over(self) -> None:
-        """Nobody will write it."""
+        """Give the memory of a message back once it is received: the message is not needed."""
         if self.place is None:
             self.future.add_done_callback(self._give_back)
 
@@ -45,7 +45,7 @@ class Incoming:
 
 
 class Joined:
-    """A group, and memory for its messages: one is received, in the order asked, while the one before is written."""
+    """A group, and memory for its messages: one is received, in the order requested, while the one before is written."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -57,7 +57,7 @@ class Joined:
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """By one request at a time. Raises TimeoutError."""
+        """Reserve the group for one request at a time. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:
@@ -66,14 +66,14 @@ class Joined:
             self._used.release()
 
     async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Ask for the next message. Without ``into`` it waits for memory, to be given back when the message is written. Raises PeerLost."""
+        """Request the next message. Without ``into`` this waits for memory, to be given back (``give_back``) later. Raises PeerLost."""
         loop, lent = asyncio.get_running_loop(), into is None
         if into is None:
             await self._free.acquire()
             into = self._memory.pop()
         try:
             future = loop.run_in_executor(self._thread, self.group.receive, num_bytes, timeout_s, into)
-        except RuntimeError as error:  # its thread has been told to end
+        except RuntimeError as error:  # its thread is shut down
             raise PeerLost("of the push", "receiving", "the group was left meanwhile") from error
         self.receiving += 1
         future.add_done_callback(lambda future: self._received(future, lent=lent))
@@ -83,7 +83,7 @@ class Joined:
         self.receiving -= 1
         if not lent:
             return
-        if future.cancelled() or future.exception() is not None:  # the memory may be written yet
+        if future.cancelled() or future.exception() is not None:  # the memory may still be written
             self.give_back(torch.empty(0, dtype=torch.uint8))
 
     def give_back(self, message: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""From scores to tokens: temperature, top-k and top-p, seeded, a whole batch at once.
+"""Sampling tokens from scores: temperature, top-k and top-p, seeded, a whole batch at once.
 
 A draw depends on nothing but its own row: (seed, position) -> uniform number by a counter-based hash -> inverse of the cumulative
-distribution in fp64. (The scores themselves come from a batched product, whose last bits depend on the batch: in fp32 that turns a
+distribution in fp64. (The last bits of the scores depend on the batch, as they come from a batched product: in fp32 that turns a
 draw about once in 10^5 tokens, in bf16 more often.) The log-prob returned is that of the distribution that was sampled from, fp32;
 of a greedy row (temperature 0) it is the untempered one, as SGLang gives it.
 
@@ -25,7 +25,7 @@ NO_TOP_K = int(np.iinfo(np.int64).max)
 
 
 def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A number in (0, 1) for every (seed, position).
+    """Return a number in (0, 1) for every (seed, position).
 
     Source: SplitMix64's output function (Steele, Lea, Flood 2014), applied to the seed, then to a counter on top of it, so that
     neighbouring seeds do not share a sequence shifted by one.
@@ -42,7 +42,7 @@ def _mix(state_N: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Sampler:
-    """How each row of a batch is to be drawn; built when the batch changes, used for every step."""
+    """Sampling parameters of every row of a batch; built when the batch changes, used for every step."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
         greedy_N = np.array([each.temperature == 0 for each in params])
@@ -59,7 +59,7 @@ class Sampler:
         self._top_k_F1 = torch.from_numpy(top_k_N[filtered_N]).to(device)[:, None]
 
     def draw(self, scores_NV: Tensor, positions_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """One token per row for the given positions, and its log-prob (not finite where the scores were not)."""
+        """Return one token per row for the given positions, and its log-prob (not finite where the scores were not)."""
         if self._temperatures_N1 is not None:
             scores_NV = scores_NV / self._temperatures_N1
         log_probs_NV = torch.log_softmax(scores_NV, -1)
@@ -83,7 +83,7 @@ class Sampler:
         return torch.searchsorted(cumulative_NV, target_N1, right=True)[:, 0].clamp_max(log_probs_NV.shape[-1] - 1)
 
     def _filter(self, log_probs_FV: Tensor) -> Tensor:
-        """Keep the ``top_k`` most probable tokens, and of all tokens the fewest whose probabilities reach ``top_p``; renormalise.
+        """Keep the ``top_k`` most probable tokens, and of all tokens the fewest that together reach ``top_p``; renormalise.
 
         Both limits look at the unfiltered distribution (as SGLang's "joint" order); ties go to the lower token id.
         """

@@ -7,9 +7,9 @@
                                    waits for a call when nothing runs and nothing waits, or while paused
 
 Where learner and engine share an accelerator, the memory of the weights, and of keys and values, can be released: then nothing is computed
-until both are there again, and what ran goes on after that.
+until both are there again, and the running sequences continue after that.
 
-Everything else talks to it by ``call``: a function run by the thread between two steps. That is why a flip of the weights is an
+All other code uses it by ``call``: a function run by the thread between two steps. That is why a flip of the weights is an
 assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no transport.
 
 Shape letters: N = running rows, U = different prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill, V = vocabulary.
@@ -40,55 +40,55 @@ from actors.serving.builtin.weights import Weights
 log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192
-"""Padded tokens of the prompts read between two decoding steps (one longer prompt is read whole)."""
+"""Most padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled whole)."""
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
 CLIENT_GONE, CLOSING, ABORTED_BY_ID = "The client has gone", "The engine is closing", "Aborted"
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
-"""What memory can be released of, under SGLang's names."""
+"""Kinds of memory that can be released, under SGLang's names."""
 UNRELATED = (CLIENT_GONE, CLOSING, ABORTED_BY_ID)
-"""Reasons of an abort that no weight update is to blame for."""
+"""Reasons of an abort that are not caused by a weight update."""
 
 Result = TypeVar("Result")
 Event = tuple[Sequence, int, bool]
-"""A sequence, how many of its tokens may be read, and whether it has ended."""
+"""A sequence, the number of its tokens that may be read, and whether it has ended."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What the thread has done; written by it alone, read by anyone."""
+    """Counters of the thread, which alone writes them; any thread may read them."""
 
     tokens_generated: int = 0
     prompt_tokens: int = 0
     prefill_tokens: int = 0
-    """Prompt tokens computed; what shared prefixes saved is the difference to ``prompt_tokens``."""
+    """Prompt tokens computed; shared prefixes have saved the difference to ``prompt_tokens``."""
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_aborted_by_pushes: int = 0
-    """Of them, those ended by a pause of mode ``abort``, or while a weight update was open by anything but their
-    client or the engine's end."""
+    """Number of aborted requests that were ended by a pause of mode ``abort``, or while a weight update was open by
+    anything but their client or the engine's end."""
     requests_failed: int = 0
     steps: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
     idle_s: float = 0.0
+    """Seconds spent waiting for requests."""
     decode_cpu_s: float = 0.0
     """CPU time of the decoding thread."""
-    """Waiting for requests."""
     paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A running sequence whose prompt others may copy: its keys and values, and the scores of its first token."""
+    """A running sequence, from which others with the same prompt copy keys, values and the scores of the first token."""
 
     sequence: Sequence
     scores_V: Tensor
 
 
 class Scheduler:
-    """The decoding thread. ``post(events)`` hands what was produced to the loop's thread; it must not block."""
+    """The decoding thread. ``post(events)`` passes events to the loop's thread; it must not block."""
 
     def __init__(
         self,
@@ -106,14 +106,14 @@ class Scheduler:
         self.counters = Counters()
         self.paused = False
         self.updating = False
-        """A weight update is open: set by its owner, for the counters."""
+        """True while a weight update is open: set by its owner, for the counters."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         self.released: frozenset[str] = frozenset()
-        """Whose memory has been given up: some of KV_CACHE, WEIGHTS."""
+        """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
         self._shape = weights.shape
         self._weights: Weights | None = weights
-        """None from their release until new ones have come."""
+        """None from the release of their memory until the next flip."""
         self._post, self._threads = post, threads
         self._max_running, self._share_prefix = max_running, share_prefix
         self._device, self._dtype = weights.device, weights.dtype
@@ -143,7 +143,7 @@ class Scheduler:
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
-        """Abort what is unfinished and end the thread."""
+        """Abort all unfinished sequences and end the thread."""
         if self._thread.is_alive():
             self.call(self._close)
             self._thread.join(timeout_s)
@@ -170,11 +170,11 @@ class Scheduler:
         return self.call(lambda: self.waiting.extend(sequences))
 
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
-        """End matching sequences with what they have; gives their number."""
+        """End matching sequences with their tokens so far. Returns their number."""
         return self.call(lambda: self._abort(wanted, message))
 
     def pause(self, mode: str) -> "Future[None]":
-        """``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends everything there is."""
+        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every sequence."""
         return self.call(lambda: self._pause(mode))
 
     def resume(self) -> "Future[None]":
@@ -182,26 +182,26 @@ class Scheduler:
 
     @property
     def held(self) -> bool:
-        """Nothing is generated, whatever waits."""
+        """True while nothing is generated, even if sequences wait."""
         return self.paused or bool(self.released) or self._weights is None
 
     def release(self, tags: frozenset[str]) -> "Future[int]":
-        """Give up memory; gives the tokens generated so far. Raises UpdateRefused while something runs and nothing is paused."""
+        """Release memory. Returns the tokens generated so far. Raises UpdateRefused while sequences run and decoding is not held."""
         return self.call(lambda: self._release(tags))
 
     def restore(self, tags: frozenset[str]) -> "Future[int]":
-        """Take memory again, and with that of keys and values end a pause; gives the tokens generated so far.
+        """Take released memory again, and with that of keys and values end a pause. Returns the number of tokens generated so far.
 
-        Weights are not there before a ``flip``.
+        There are no weights before a ``flip``.
         """
         return self.call(lambda: self._restore(tags))
 
     def flip(self, weights: Weights, version: int) -> "Future[tuple[Weights | None, float]]":
-        """Serve these weights from the next step on; gives the old ones and the seconds that decoding was held up."""
+        """Serve these weights from the next step on. Returns the old ones and the seconds for which decoding was held up."""
         return self.call(lambda: self._flip(weights, version))
 
     def flush(self) -> "Future[bool]":
-        """Forget cached keys and values; False when sequences need them."""
+        """Forget cached keys and values. Returns False when running sequences need them."""
         return self.call(self._flush)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Scheduler:
             self._fail_all(f"decoding step failed: {error!r}")
 
     def _take_calls(self) -> None:
-        """Run what has been asked for; wait when there is nothing else to do."""
+        """Run the queued calls; wait for one when there is nothing else to do."""
         while not self._closed:
             busy = not self.held and (self.running or self.waiting)
             try:
@@ -283,14 +283,14 @@ class Scheduler:
             started = time.perf_counter()
 
     def _copy_prompt(self, sequence: Sequence) -> None:
-        """The same prompt is being answered: its keys, values and first scores need not be computed again."""
+        """Admit a sequence by copying keys, values and first scores from a running one with the same prompt."""
         donor, row = self._donors[sequence.key], len(self.running)
         self._slots.move(self.running.index(donor.sequence), row, sequence.length)
         self._enter([sequence], cached=True)
         self._sample([sequence], donor.scores_V[None].clone(), first_row=row)
 
     def _next_prompts(self, budget: int) -> dict[bytes, list[Sequence]]:
-        """From the head of the queue: prompts of similar length that fit, each with all neighbours that have the same one."""
+        """Take prompts of similar length that fit from the head of the queue, each with all neighbours that have the same one."""
         free, tokens, longest = self._max_running - len(self.running), 0, 0
         prompts: dict[bytes, list[Sequence]] = {}
         while self.waiting and free > 0:
@@ -307,7 +307,7 @@ class Scheduler:
         return prompts
 
     def _prefill(self, prompts: dict[bytes, list[Sequence]]) -> int:
-        """Read prompts, sample their first tokens; gives the number of padded tokens."""
+        """Prefill prompts and sample their first tokens. Returns the number of padded tokens."""
         first_row, admitted = len(self.running), [sequence for same in prompts.values() for sequence in same]
         for same in prompts.values():
             self._enter(same[:1], cached=False)
@@ -345,7 +345,7 @@ class Scheduler:
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """One token for every running sequence."""
+        """Generate one token for every running sequence."""
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
@@ -364,7 +364,7 @@ class Scheduler:
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
-        """What the next steps need to know of the batch, as arrays."""
+        """Build the sampler and the arrays of last tokens and positions for the next steps."""
         self._sampler = Sampler([each.params for each in self.running], [each.seed for each in self.running], self._device)
         self._last_N = np.array([each.tokens[-1] for each in self.running], np.int64)
         self._positions_N = np.array([each.length - 1 for each in self.running], np.int64)
@@ -376,7 +376,7 @@ class Scheduler:
         return self._rope.at(positions_BT)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
-        """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave."""
+        """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave the batch."""
         for row, sequence in enumerate(sequences):
             if sequence.suppressed and len(sequence.tokens) < sequence.params.min_new_tokens:
                 scores_NV[row, sequence.suppressed] = float("-inf")
@@ -400,7 +400,7 @@ class Scheduler:
             self._leave(row)
 
     def _append(self, sequence: Sequence, token: int, log_prob: float) -> bool:
-        """True when it ends, also by an error of its own (its text cannot be made, say): that is nobody else's."""
+        """Append a token. Returns True when the sequence ends, also by an error of its own (its text cannot be decoded, for example)."""
         try:
             return sequence.append(token, log_prob)
         except Exception as error:
@@ -415,7 +415,7 @@ class Scheduler:
                 self._slots.wipe(self.running.index(sequence))
 
     def _leave(self, row: int) -> None:
-        """Take a row out and tell of its end; the last row takes its place."""
+        """Take a row out and report the end of its sequence; the last row takes its place."""
         sequence, last = self.running[row], len(self.running) - 1
         if row != last:
             self.running[row] = self.running[last]
@@ -483,7 +483,7 @@ class Scheduler:
         self.released -= tags
         if KV_CACHE in back:
             self._slots.reset()
-        if KV_CACHE in tags:  # a release may have failed behind its pause
+        if KV_CACHE in tags:  # a release may have failed after its pause
             self.paused = False
         return self.counters.tokens_generated
 
@@ -511,7 +511,7 @@ class Scheduler:
             self._slots.reset()
 
     def _fail_all(self, reason: str) -> None:
-        """After a step that failed nothing of the batch can be trusted; what waits is untouched."""
+        """End the whole batch: after a failed step none of it can be trusted. Waiting sequences are not affected."""
         for sequence in self.running:
             sequence.fail(str(EngineFailed("builtin", reason)))
             self._tell_end(sequence)

@@ -1,6 +1,6 @@
-"""One response in the making: what the scheduler appends to, and what the server tells of it. Knows no tensor.
+"""A response while it is generated: its tokens, log-probs, version spans and finish reason. Knows no tensor.
 
-The decoding thread writes; the loop's thread reads only prefixes that it was told are there.
+The decoding thread writes; the loop's thread reads only prefixes that the scheduler has reported to it.
 """
 
 import itertools
@@ -18,16 +18,16 @@ from actors.text.text import StopStrings, Text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The facts of a model on which the end of a response depends."""
+    """The properties of a model on which the end of a response depends."""
 
     eos_ids: frozenset[int]
     max_context: int
     text: Text | None
-    """Its tokenizer; None = it has none, and stop strings are not looked for."""
+    """Tokenizer; None = the model has none, and stop strings are not searched for."""
 
 
 class Sequence:
-    """A prompt and the tokens that follow it, with log-probs and the versions that made them."""
+    """A prompt and the tokens that follow it, with log-probs and the versions that generated them."""
 
     __slots__ = (
         "arrived_s",
@@ -66,13 +66,13 @@ class Sequence:
     ) -> None:
         self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = rid, prompt, params, seed, sink, stream
         self.key = prompt.tobytes()
-        """Equal keys = equal contexts to prefill."""
+        """Key of the context to prefill: equal keys = equal contexts."""
         self.begun: list[int] = prompt[len(prompt) - continued_tokens :].tolist()
         """Tokens of the response that came with the prompt; only its text and its stop strings need them."""
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.spans: list[tuple[int, int]] = []
-        """(version, index of its first token)."""
+        """Spans, as (version, index of its first token)."""
         self.max_new_tokens = min(params.max_new_tokens, model.max_context - len(prompt))
         enders = model.eos_ids | params.stop_token_ids
         self.stop_ids = frozenset() if params.ignore_eos else enders
@@ -81,7 +81,7 @@ class Sequence:
         self.stop_strings = StopStrings(model.text, params.stop) if params.stop and model.text else None
         self.finish: dict[str, Any] | None = None
         self.error: str | None = None
-        """Why the engine could not complete it, by its own fault."""
+        """Failure of the engine that ended the response; None = there was none."""
         self.cached_tokens = 0
         self.retractions = 0
         self.arrived_s = time.perf_counter()
@@ -91,16 +91,16 @@ class Sequence:
         return len(self.prompt) + len(self.tokens)
 
     def context(self) -> NDArray[np.int32]:
-        """All tokens so far."""
+        """Return all tokens so far, the prompt's included."""
         return np.concatenate((self.prompt, np.asarray(self.tokens, np.int32))) if self.tokens else self.prompt
 
     def enter(self, version: int) -> None:
-        """Tokens appended from now on are of this version."""
+        """Begin a span: tokens appended from now on are of this version."""
         if not self.spans or self.spans[-1][0] != version:
             self.spans.append((version, len(self.tokens)))
 
     def append(self, token: int, log_prob: float) -> bool:
-        """Add a token; True when the response ends with it."""
+        """Add a token. Returns True when the response ends with it."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if token in self.stop_ids:
@@ -119,12 +119,12 @@ class Sequence:
         self.abort(error)
 
     def retract(self) -> None:
-        """Back to the queue: its keys and values are gone."""
+        """Count a return to the queue. The keys and values are gone, so the key is that of the whole context."""
         self.retractions += 1
         self.key = self.context().tobytes()
 
     def weight_versions(self, num_tokens: int) -> list[dict[str, Any]]:
-        """Spans of the first ``num_tokens`` tokens, empty ones left out."""
+        """Return the spans of the first ``num_tokens`` tokens, empty ones left out."""
         edges = [*(start for _, start in self.spans[1:]), num_tokens]
         spans = ((version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False))
         return [{"version": str(version), "start": start, "end": end} for version, start, end in spans if end > start]

@@ -1,6 +1,6 @@
 """SGLang's HTTP API over the built-in engine: paths, JSON and status codes, nothing else.
 
-400 = the request is wrong (it says why), 409 = its learner epoch is stale, 500 = the engine failed, 503 = it does not serve now.
+400 = the request is wrong (the message states why), 409 = its learner epoch is stale, 500 = the engine failed, 503 = it does not serve now.
 """
 
 import asyncio
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 PAUSE_MODES = ("abort", "retract", "in_place")
 UPDATE_S = 60.0
-"""Bound on joining a group and on receiving a bucket, unless the request says another."""
+"""Time-out of joining a group and of receiving a bucket, unless the request has another."""
 HEALTH_S = 20.0
 LENT_S = 3600.0
-"""Bound on sending a file of a snapshot: whoever reads it may be frozen."""
+"""Time-out of sending a file of a snapshot: its reader may be frozen."""
 
 
 class Server:
@@ -101,7 +101,7 @@ class Server:
         return web.json_response(states if generate.many else states[0])
 
     async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
-        """Server-sent events, each with everything so far; a slow reader skips states, never tokens."""
+        """Send server-sent events, each with all tokens so far; a slow reader skips states, never tokens."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         async for state in self._states(generate, progress):
@@ -116,7 +116,7 @@ class Server:
 
     @asynccontextmanager
     async def _submitted(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[Generate, Progress]]:
-        """A body of /generate, checked, and its responses in the making; what is left of them at the end is not wanted."""
+        """Check a body of /generate and submit its responses; those that have not ended when this context is left are aborted."""
         engine = self._engine
         engine.want_servable()
         generate = parse_generate(body, engine.limits)
@@ -130,7 +130,7 @@ class Server:
                 engine.abandon(progress)
 
     async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[dict[str, Any]]:
-        """Every response when it has ended, in order; or, streamed, whenever it has grown."""
+        """Yield every response in order, once all have ended; or, streamed, each whenever it has grown."""
         if not generate.stream:
             await progress.finished()
             for place in range(len(progress.sequences)):
@@ -178,7 +178,7 @@ class Server:
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
-    # -- what it is -------------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         self._engine.want_servable()
@@ -340,14 +340,14 @@ class Server:
         return _Lent(await lending.file(name, request.match_info["file"]), lambda: lending.reading(name))
 
     async def _command(self, request: web.Request) -> Mapping[str, Any]:
-        """The body of a command that a learner sends: its epoch is checked first."""
+        """Return the body of a learner's command; its epoch is checked first."""
         body = await body_of(request)
         await self._engine.authority.admit(self._updates, body, self._engine.url, request.path)
         return body
 
 
 class _Lent(web.FileResponse):
-    """A file that is in use until it has been sent, which is in ``prepare``."""
+    """A file of a snapshot, which is in use until ``prepare`` has sent it."""
 
     def __init__(self, path: Path, reading: Callable[[], AbstractContextManager[None]]) -> None:
         super().__init__(path)
@@ -360,12 +360,12 @@ class _Lent(web.FileResponse):
 
 
 async def _to_its_end(called: "Future[Result]") -> Result:
-    """What the decoding thread was asked for is done, even if the client hangs up."""
+    """Wait for a call of the decoding thread, which is run even if the client hangs up."""
     return await asyncio.shield(asyncio.wrap_future(called))
 
 
 def _specs(body: Mapping[str, Any]) -> list[TensorSpec]:
-    """As announced in SGLang's JSON; raises BadRequest, and UpdateRefused for what no tensor can have."""
+    """Return the tensors announced in SGLang's JSON. Raises BadRequest, and UpdateRefused for values that no tensor can have."""
     names, dtypes, shapes = (need(body, name, list) for name in ("names", "dtypes", "shapes"))
     if not len(names) == len(dtypes) == len(shapes):
         raise BadRequest(f"names, dtypes, shapes: want equal lengths, got {len(names)}, {len(dtypes)}, {len(shapes)}")

@@ -1,4 +1,4 @@
-"""What a model directory says about its model: sizes, rotary embedding, names and shapes of its tensors. Loads no torch."""
+"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. Loads no torch."""
 
 import json
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Rope:
     """default | linear | llama3."""
     theta: float = 10000.0
     factor: float = 1.0
-    """Positions (linear) or low frequencies (llama3) are slowed down by it."""
+    """Factor by which positions (linear) or low frequencies (llama3) are slowed down."""
     low_turns: float = 1.0
     high_turns: float = 4.0
     original_context: int = 8192
@@ -40,21 +40,21 @@ class ModelShape:
     max_positions: int
     norm_eps: float
     tied: bool
-    """The output projection is the embedding."""
+    """True when the output projection is the embedding."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     head_norm: bool
-    """Queries and keys are normalised per head (Qwen3)."""
+    """True when queries and keys are normalised per head (Qwen3)."""
     rope: Rope
     eos_ids: tuple[int, ...]
     architecture: str
 
     @classmethod
     def read(cls, model_dir: Path) -> "ModelShape":
-        """From config.json (and generation_config.json, where it has end-of-sequence ids).
+        """Return the shape in config.json (and generation_config.json, where it has end-of-sequence ids).
 
-        Raises UnsupportedModel naming the setting that no decoder here follows.
+        Raises UnsupportedModel with the setting that the decoder does not support.
         """
         path = model_dir / "config.json"
         try:
@@ -66,7 +66,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
-        """From the map in a config.json, which ``where`` names. Raises UnsupportedModel."""
+        """Return the shape in the map of a config.json; ``where`` is its path in errors. Raises UnsupportedModel."""
         try:
             _check_supported(config, where)
             return _from_config(config, eos_ids=eos_ids, where=where)
@@ -76,7 +76,7 @@ class ModelShape:
             raise UnsupportedModel(where, f"want sizes as a Hugging Face configuration has them: {error}") from error
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
+        """Return Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
@@ -169,7 +169,7 @@ def _rope(config: Mapping[str, Any], where: str) -> Rope:
 
 
 def eos_ids_of(config: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
-    """Of both configuration files; the tokenizer's own comes on top (``Text``)."""
+    """Return the end-of-sequence ids of both configuration files; the engine adds the tokenizer's own (``Text``)."""
     found: set[int] = set()
     generation = model_dir / "generation_config.json"
     sources = [config, json.loads(generation.read_text(encoding="utf-8"))] if generation.exists() else [config]

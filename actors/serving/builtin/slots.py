@@ -1,6 +1,6 @@
 """Keys and values of the running sequences: one row each, rows 0 .. n-1 in use and kept compact. Knows no sequence and no model.
 
-Rows grow together, doubling, up to the longest context: memory follows what is in use and not what might be.
+Rows grow together, doubling, up to the longest context: memory follows the lengths in use, not the longest possible ones.
 
 Shape letters: S = slots, L = positions, K = key/value heads, G = query heads per key/value head, H = K * G, D = head size,
 N = running rows, U = prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill (R >= U: rows may share a prompt).
@@ -33,7 +33,7 @@ class KVSlots:
         self._allocate(min(FIRST_LENGTH, self.max_length))
 
     def free(self) -> None:
-        """Keep no memory; ``reset`` before the next use."""
+        """Free all memory; ``reset`` comes before the next use."""
         self.length = 0
         self.layers.clear()
         self._store = torch.zeros(0, dtype=self._dtype, device=self._device)
@@ -59,11 +59,11 @@ class KVSlots:
         self._store[:, :, row] = 0
 
     def decoding(self, positions_N: Tensor, length: int) -> "DecodeAttention":
-        """One token per running row, at its position; ``length`` = the largest position + 1."""
+        """Return the attention of one token per running row, at its position; ``length`` = the largest position + 1."""
         return DecodeAttention(self, positions_N, length)
 
     def prefilling(self, first_row: int, prompt_R: Tensor) -> "PrefillAttention":
-        """Whole prompts into rows ``first_row ..``; row r takes the keys of prompt ``prompt_R[r]``."""
+        """Return the attention of whole prompts in rows ``first_row ..``; row r takes the keys of prompt ``prompt_R[r]``."""
         return PrefillAttention(self, first_row, prompt_R)
 
     def _allocate(self, length: int) -> None:
@@ -98,7 +98,7 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Causal attention within prompts that start at position 0, padded on the right: padding is never looked at by a real token."""
+    """Causal attention within prompts that start at position 0, padded on the right: no real token attends to padding."""
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_R: Tensor) -> None:
         self._slots, self._prompt_R = slots, prompt_R

@@ -3,9 +3,9 @@
     begin -> bucket, bucket, ... -> end = flip between two decoding steps
                                     (refused unless every tensor came exactly once)
 
-Whatever goes wrong before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and leaves
-the served weights as they are. Where the memory of the weights has been released there are none to serve: the first whole update after its
-resume brings them, and until then nothing is generated. Knows no HTTP. Used in the loop's thread; what blocks runs in threads by name.
+Any failure before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and leaves
+the served weights as they are. Where the memory of the weights has been released there are none to serve: the first complete update after
+its resume brings them, and until then nothing is generated. Knows no HTTP. Used in the loop's thread; blocking work runs in other threads.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 OPEN_S = 60.0
-"""An engine that catches up waits so long for a push to end, before it takes weights instead."""
+"""Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 LOOK_S = 0.02
 Result = TypeVar("Result")
 
@@ -45,13 +45,13 @@ class Update:
     epoch: int
     version: int | None
     received: dict[str, None] = field(default_factory=dict)
-    """Names, in the order in which they came."""
+    """Names of the tensors received, in order of arrival."""
     coming: set[str] = field(default_factory=set)
-    """Those asked for."""
+    """Names of the tensors requested so far."""
     alias: Tensor | None = None
-    """An output projection sent although it is tied to the embedding: kept to be compared."""
+    """Output projection that was sent although it is tied to the embedding; kept to be compared."""
     is_sent: bool = True
-    """It comes in messages, not from a directory."""
+    """True when the update comes in messages, not from a directory."""
 
 
 class WeightUpdates:
@@ -59,10 +59,10 @@ class WeightUpdates:
 
     def __init__(self, served: Weights, scheduler: Scheduler, *, on_update: Callable[[int, int], None]) -> None:
         self.epoch = 0
-        """The highest seen."""
+        """Highest learner epoch seen."""
         self.completed = 0
         self.stall_s = 0.0
-        """Seconds that flips have held up decoding, all together."""
+        """Sum of the seconds for which flips have held up decoding."""
         self._shape, self._dtype, self._device = served.shape, served.dtype, served.device
         self._sizes = served.shape.tensors()
         if served.shape.tied:
@@ -73,15 +73,15 @@ class WeightUpdates:
         self._open: Update | None = None
         self._groups: dict[str, Joined] = {}
         self._order: tuple[str, ...] = ()
-        """Names as the last push brought them: the next standby copy lies in memory like that."""
+        """Names in the order of the last push: the next standby copy has this order in memory."""
         self._straight: set[asyncio.Future[Tensor]] = set()
-        """Messages that are received right into the standby copy. Nothing else may use that copy while one is late."""
+        """Messages that are received directly into the standby copy. Nothing else may use that copy while one is late."""
         self._writing = asyncio.Lock()
         """Held while the standby copy is written or swapped."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, verb: Coroutine[Any, Any, Result]) -> Result:
-        """Run a verb of this class to its end even if the caller is cancelled: a client that hangs up must not
+        """Run an operation of this class to its end even if the caller is cancelled: a client that hangs up must not
         release the standby copy while a thread still writes it."""
         task = asyncio.create_task(verb)
         self._tasks.add(task)
@@ -91,10 +91,10 @@ class WeightUpdates:
     def _carried_out(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller has it, or has gone
+            task.exception()  # the caller has received it, or has gone
 
     def admit(self, epoch: int | None, what: str) -> None:
-        """Remember the epoch; raises StaleEpoch when a higher one was seen."""
+        """Record the epoch. Raises StaleEpoch when a higher one was seen."""
         if epoch is None:
             return
         if epoch < self.epoch:
@@ -104,7 +104,7 @@ class WeightUpdates:
     # -- groups ---------------------------------------------------------------------------------------------------------
 
     async def join(self, name: str, connect: Callable[[], Group]) -> None:
-        """Enter a process group; one of the same name is left first."""
+        """Join a process group; one of the same name is left first."""
         if name in self._groups:
             await self.leave(name)
         self._groups[name] = Joined(await asyncio.to_thread(connect))
@@ -116,7 +116,7 @@ class WeightUpdates:
         await asyncio.to_thread(joined.close)
 
     async def sender_left(self) -> None:
-        """Nothing more comes of an update that is open: it is discarded."""
+        """Discard an open update that comes in messages: its sender sends no more of them."""
         if self._open is not None and self._open.is_sent:
             self._discard("its sender has left")
 
@@ -126,7 +126,7 @@ class WeightUpdates:
         return self._groups[name]
 
     async def close(self) -> None:
-        """Leave all groups; what is under way gets a moment to end, and is cancelled then."""
+        """Leave all groups. Operations under way have ``CLOSE_S`` seconds to end, and are cancelled then."""
         for name in list(self._groups):
             await self.leave(name)
         if self._tasks:
@@ -139,11 +139,11 @@ class WeightUpdates:
 
     @property
     def whole(self) -> bool:
-        """There are weights to serve."""
+        """True when there are weights to serve."""
         return self._served is not None
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Give up memory; an open update is discarded with that of the weights. Raises UpdateRefused while requests are being decoded."""
+        """Release memory; with that of the weights an open update is discarded. Raises UpdateRefused while requests are being decoded."""
         async with self._writing:
             tokens = await asyncio.wrap_future(self._scheduler.release(tags))
             if WEIGHTS in tags:
@@ -154,7 +154,7 @@ class WeightUpdates:
         log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take memory again. Weights want an update then; keys and values are there at once, and a pause ends."""
+        """Take released memory again. Weights need an update then; with keys and values, which are usable at once, a pause ends."""
         async with self._writing:
             await self._restore(tags)
 
@@ -163,17 +163,17 @@ class WeightUpdates:
         log.info("memory resumed tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def came_meanwhile(self, version: int) -> bool:
-        """Wait for an update that is open, for ``OPEN_S`` at most: whether it has brought this version, or a newer one."""
+        """Wait for an open update, for ``OPEN_S`` at most. Returns whether this version, or a newer one, is served then."""
         if self._open is None:
             return False
         deadline = time.monotonic() + OPEN_S
         while self._open is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - it ends in many ways
             await asyncio.sleep(LOOK_S)
-        async with self._writing:  # it may be about to be served
+        async with self._writing:  # the flip may be under way
             return self.whole and self._scheduler.version >= version
 
     async def serve_directory(self, directory: Path, version: int | None) -> float:
-        """``load_directory`` by the engine itself: whatever was released is taken again, and it serves; a release comes before or after."""
+        """Take released memory again, load a directory and serve it; a release waits until that is done. Returns seconds as ``end``."""
         async with self._writing:
             had_released = bool(self._scheduler.released)
             if had_released:
@@ -190,7 +190,7 @@ class WeightUpdates:
     # -- an update ------------------------------------------------------------------------------------------------------
 
     async def begin(self, version: int | None) -> None:
-        """Open an update; one that is open is discarded."""
+        """Open an update. An update that is open already is discarded."""
         self._want_memory()
         if self._open is not None:
             self._discard("another one begins")
@@ -203,14 +203,17 @@ class WeightUpdates:
     async def receive(
         self, group_name: str, buckets: Sequence[Sequence[TensorSpec]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
-        """``begin``, every bucket in one flat message, and with ``serve`` the ``end``; each message within the time-out."""
+        """Begin an update, receive every bucket as one flat message, each within the time-out, and with ``serve`` end the update.
+
+        Returns seconds as ``end``, or None without ``serve``.
+        """
         await self.begin(version)
         update = self._current()
         await self._receive_all(update, group_name, [_bucket_of(specs) for specs in buckets], timeout_s)
         return await self._end(update) if serve else None
 
     async def bucket(self, group_name: str, specs: Sequence[TensorSpec], *, flat: bool, version: int | None, timeout_s: float) -> None:
-        """Receive tensors, flattened into one message or one by one, into the standby copy."""
+        """Receive tensors into the standby copy, flattened into one message or one by one."""
         update = self._current()
         update.version = version if version is not None else update.version
         # One by one is the same as buckets of one tensor each.
@@ -218,7 +221,7 @@ class WeightUpdates:
         await self._receive_all(update, group_name, [_bucket_of(each) for each in messages], timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """One is received while the one before is written. What goes wrong discards the update, and is UpdateRefused."""
+        """Receive buckets, each while the one before is written. Any failure discards the update and raises UpdateRefused."""
         specs = [spec for bucket in buckets for spec in bucket.specs]
         try:
             self._check(update, specs)
@@ -248,7 +251,7 @@ class WeightUpdates:
             raise UpdateRefused(f"receiving {num_bytes} bytes over group {group_name!r}: {str(error) or 'it is in use'}") from error
 
     async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Copy one flat bucket, which lies where this process can read it, into the standby copy."""
+        """Copy one flat bucket, from memory that this process can read, into the standby copy."""
         update = self._current()
         update.version = version if version is not None else update.version
         bucket = _bucket_of(specs)
@@ -271,7 +274,7 @@ class WeightUpdates:
             raise UpdateRefused(f"reading {bucket.num_bytes} bytes: {str(error) or 'not done in time'}") from error
 
     async def end(self, version: int | None) -> float:
-        """Serve what has been received; gives the seconds that decoding was held up."""
+        """Serve the received weights. Returns the seconds for which decoding was held up."""
         update = self._current()
         update.version = version if version is not None else update.version
         return await self._end(update)
@@ -279,7 +282,7 @@ class WeightUpdates:
     async def _end(self, update: Update) -> float:
         async with self._writing:
             try:
-                self._current()  # or another epoch has taken over meanwhile
+                self._current()  # another epoch may have taken over meanwhile
                 self._check_complete(update)
                 return await self._flip(update)
             except UpdateRefused as error:
@@ -288,13 +291,13 @@ class WeightUpdates:
                 raise
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Load weights from a directory with safetensors, whole or not at all; seconds as of ``end``."""
+        """Load all weights of a directory with safetensors, or none. Returns seconds as ``end``."""
         update = self._instead(version)
         async with self._writing:
             return await self._load(update, directory)
 
     def _instead(self, version: int | None) -> Update:
-        """Of an update that comes in messages."""
+        """Open an update from a directory, in place of one that comes in messages."""
         self._want_memory()
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")
@@ -316,20 +319,20 @@ class WeightUpdates:
             raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
 
     async def checksums(self) -> dict[str, str]:
-        """A digest of the bytes of every served tensor, by name, as SGLang has it."""
-        async with self._writing:  # whoever flips holds it, so these tensors are not written while they are read
+        """Return the digest of the bytes of every served tensor, by name, as SGLang computes it."""
+        async with self._writing:  # a flip holds it, so these tensors are not written while they are read
             named = self._want_whole().named
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
     async def served(self) -> tuple[int, Weights]:
-        """The version that is served, and its weights; the next push but one writes into them (``Weights.writes``). Raises NotLent."""
+        """Return the served version and its weights; the next push but one writes into them (``Weights.writes``). Raises NotLent."""
         async with self._writing:
             if self._served is None:
                 raise NotLent("the memory of the weights is released")
             return self._scheduler.version, self._served
 
     async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
+        """Return version and checksums of the served weights, or of those of the open update, which must be complete."""
         async with self._writing:
             if not of_update:
                 return self._scheduler.version, await asyncio.to_thread(report_of_weights, self._want_whole())
@@ -369,8 +372,8 @@ class WeightUpdates:
         self._set_open(None)
 
     async def _ensure_standby(self) -> Weights:
-        """A copy that can be written: a new one when there is none, when tensors come in another order, or when a push that broke off
-        may write the old one yet."""
+        """Return a copy that can be written: a new one when there is none, when tensors come in another order, or when a push that broke
+        off may still write the old one."""
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
             shape, order = self._shape, self._order
@@ -391,7 +394,7 @@ class WeightUpdates:
             seen.add(spec.name)
 
     async def _receive(self, joined: Joined, bucket: Bucket, timeout_s: float) -> Incoming:
-        """Have the next message come: to where it belongs if its tensors lie there as they travel, else to memory of the group."""
+        """Request the next message: into the standby copy if its tensors have the same layout there, else into memory of the group."""
         assert self._standby is not None
         place = self._standby.place(bucket)
         if place is not None:
@@ -403,9 +406,9 @@ class WeightUpdates:
         return Incoming(bucket, joined, place, future)
 
     async def _write(self, update: Update, incoming: Incoming) -> None:
-        """Copy a message, once it is there, to where it belongs, unless it has come there."""
+        """Wait for a message, and copy it into the standby copy unless it was received there."""
         bucket, place, message = incoming.bucket, incoming.place, await incoming.future
-        self._straight.discard(incoming.future)  # it is there, though its callbacks may yet wait for their turn
+        self._straight.discard(incoming.future)  # the message is complete, though its callbacks may not have run yet
         try:
             async with self._writing:
                 self._check_current(update)
@@ -419,7 +422,7 @@ class WeightUpdates:
                 incoming.joined.give_back(message)
 
     async def _write_standby(self, work: Callable[[], None]) -> None:
-        """In a thread. If this is given up before the thread is done, nobody uses that copy again: it may be written yet."""
+        """Run ``work`` in a thread. If this is cancelled before the thread is done, the copy is abandoned: it may still be written."""
         try:
             await asyncio.to_thread(work)
         except asyncio.CancelledError:
@@ -472,6 +475,6 @@ def _bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
 
 
 def _give_back(device: torch.device) -> None:
-    if device.type == "cuda":  # another process is to have it
+    if device.type == "cuda":  # so that another process can have it
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

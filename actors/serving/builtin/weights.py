@@ -1,4 +1,4 @@
-"""One complete set of weights: storage as the decoder wants it, views under Hugging Face names as the wire wants them.
+"""One complete set of weights: fused storage for the decoder, views under Hugging Face names for transfers.
 
 Projections that read the same input lie side by side in one tensor (query, key, value; gate, up), so a step needs fewer
 and larger products; the named tensors are slices of them, so filling those fills the set. Knows no version and no file
@@ -23,7 +23,7 @@ from weightstore.format.manifest import Bucket
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
-"""As torch aligns a tensor on the CPU: products of a tensor that lies otherwise may differ in their last bits."""
+"""Alignment of torch's tensors on the CPU: products of a tensor with another one may differ in their last bits."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class Weights:
     """A set of tensors for one model; undefined until every name in ``named`` is filled and ``seal`` was called."""
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()) -> None:
-        """``order``: names in the order in which they lie in memory, as far as fused tensors allow; what a push brings can then be
-        received where it belongs (``place``)."""
+        """``order``: names in their order in memory, as far as fused tensors allow; a push in that order can be received directly
+        (``place``)."""
         self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
         self.writes = 0
-        """Goes up whenever some of the tensors are about to be written."""
+        """Counter, increased whenever some of the tensors are about to be written."""
         self._sizes = shape.tensors()
         self._starts, num_bytes = self._layout()
         self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -66,11 +66,11 @@ class Weights:
 
     @property
     def derives(self) -> bool:
-        """There is something for ``seal`` to compute."""
+        """True when ``seal`` has tensors to compute."""
         return self.shape.head_norm
 
     def seal(self) -> None:
-        """Compute what is derived from the named tensors; call it when they are complete, before decoding with them."""
+        """Compute the tensors derived from the named ones; call it when those are complete, before decoding with them."""
         queries, keys = self.shape.num_heads, self.shape.num_kv_heads
         for index, layer in enumerate(self.layers):
             if layer.head_norm_HD is not None:
@@ -86,7 +86,7 @@ class Weights:
         return torch.zeros(sizes, dtype=self.dtype, device=self.device)
 
     def place(self, bucket: Bucket) -> Tensor | None:
-        """Memory of a bucket's tensors, flat uint8, if they lie there one after the other as they travel; else None."""
+        """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
         starts = []
         for spec, part in bucket.places():
             if spec.name not in self.named or getattr(torch, spec.dtype) != self.dtype:
@@ -97,7 +97,7 @@ class Weights:
         return self._memory[starts[0] : starts[0] + bucket.num_bytes]
 
     def _layout(self) -> tuple[dict[str, int], int]:
-        """First byte of every piece of memory, by its first name, and the sum: each piece starts where a tensor of its own would."""
+        """Return the first byte of every piece of memory, by its first name, and the sum. A piece is aligned like a tensor of its own."""
         fused = {name: names for names in self._fused() for name in names}
         starts: dict[str, int] = {}
         end = 0
@@ -162,12 +162,12 @@ class Weights:
 
 
 def _projections(layer: int, block: str, parts: Iterable[str]) -> list[str]:
-    """Names of projections that lie side by side, without their kind."""
+    """Return the names of projections that lie side by side, without their kind (weight or bias)."""
     return [f"model.layers.{layer}.{block}.{part}_proj." for part in parts]
 
 
 def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a model directory (one file, or several with an index), read lazily on the CPU.
+    """Yield every tensor of a model directory (one file, or several with an index), read lazily on the CPU.
 
     Raises UnsupportedModel when the directory holds no safetensors or the index names a file that is not there.
     """
