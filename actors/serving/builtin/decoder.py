@@ -1,6 +1,6 @@
 """The forward pass of the Qwen3 / Qwen2 / Llama family over one set of weights; pure, without cache, sampling or versions.
 
-It is used instead of transformers' forward because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
+It replaces transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
 0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights as plain fused tensors
 make a version flip one assignment. ``tests/contract/test_engine_decoder.py`` holds it to transformers within 1e-5.
 

@@ -48,7 +48,7 @@ class Lending:
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
-        """Return a file of a snapshot. Raises NotLent when that version or kind of weights is not served, or no such file is part of it."""
+        """Return a file of a snapshot. Raises NotLent when those weights are not served, cannot be written now, or have no such file."""
         directory = await self._at(name)
         self._use(name)
         if "/" in file or not (directory / file).is_file():

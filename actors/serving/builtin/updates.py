@@ -154,7 +154,7 @@ class WeightUpdates:
         log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again. Weights need an update then; with keys and values, which are usable at once, a pause ends."""
+        """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a pause ends."""
         async with self._writing:
             await self._restore(tags)
 
