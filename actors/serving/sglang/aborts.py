@@ -1,4 +1,4 @@
-"""Responses that are ended before they are done: by their clients, who are heard whenever they say so; never by an update, and counted."""
+"""Aborts of responses: requested by clients, at any time, and repeated until they take effect; never caused by an update; counted."""
 
 import asyncio
 import contextlib
@@ -13,21 +13,21 @@ from actors.serving.sglang.names import Names
 from actors.serving.sglang.updates import WeightUpdates
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
-"""In an answer's JSON; in a text the quotes would be escaped."""
+"""Finish reason of an abort in an answer's JSON; in a text the quotes would be escaped."""
 _OVERLAP = 64
-"""Bytes, more than a match has: it may be cut between two parts of an answer."""
+"""Number of bytes kept of an answer's last part, more than a match has: a match may be cut between two parts."""
 ABORT_S = 60.0
 AGAIN_S = 0.2
 AGAIN_MOST_S = 2.0
-"""An abort is sent again after the first, then after up to the second: SGLang ignores a name that it does not have yet."""
+"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not have yet."""
 SETTLE_S = 0.1
-"""SGLang (0.5.21 to 0.5.23) passes a name to its scheduler once, and in vain until the scheduler has the request: it gets so long."""
+"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an id on once."""
 BEFORE_PAUSE_S = 2.0
-"""One that was asked so shortly before a pause may have come too late: an abort waits for the end of the pause."""
+"""Seconds before a pause in which a request may be sent too late for it: its abort waits for the end of the pause."""
 
 
 class Aborts:
-    """Of one engine; counts into ``counters``: requests_aborted, and of them requests_aborted_by_pushes."""
+    """Aborts of one engine, counted in ``counters``: requests_aborted, and of them requests_aborted_by_pushes."""
 
     def __init__(self, updates: WeightUpdates, counters: dict[str, float]) -> None:
         self._updates, self._counters = updates, counters
@@ -35,12 +35,12 @@ class Aborts:
         self._watches: set[Watch] = set()
 
     def call_off(self, rid: str | None) -> list["Watch"]:
-        """A client wants a request to end, or one response of it, or all there are (None): those that are meant."""
+        """Record a client's abort of a request, of one response of it, or of all (None). Returns the requests concerned."""
         return [watch for watch in self._watches if watch.call_off(rid)]
 
     @contextmanager
     def watching(self, names: Names) -> Iterator["Watch"]:
-        """Look at the answer to a request. An abort that no client has called for is an update's, or a pause's, if there was one."""
+        """Watch the answer to a request. An abort that no client has requested counts as an update's, or a pause's, if there was one."""
         watch = Watch(names, self._updates)
         self._watches.add(watch)
         try:
@@ -55,14 +55,14 @@ class Aborts:
 
 
 class Watch:
-    """One request, and its answer part by part."""
+    """One request, and its answer, which is read part by part."""
 
     def __init__(self, names: Names, updates: WeightUpdates) -> None:
         self.names, self._updates = names, updates
         self.meant: set[str] = set()
-        """The responses that a client wants to end."""
+        """The responses that a client has aborted."""
         self.since = updates.completed
-        """Updates there had been when it began."""
+        """Number of completed updates when the request began."""
         self.aborted = 0
         self._tail = b""
         self._asked_s = float("inf")
@@ -70,7 +70,7 @@ class Watch:
 
     @property
     def called_off(self) -> bool:
-        """All of it is to end."""
+        """True when all of its responses are to end."""
         return self.meant.issuperset(self.names.responses)
 
     def call_off(self, rid: str | None) -> bool:
@@ -79,11 +79,11 @@ class Watch:
         return bool(meant)
 
     def asked(self) -> None:
-        """The server is being asked now."""
+        """Record that the request is sent to the server now."""
         self._asked_s = time.monotonic()
 
     def insist(self, api: Api, after_s: float = 0.0) -> None:
-        """Have the server end what is meant, from when it can hear that until the answer is there."""
+        """Send aborts of ``meant`` to the server, from the time when it can process them until the answer is complete."""
         if self._insisting is None:
             self._insisting = asyncio.create_task(self._insist(api, after_s))
 
@@ -96,20 +96,20 @@ class Watch:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
             for name in [one for one, told in self.names.at_server.items() if told in self.meant]:
-                with contextlib.suppress(EngineError):  # the request says the same
+                with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MOST_S)
 
     def _scheduled_s(self) -> float:
-        """When the server's scheduler has it: not while the server is paused, if the pause may have come first."""
+        """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have come first."""
         paused_s, (before_s, resumed_s) = self._updates.paused_since_s, self._updates.last_pause_s
         late_s = self._asked_s + BEFORE_PAUSE_S
         going_s = (max(self._asked_s, resumed_s) if late_s > before_s else self._asked_s) + SETTLE_S
         return going_s if max(going_s, late_s) < paused_s else float("inf")
 
     def close(self) -> None:
-        """It has ended."""
+        """Stop sending aborts: the request has ended."""
         if self._insisting is not None:
             self._insisting.cancel()
 

@@ -1,4 +1,4 @@
-"""Calls to an SGLang server, its failures as errors of actors."""
+"""Calls to an SGLang server, with its failures as errors of ``actors.errors``."""
 
 from collections.abc import Mapping
 
@@ -11,9 +11,9 @@ class Aborted(BadRequest):
 
 
 class Api(EngineApi):
-    """One server at ``url``, which asks for ``key``, if that is not empty.
+    """One server at ``url``, which requires ``key``, if that is not empty.
 
-    Calls raise BadRequest (HTTP 4xx), EngineFailed (5xx), EngineUnavailable (not now, or no answer).
+    Calls raise EngineUnavailable (HTTP 408, 429, 502 to 504, or no answer), BadRequest (other 4xx), EngineFailed (other 5xx).
     """
 
     def __init__(self, url: str, key: str = "") -> None:

@@ -1,6 +1,6 @@
-"""What ends a SGLang server, or leaves it unwell, refused before it gets there. What SGLang refuses itself is left to it.
+"""Rejects requests that would end or corrupt an SGLang server. Other invalid requests are left to SGLang, which refuses them itself.
 
-Found by sending SGLang every field with values it does not want, one by one (``tests/sglang/test_sglang_guard.py``).
+The rejected ones were found by sending SGLang every field with invalid values, one by one (``tests/sglang/test_sglang_guard.py``).
 """
 
 import re
@@ -29,7 +29,7 @@ STRINGS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def responses_in(body: Mapping[str, Any], limits: Limits, *, most: int) -> int:
-    """How many responses a body of /generate asks for, at most ``most``. Raises BadRequest."""
+    """Validate a body of /generate. Returns the number of responses that it requests, at most ``most``. Raises BadRequest."""
     lengths, batch = _prompts(body, limits)
     count = len(lengths)
     for name in REFUSED:
@@ -55,7 +55,7 @@ def responses_in(body: Mapping[str, Any], limits: Limits, *, most: int) -> int:
 
 
 def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[int], bool]:
-    """Their lengths in tokens, and whether they came as a list."""
+    """Return the lengths of the prompts in tokens, and whether they came as a list."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise BadRequest("body: want exactly one of input_ids and text, got " + ("none" if text is None else "both"))
@@ -73,7 +73,7 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[int], bool]:
 
 
 def _check_kinds(body: Mapping[str, Any], limits: Limits, count: int, *, batch: bool) -> None:
-    """Of the fields besides: one value, or in a batch one for each prompt."""
+    """Check the other fields: one value, or in a batch one for each prompt."""
     for name, kind in KINDS.items():
         value = body.get(name)
         if batch and isinstance(value, list) and len(value) != count:
@@ -99,7 +99,7 @@ def _is_number(given: object) -> bool:
 
 
 def _sampling(params: Mapping[str, Any], limits: Limits) -> int:
-    """Of one prompt: its ``n``."""
+    """Check the sampling parameters of one prompt. Returns its ``n``."""
     for name, value in params.items():
         if value is not None and (want := _want(name, value)):
             raise BadRequest(f"sampling_params.{name}: want {want}, got {str(value)[:80]}")
@@ -118,7 +118,7 @@ def _sampling(params: Mapping[str, Any], limits: Limits) -> int:
     for pattern in given if isinstance(given, list) else [given]:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of what a later Python may read otherwise: nobody's concern here
+                warnings.simplefilter("ignore")  # of syntax that a later Python may read otherwise
                 re.compile(pattern)
         except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise BadRequest(f"sampling_params.stop_regex: want regular expressions, got {str(pattern)[:80]!r}: {error}") from error
@@ -126,7 +126,7 @@ def _sampling(params: Mapping[str, Any], limits: Limits) -> int:
 
 
 def _want(name: str, value: object) -> str:
-    """What is wanted of one that is of another kind; "" = it is well, or not known here."""
+    """Return the value that a parameter requires, in words; "" = its value is valid, or the parameter is not known here."""
     integer = isinstance(value, int) and not isinstance(value, bool)
     if name in INTEGERS and not integer:
         return "an integer"

@@ -1,6 +1,6 @@
-"""SGLang's checksums in our terms: which of our tensors each of its parameters is made of.
+"""Checksum reports from SGLang's checksums: the Hugging Face tensors of which each of its parameters is made.
 
-On CPU it says the SHA-256 of a parameter; on GPUs, and for each of several ranks, a number of its own that is not compared here.
+On CPU SGLang returns the SHA-256 of a parameter; on GPUs, and for each of several ranks, a number of its own that is not compared here.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from weightstore.format.checksums import ChecksumReport, Part
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Parameters that hold several tensors, one after the other."""
+"""SGLang's parameters that hold several tensors, one after the other."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DTYPES = ("float32", "bfloat16", "float16")
 VOCAB_ROWS = 64
@@ -19,17 +19,17 @@ VOCAB_ROWS = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a server keeps the tensors of its model."""
+    """Layout of a model's tensors in a server."""
 
     dtype: str
     padding: int
-    """Zeros behind the embedding, and behind the output projection."""
+    """Number of zeros behind the embedding, and behind the output projection."""
     not_comparable: str
-    """Why its checksums say nothing to us; "" = they do."""
+    """Why its checksums cannot be compared; "" = they can."""
 
 
 def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> Layout:
-    """From /server_info and the model's configuration; ``on_cpu``: this release computes checksums there."""
+    """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on CPU."""
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":
         reason = f"on {info.get('device')} SGLang computes them in a way of its own"
@@ -43,7 +43,7 @@ def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int, on_
 
 
 def told_of(checksums: Mapping[str, str], layout: Layout) -> ChecksumReport:
-    """What the answer of /weights_checker says of the tensors as they were sent."""
+    """Return the report on the tensors as they were sent, for the checksums of /weights_checker."""
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
     parts = (

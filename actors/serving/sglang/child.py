@@ -1,4 +1,4 @@
-"""The SGLang server as a process of ours: its command line, its start, its end with all of its own children."""
+"""The SGLang server as a child process: its command line, its start, its end with all of its own children."""
 
 import asyncio
 import contextlib
@@ -14,14 +14,14 @@ from bus.system.processes import Child
 
 STOP_S = 10.0
 OWN = ("model-path", "host", "port", "weight-version")
-"""Arguments that this file gives."""
+"""Arguments that this module sets."""
 
 
 def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, Any]) -> list[str]:
-    """``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none,
+    """Return ``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none,
     a list several words, a map JSON. (A list that SGLang wants as JSON is given as a string.)
 
-    Raises ValueError for one that is not the user's to give.
+    Raises ValueError for one of ``OWN``.
     """
     words = [python, "-m", "sglang.launch_server", "--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(port)]
     words += ["--weight-version", "0"]
@@ -44,7 +44,7 @@ def _word(value: object) -> str:
 def server_child(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> Child:
     """Return the server, not started yet, under its keeper."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
-    log_file.touch(mode=0o600)  # SGLang writes its settings there, keys and all
+    log_file.touch(mode=0o600)  # SGLang writes its settings there, keys included
     return Child("sglang", (sys.executable, "-m", "actors.serving.sglang.keeper", *command), log_file, environment, keeper=True)
 
 
@@ -54,12 +54,12 @@ def failure(child: Child, engine: str) -> EngineFailed:
 
 
 async def until_ended(child: Child | None) -> None:
-    """Wait until the server has ended; for ever where it was not started here."""
+    """Wait until the server has ended; without end where it was not started here."""
     await (asyncio.Event().wait() if child is None else child.wait())
 
 
 async def until_healthy(healthy: Callable[[], Awaitable[bool]], child: Child | None, timeout_s: float) -> bool:
-    """Repeat ``healthy()`` until it is True; False when the server ended, or not in time."""
+    """Repeat ``healthy()`` until it is True. Returns False when the server ended, or not in time."""
     deadline = time.monotonic() + timeout_s
     while (child is None or child.running) and time.monotonic() < deadline:
         if await healthy():

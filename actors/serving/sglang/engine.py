@@ -1,9 +1,9 @@
-"""SGLang as an engine of ours: a server started (or found), and a guard in front that speaks the built-in engine's HTTP API.
+"""SGLang as an engine: a server that is started (or found), and a guard in front of it with the built-in engine's HTTP API.
 
     clients, learner --HTTP--> guard (this process) --HTTP--> SGLang server (a child with its own interpreter, or a URL)
 
-The guard refuses what would kill the server or mix two learners, keeps versions and phases, and otherwise passes on what it gets. This
-file ties them together and is what a process embeds. It knows no bus: its owner sets ``phase``.
+The guard refuses requests that would kill the server or mix two learners, keeps versions and phases, and passes all others on. This
+module ties them together; a process embeds its engine. It knows no bus: its owner sets ``phase``.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ PHASES = ("joining", "catching up", "serving", "stale", "draining")
 PROBE_S = 60.0
 LOOK_S = 2.0
 KEY_PREFIX = "k"
-"""So that a key is text to YAML, and no option to a command line, whatever digits follow."""
+"""Prefix of keys: with it a key is text to YAML, and no option to a command line, whatever digits follow."""
 
 
 class SglangEngine:
@@ -63,7 +63,7 @@ class SglangEngine:
         authority: Authority | None = None,
         release: Release | None = None,
     ) -> None:
-        """``release``: the server's; None = the one in its /server_info."""
+        """``release``: release of the server; None = the one in its /server_info."""
         self.model_dir, self.config = Path(model_dir), config or EngineConfig(kind="sglang")
         self._first_version, self._on_update, self._release = version, on_update, release
         self.authority = authority or Authority()
@@ -80,13 +80,13 @@ class SglangEngine:
         self.url = self.handles = ""
         self._listener: HandleListener | None = None
         self.unfinished = 0
-        """Requests that the server has."""
+        """Number of requests that the server has."""
         self.counters = {"requests": 0.0, "refused": 0.0, "asked_again": 0.0}
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Read what the guard must know of the model. Raises UnsupportedModel."""
+        """Read the model's sizes, tokenizer and tensor names, which the guard needs. Raises UnsupportedModel."""
         file = self.model_dir / "config.json"
         try:
             values = json.loads(file.read_text())
@@ -105,7 +105,7 @@ class SglangEngine:
         self.names = frozenset(tensor_names(self.model_dir))
 
     async def start(self, host: str | None = None, port: int | None = None) -> str:
-        """Start the server and wait until it answers; listen; gives the guard's URL. Raises EngineFailed with its last lines."""
+        """Start the server, wait until it answers, listen, and return the guard's URL. Raises EngineFailed with the server's last lines."""
         from actors.serving.sglang.guard import Guard
 
         settings = self.config.sglang
@@ -137,11 +137,11 @@ class SglangEngine:
         return self.url
 
     async def _start_server(self) -> None:
-        """It asks for a key, so that other users of this machine do not get past the guard."""
+        """Start the server with a key, so that other users of this machine cannot bypass the guard."""
         settings, arguments = self.config.sglang, self._arguments()
         self._port = KeptPort()  # it takes a minute until the server listens
         key = str(arguments.get("api_key") or "")
-        if not key and "config" not in arguments:  # SGLang reads one such file
+        if not key and "config" not in arguments:  # SGLang reads only one such file
             key = KEY_PREFIX + secrets.token_hex(24)
             self._secret = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-sglang-"))  # mode 0700
             arguments["config"] = str(self._secret / "server.yaml")
@@ -159,16 +159,16 @@ class SglangEngine:
         self._secret = None
 
     async def _has_version_0(self) -> bool:
-        """Whoever started the server says so, and nothing has been written since. Any other version may be another run's."""
+        """Return whether the server was started with version 0 and not written since. Any other version may be another run's."""
         said = await self.api.call("GET", "/model_info", timeout_s=PROBE_S)
         return str(said.get("weight_version")) == "0"
 
     def cache_key(self) -> str:
-        """What is cached of older weights is not used again, nor what somebody before left at a server that was found."""
+        """Return the cache key of the served weights. Entries of older weights, or of others at a found server, are not used again."""
         return f"{self._cache} version {self.version}"
 
     def _arguments(self) -> dict[str, Any]:
-        """The engine's own settings under SGLang's names; what the user gives goes before."""
+        """Return the engine's own settings under SGLang's names; the user's arguments take precedence."""
         ours: dict[str, Any] = {"max_running_requests": self.config.max_running, "dtype": self.config.dtype}
         if self.config.device != "auto":
             ours["device"] = self.config.device
@@ -176,11 +176,11 @@ class SglangEngine:
             ours["context_length"] = self.config.max_context
         arguments = ours | self.config.sglang.arguments
         if self.config.colocated and arguments.get("device") != "cpu":
-            arguments.setdefault("enable_memory_saver", True)  # or its releases release nothing
+            arguments.setdefault("enable_memory_saver", True)  # without it SGLang releases no memory
         return arguments
 
     async def failed(self) -> None:
-        """Until the server is gone; raises EngineFailed with its last lines."""
+        """Wait until the server is gone or silent, then raise EngineFailed with its last lines."""
         await self._lost.wait()
         self._refuse_ended()
         raise EngineFailed(self.api.url, f"SGLang has not answered for {self.config.sglang.silent_s:g} s")
@@ -190,7 +190,7 @@ class SglangEngine:
             raise failure(self._child, self.api.url)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests and finish those there are; False when some are left at the deadline."""
+        """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)
@@ -217,19 +217,19 @@ class SglangEngine:
             await self.api.close()
 
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
-        """Take weights from a directory that the server can read; gives the seconds that generation was held up."""
+        """Load weights from a directory that the server can read. Returns the seconds for which generation was held up."""
         self.updates.admit(epoch, "load_snapshot")
-        if self.updates.under_way:  # a push comes first, and may be enough
+        if self.updates.under_way:  # a push comes first, and may bring the version
             await self.between_updates(PROBE_S)
             if self.whole and self.version >= version:
                 return 0.0
         return await self.updates.carry_out(self.updates.serve_directory(Path(directory), version))
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------------------
 
     @property
     def version(self) -> int:
-        """Of the weights it serves; -1 = none whole."""
+        """Version of the served weights; -1 = none are complete."""
         return self.updates.version if hasattr(self, "updates") else self._first_version
 
     @property
@@ -261,7 +261,7 @@ class SglangEngine:
         return self._phase == "serving" and not self._lost.is_set()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and gauges."""
+        """Return counters since the start, and gauges."""
         gauges = {
             "running": float(self.unfinished),
             "version": float(self.version),
@@ -273,7 +273,7 @@ class SglangEngine:
         return {**self.counters, **gauges}
 
     async def serve_version(self, wanted: int, timeout_s: float) -> None:
-        """Wait until weights of at least this version are served; raises VersionUnavailable."""
+        """Wait until weights of at least this version are served. Raises VersionUnavailable after ``timeout_s``."""
         try:
             await self._until(lambda: self.version >= wanted, timeout_s)
         except TimeoutError:
@@ -282,18 +282,18 @@ class SglangEngine:
             ) from None
 
     async def between_updates(self, timeout_s: float) -> None:
-        """Wait while new weights come, but no longer than this."""
+        """Wait while an update is under way, for ``timeout_s`` at most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.updates.settled.wait()
 
     def want_servable(self) -> None:
-        """Raises EngineUnavailable unless it can generate now. While its memory is released, requests wait."""
+        """Raise EngineUnavailable unless the engine can generate now. While its memory is released, requests wait."""
         if not self.servable or (self.version < 0 and not self.updates.released):
             raise EngineUnavailable(self.url, f"it does not serve now: phase {self.phase}, version {self.version}")
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate a token in any phase, once no update is under way; raises EngineFailed when none comes, or its log-prob is no number."""
+        """Generate one token, in any phase, between updates. Raises EngineFailed when that fails, or its log-prob is NaN or above 0."""
         await self.between_updates(timeout_s)
         if self.updates.released:
             raise EngineFailed(self.url, "its memory is released")
@@ -307,7 +307,7 @@ class SglangEngine:
             raise EngineFailed(self.api.url, f"the probe's log-prob is {log_prob}")
 
     def began(self, count: int) -> None:
-        """Raises EngineUnavailable when there are too many."""
+        """Count requests that begin. Raises EngineUnavailable when there are too many."""
         limit = self.config.max_running + self.config.max_waiting
         if self.unfinished + count > limit:
             raise EngineUnavailable(self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}")
@@ -325,7 +325,7 @@ class SglangEngine:
                 await self._changed.wait()
 
     async def _look(self) -> None:
-        """Notice that the server is gone, or answers no more."""
+        """Poll the server until it has ended or no longer answers."""
         ended = asyncio.create_task(until_ended(self._child))
         try:
             while await self._answers(ended):
@@ -337,7 +337,7 @@ class SglangEngine:
         self._lost.set()
 
     async def _answers(self, ended: "asyncio.Task[Any]") -> bool:
-        """Does its scheduler, within ``silent_s`` after what it does for an update now? False once the server has ended."""
+        """Return whether its scheduler answers within ``silent_s`` after the update operation under way; not once the server has ended."""
         busy = self.updates.carried_out
         asked = asyncio.create_task(self._until_answered())
         try:
@@ -350,7 +350,7 @@ class SglangEngine:
             await asyncio.gather(asked, return_exceptions=True)
 
     async def _until_answered(self) -> None:
-        """Ask for what only the scheduler knows; it answers whether it is idle, generates or is paused."""
+        """Repeat a request that only the scheduler can answer, until it does. It answers while it is idle, generates or is paused."""
         while True:
             try:
                 await self.api.call("GET", "/server_info")
@@ -367,7 +367,7 @@ class SglangEngine:
 
 
 def tensor_names(model_dir: Path) -> list[str]:
-    """Names in the safetensors files of a directory. Raises UnsupportedModel when there are none."""
+    """Return the names in the safetensors files of a directory. Raises UnsupportedModel when there are none."""
     names: list[str] = []
     for file in sorted(model_dir.glob("*.safetensors")):
         with file.open("rb") as opened:

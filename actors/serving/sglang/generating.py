@@ -1,4 +1,4 @@
-"""/generate in front of an SGLang server: checked, begun after an update that is under way, and answered in one response across updates."""
+"""/generate in front of an SGLang server: validates requests, holds them during an update, and answers in one response across updates."""
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from actors.serving.sglang.engine import SglangEngine
 
 HOLD_S = 30.0
-"""A request waits so long for the end of an update; one that takes longer is in trouble, and other engines may serve."""
+"""Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""
 LEAVE_S = 2.0
 ATTEMPTS = 8
-"""At an answer of one version's keys and values; pushes would have to overtake it every time."""
+"""Attempts at an answer with one version's keys and values; a push would have to overtake each of them."""
 OURS = ("continued_tokens", "min_version", "min_version_timeout_s", "epoch", "timeout_s")
 """Fields of requests that SGLang does not know."""
 
 
 class Generating:
-    """The requests of one engine; ``actors.openai.openai_server`` asks it, too."""
+    """The requests of one engine, those of ``actors.openai.openai_server`` included."""
 
     def __init__(self, engine: "SglangEngine", aborts: Aborts) -> None:
         self._engine, self._aborts = engine, aborts
@@ -42,7 +42,7 @@ class Generating:
             return web.Response(body=await self._answer(asked, watch), content_type="application/json")
 
     async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """As ``actors.openai.openai_server.Generating`` says."""
+        """Yield the states of all responses, as ``actors.openai.openai_server.Generating`` requires."""
         async with self._taken(body) as (asked, watch):
             if asked.get("stream"):
                 async with aclosing(self._streamed(asked, watch)) as states:
@@ -55,7 +55,7 @@ class Generating:
 
     @asynccontextmanager
     async def _taken(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[dict[str, Any], Watch]]:
-        """A body of /generate as SGLang is to have it, checked; meanwhile it is counted, and its aborts are."""
+        """Validate a body of /generate and yield it in SGLang's form. Until this context is left the request and its aborts are counted."""
         engine = self._engine
         self._want_serving()
         try:
@@ -76,10 +76,10 @@ class Generating:
                 engine.ended(count)
 
     async def _keyed(self, asked: Mapping[str, Any], watch: Watch, *, again: bool) -> dict[str, Any]:
-        """The request with a key in SGLang's cache: nothing computed by other weights than those served now is found there."""
+        """Wait while an update is under way. Returns the request with a cache key that finds only results of the served weights."""
         await self._engine.between_updates(HOLD_S)
         _want_wanted(watch)
-        if not again or not self._engine.whole:  # what was taken is answered by one that drains, too
+        if not again or not self._engine.whole:  # a draining engine still answers accepted requests
             self._engine.want_servable()
         watch.asked()
         return {**keyed(asked, self._engine.cache_key()), "rid": watch.names.ask()}
@@ -94,10 +94,10 @@ class Generating:
     async def _asked(
         self, asked: Mapping[str, Any], watch: Watch, read: Callable[[aiohttp.StreamReader], Awaitable[bytes]]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Ask, and ``read`` the answer, or as much as has a state in it; gives all of it.
+        """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in chunks.
 
-        Once more where weights changed before it was begun, and its prompt was found in the cache as the ones before had left it: no span
-        would tell that its keys and values are of both. (Not a stream of several responses: the others may have been seen.)
+        The request is sent again if weights changed before the response began and its prompt was in the cache of the previous weights: no
+        span would show that its keys and values are of both. (Not a stream of several responses: the others may have been seen.)
         """
         engine, can_again = self._engine, not asked.get("stream") or (len(watch.names.responses) == 1 and watch.names.ours)
         for attempt in range(1, ATTEMPTS + 1):
@@ -111,11 +111,11 @@ class Generating:
                     return
                 engine.counters["asked_again"] += 1
                 for name in watch.names.at_server if asked.get("stream") else ():
-                    with suppress(EngineError):  # that nobody reads it any more says the same
+                    with suppress(EngineError):  # the connection is closed, which has the same effect
                         await engine.api.call("POST", "/abort_request", {"rid": name}, timeout_s=LEAVE_S)
 
     async def _streamed(self, asked: Mapping[str, Any], watch: Watch) -> AsyncGenerator[dict[str, Any], None]:
-        """A stream's states, each with everything so far."""
+        """Yield a stream's states, each with all tokens so far."""
         unended: set[int] = set()
         async with self._asked(asked, watch, _first_state) as chunks:
             async for data in data_in(chunks):
@@ -133,7 +133,7 @@ class Generating:
             raise EngineFailed(self._engine.url, "/generate: the stream ended within a response")
 
     async def _relay(self, request: web.Request, asked: Mapping[str, Any], watch: Watch) -> web.StreamResponse:
-        """A stream as it comes."""
+        """Pass a stream on as it is received."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             async with self._asked(asked, watch, _first_state) as chunks:
@@ -143,19 +143,19 @@ class Generating:
                     await response.write(chunk)
                 return response
         except EngineError as error:
-            if response.prepared:  # the only way left to say that this is not the end
+            if response.prepared:  # the only way left to show that this is not the end
                 raise ConnectionResetError(str(error)) from error
             raise
 
     def _want_serving(self) -> None:
-        """That it does, or will with the end of an update."""
+        """Raise EngineUnavailable unless the engine serves, or will at the end of an update."""
         if not self._engine.updates.under_way or not self._engine.servable:
             self._engine.want_servable()
 
 
 @asynccontextmanager
 async def translated(engine: "SglangEngine") -> AsyncIterator[None]:
-    """A server that breaks off is a 500, one that is away a 503."""
+    """Raise EngineFailed (500) for a server that breaks off while the engine serves; any other EngineUnavailable stays a 503."""
     try:
         yield
     except EngineUnavailable as error:
@@ -165,7 +165,7 @@ async def translated(engine: "SglangEngine") -> AsyncIterator[None]:
 
 
 async def _first_state(content: aiohttp.StreamReader) -> bytes:
-    """A stream up to its first event, and what came with it."""
+    """Return a stream up to its first event, with all bytes received along with it."""
     begin = b""
     while b"\n" not in begin.lstrip() and (chunk := await content.readany()):
         begin += chunk
@@ -173,7 +173,7 @@ async def _first_state(content: aiohttp.StreamReader) -> bytes:
 
 
 async def _chunks(begin: bytes, rest: aiohttp.StreamReader, names: Names) -> AsyncIterator[bytes]:
-    """An answer, with its client's names."""
+    """Yield an answer with its client's ids."""
     chunk, line = begin, b""
     while chunk:
         whole, end, line = (line + chunk).rpartition(b"\n")
@@ -194,11 +194,13 @@ def _want_wanted(watch: Watch) -> None:
 
 
 def _cached_before(raw: bytes, version: str) -> bool:
-    """A response took part of its prompt from the cache of this version and was begun by another one. Of a stream, the first one's."""
+    """Return whether a response took part of its prompt from the cache of ``version`` and was begun by another one. In a stream the first
+    state decides.
+    """
     state = raw.lstrip()
     if state.startswith(DATA):
         state = state.removeprefix(DATA).partition(b"\n")[0]
-    if not state.startswith((b"{", b"[{")):  # the end of a stream that has said nothing
+    if not state.startswith((b"{", b"[{")):  # the end of a stream without a state
         return False
     answer = json.loads(state)
     for one in answer if isinstance(answer, list) else [answer]:

@@ -1,7 +1,7 @@
 """The HTTP side of an SGLang engine: the built-in engine's paths and status codes in front of a real server.
 
-Requests go by way of ``generating``, OpenAI's too; weight updates are put into order and fenced by the learner's epoch; the rest is
-SGLang's own.
+Requests, OpenAI's included, go through ``generating``; weight updates are put into order and fenced by the learner's epoch; all other
+answers are SGLang's own.
 """
 
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ class Guard:
         await self._updates.carry_out(self._updates.resume(tags))
         return web.json_response(None)
 
-    # -- what it is -------------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         self._engine.want_servable()
@@ -205,7 +205,7 @@ class Guard:
         return done("Success.", weight_version=str(version), **told.to_json())
 
     async def _admitted(self, request: web.Request) -> dict[str, Any]:
-        """The body of a command that a learner sends: its epoch is checked first, and taken out."""
+        """Return the body of a learner's command without its epoch, which is checked first."""
         body = dict(await body_of(request))
         await self._engine.authority.admit(self._updates, body, self._engine.url, request.path)
         body.pop("epoch", None)
@@ -213,7 +213,7 @@ class Guard:
 
 
 def _without_keys(said: Any) -> Any:
-    """What a server says of itself, its settings among it, less the keys that it asks for."""
+    """Return a server's state, settings included, without the keys that it requires."""
     if isinstance(said, dict):
         return {name: _without_keys(value) for name, value in said.items() if name not in SERVER_KEYS}
     return [_without_keys(each) for each in said] if isinstance(said, list) else said

@@ -15,16 +15,16 @@ import threading
 from pathlib import Path
 
 PART = b"sglang::"
-"""How SGLang calls the processes it cannot do without; others come and go."""
+"""Prefix of the names of SGLang's essential processes; others start and end at any time."""
 SCAN_MS = 500
 HEARD_S = 1.0
-"""A part that was asked to end, like all of them, may be gone before this process has heard that it was."""
+"""Seconds to wait for this process's own SIGTERM when a part is gone: when all are stopped, a part may end first."""
 
 
 def main(command: list[str]) -> int:
-    """Run the command; its exit code (128 + signal, as a shell says it)."""
+    """Run the command. Returns its exit code (128 + signal, as a shell does)."""
     ending = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ending.set())  # ours to outlive: the server is asked to end, this one follows
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())  # outlived: the server ends by it, and this process after the server
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     threading.Thread(target=_kill_at_eof, daemon=True).start()
     threading.Thread(target=_kill_without_part, args=(server, ending), daemon=True).start()
@@ -43,7 +43,8 @@ def _kill_at_eof() -> None:
 def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Event) -> None:
     """Wait until a part of the server is gone, and end the server unless it is ending anyway.
 
-    Whoever is called as its parent is none: a command that a part runs, before it has a name of its own (the scheduler asks lscpu).
+    A process with the name of its parent is no part: it is a command that a part runs, before it has a name of its own (the scheduler
+    runs lscpu).
     """
     parts: dict[int, str] = {}
     ends = select.poll()
@@ -66,14 +67,14 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
 
 
 def _kill_others() -> None:
-    """All of this session but the keeper, which has an exit code to pass on."""
+    """Kill all processes of this session but the keeper, which has an exit code to pass on."""
     for pid in _session():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _session() -> list[int]:
-    """Everybody of this session but the keeper."""
+    """Return the ids of the other processes of the keeper's process group."""
     found = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
         with contextlib.suppress(OSError):

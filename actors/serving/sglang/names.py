@@ -1,7 +1,7 @@
-"""The names of a request's responses: those its client knows, and the guard's own, by which the server is asked.
+"""Request ids of a request's responses: the client's, and the guard's own, which are sent to the server.
 
-SGLang (0.5.21 to 0.5.23) ends every request whose name begins with the one that an abort gives, and aborts a stream's name once more 2 s
-after the stream has ended. So each request has names of one length there, other ones each time it is sent; its client sees its own.
+SGLang (0.5.21 to 0.5.23) ends every request with an id that begins with the id of an abort, and aborts a stream's id once more 2 s
+after the stream has ended. So the server gets ids of one length, new ones each time a request is sent; the client sees its own.
 """
 
 import json
@@ -14,7 +14,7 @@ _ID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
 
 
 class Names:
-    """Of one checked body of /generate that asks for so many responses."""
+    """Request ids of the ``responses`` to one validated body of /generate."""
 
     def __init__(self, body: Mapping[str, Any], responses: int) -> None:
         prompts: Any = body["input_ids"] if body.get("text") is None else body["text"]
@@ -27,14 +27,14 @@ class Names:
         else:
             self.responses = (self.given,)
         self._known = responses == (len(prompts) if self._batch else 1)
-        """Those of several responses to one prompt (``n``) are SGLang's secret."""
+        """True when the ids at the server are known: SGLang does not report those of several responses to one prompt (``n``)."""
         self.ours = self._known and not body.get("session_params")
-        """A session goes on from a request by its name: that is not changed."""
+        """True when the server gets ids of the guard. A session continues a request by its id, so that is not changed."""
         self.at_server: Mapping[str, str] = {}
-        """Those the server has now -> those of the client."""
+        """Ids that the server has now -> ids of the client."""
 
     def ask(self) -> str | Sequence[str]:
-        """What to ask the server by now."""
+        """Return the ids with which to send the request now."""
         if not self.ours:
             self.at_server = {name: name for name in self.responses} if self._known else {}
             return self.given
@@ -42,13 +42,13 @@ class Names:
         return list(self.at_server) if self._batch else next(iter(self.at_server))
 
     def meant(self, name: str | None) -> set[str]:
-        """The responses with this name, or of the request with this name; None = all."""
+        """Return the responses with this id, or of the request with this id; None = all."""
         if name is None or name == self.given:
             return set(self.responses)
         return {name} & set(self.responses)
 
     def told(self, raw: bytes) -> bytes:
-        """Whole lines of an answer, with the client's names."""
+        """Return whole lines of an answer with the client's ids."""
         return _ID.sub(self._told, raw) if self.ours else raw
 
     def _told(self, found: re.Match[bytes]) -> bytes:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from actors.errors import EngineFailed
 
 OLDEST = (0, 5, 21)
-"""The first with ``begin_weight_update``; with it, a paused server can flush its cache with requests in its queue."""
+"""First release with ``begin_weight_update``; with it, a paused server can flush its cache with requests in its queue."""
 NEWEST = (0, 5, 23)
-"""The one that the tests run."""
+"""Release that the tests run."""
 CPU_CHECKSUMS = (0, 5, 23)
 
 
@@ -20,7 +20,7 @@ class Release:
 
     @property
     def cpu_checksums(self) -> bool:
-        """/weights_checker works without CUDA."""
+        """True when /weights_checker works without CUDA."""
         return self.version >= CPU_CHECKSUMS
 
 

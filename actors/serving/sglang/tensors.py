@@ -1,7 +1,7 @@
 """A bucket of weights in the form in which SGLang's /update_weights_from_tensor reads it: pickled, without the bytes.
 
-On CPU it is named by a file of torch's in /dev/shm, which torch's own manager removes whatever is killed: SGLang opens no other memory,
-so the bucket is copied there first. Memory of a GPU is passed on as the learner has shared it. Not tried on a GPU.
+On CPU the bucket lies in a file of torch's in /dev/shm, which torch's own manager removes whatever is killed: SGLang opens no other
+memory, so the bucket is copied there first. Memory of a GPU is passed on as the learner has shared it. This was not tried on a GPU.
 """
 
 import base64
@@ -17,17 +17,17 @@ from weightstore.format.manifest import Bucket, TensorSpec
 from weightstore.transport.handles import Offered
 
 STRATEGY = "file_system"
-"""With torch's other one, descriptors, the server would want a secret of this process, and end when it is not given one."""
+"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end without it."""
 
 
 class SharedBucket:
-    """The memory that SGLang reads; used again with every bucket, once the server has answered."""
+    """The memory that SGLang reads; used again for every bucket, once the server has answered."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def payloads(self, specs: Sequence[TensorSpec], offered: Offered, ranks: int) -> list[str]:
-        """One for each process of the server. Raises BadManifest. Blocking."""
+        """Return one payload for each process of the server. Raises BadManifest. Blocking."""
         metadata = _metadata(specs)
         if offered.shares is not None:
             return [_pickled({"flattened_tensor": _Share(offered, rank), "metadata": metadata}) for rank in range(ranks)]
@@ -43,7 +43,7 @@ class SharedBucket:
 
 
 class _Share:
-    """Pickled as the tensor on a GPU that one process of the server is to open."""
+    """An object that is pickled as the GPU tensor for one process of the server to open."""
 
     def __init__(self, offered: Offered, rank: int) -> None:
         self._offered, self._rank = offered, rank
@@ -57,7 +57,7 @@ class _Share:
 
 
 def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
-    """What SGLang's FlattenedTensorMetadata has; it reads it by attribute."""
+    """Return objects with the attributes of SGLang's FlattenedTensorMetadata."""
     whole = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
     return [
         SimpleNamespace(

@@ -3,12 +3,12 @@
     begin = pause, open -> bucket, bucket, ... -> end = close, continue
                                     (refused unless every tensor came exactly once)
 
-SGLang writes what comes straight into the weights it serves, so nothing is generated meanwhile: requests wait where they are and go on
-with the new weights. A push that breaks off leaves torn weights: the server stays paused, ``version`` is -1, and only a whole update
-(the next push, or a snapshot) makes it serve again.
+SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and continue with
+the new weights. A push that breaks off leaves torn weights (of two versions): the server stays paused, ``version`` is -1, and only a
+complete update (the next push, or a snapshot) makes it serve again.
 
-A colocated server gives up the memory of weights, keys and values in between. One that is asked to while it is not idle ends, and so does
-one that is asked to resume what it has: so it is paused with ``retract`` first, and asked only for what changes.
+A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory while it is not
+idle, or to resume memory that it has: so it is paused with ``retract`` first, and only changes are requested.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ COMMAND_S = 60.0
 LOAD_S = 600.0
 LISTENING_S = 5.0
 NO_BRACKET = "no weight-update session is open"
-"""How SGLang refuses the end of one."""
+"""Part of SGLang's error when there is no update to end."""
 HEAD = "lm_head.weight"
-"""May be sent, or left out, where it is tied to the embedding."""
+"""Output projection, which may be sent, or left out, where it is tied to the embedding."""
 Result = TypeVar("Result")
 
 
@@ -55,39 +55,39 @@ class WeightUpdates:
     ) -> None:
         """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server."""
         self.epoch = 0
-        """The highest seen."""
+        """Highest learner epoch seen."""
         self.version = -1
-        """Of the weights that are served; -1 = none whole."""
+        """Version of the served weights; -1 = none are complete."""
         self.completed = 0
         self.stall_s = 0.0
-        """Seconds that updates have held up generation, all together."""
+        """Sum of the seconds for which updates have held up generation."""
         self._api, self._names, self._layout, self._pause, self._on_update = api, names, layout, pause, on_update
         self._ranks, self._shared = ranks, SharedBucket()
-        self._flush = pause == "retract"  # or what is computed again would be found in the cache
+        self._flush = pause == "retract"  # otherwise retracted requests would find older weights' results in the cache
         self._open: int | None = None
         self._received: set[str] = set()
         self._paused: str | None = None
-        """Mode of the pause; None = it generates."""
+        """Mode of the pause; None = the server generates."""
         self._paused_s = 0.0
         self.paused_since_s, self.last_pause_s = float("inf"), (float("inf"), 0.0)
-        """By time.monotonic: from when on it may be paused, inf = it is not; beginning and end of the pause before."""
+        """Times of time.monotonic: earliest beginning of the pause, inf = there is none; beginning and end of the pause before."""
         self._taking = False
         self.settled = asyncio.Event()
-        """No new weights come, or those that came have broken off."""
+        """Set while no update is under way, or after one has broken off."""
         self.settled.set()
         self.released: frozenset[str] = frozenset()
-        """Whose memory has been given up: some of ``weights`` and ``kv_cache``."""
+        """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         self._bracket = False
         self._turn = asyncio.Lock()
         self.carried_out: asyncio.Task[Any] | None = None
-        """The verb that is carried out: the server may answer nothing else until it is done."""
+        """The operation under way: the server may answer nothing else until it is done."""
         self._carried_out_s = 0.0
         self._patience_s = COMMAND_S
-        """An update is left alone when nothing has come for so long."""
+        """Seconds without an operation after which an open update counts as abandoned."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def carry_out(self, verb: Coroutine[Any, Any, Result]) -> Result:
-        """Run a verb to its end, one at a time, even if the caller is cancelled: then only what has not begun is dropped."""
+        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
 
         async def alone() -> Result:
             try:
@@ -96,7 +96,7 @@ class WeightUpdates:
                     return await verb
             except UpdateRefused:
                 if self.version < 0:
-                    self.settled.set()  # nobody needs to wait for the end of what has broken off
+                    self.settled.set()  # requests need not wait for the end of an update that has broken off
                 raise
             finally:
                 if self.carried_out is task:
@@ -119,7 +119,7 @@ class WeightUpdates:
             task.exception()
 
     def admit(self, epoch: int | None, what: str) -> None:
-        """Remember the epoch; raises StaleEpoch when a higher one was seen."""
+        """Record the epoch. Raises StaleEpoch when a higher one was seen."""
         if epoch is None:
             return
         if epoch < self.epoch:
@@ -128,23 +128,23 @@ class WeightUpdates:
 
     @property
     def paused(self) -> str | None:
-        """Mode of the pause there is."""
+        """Mode of the pause; None = there is none."""
         return self._paused
 
     @property
     def under_way(self) -> bool:
-        """New weights come, and generation waits for them."""
+        """True while new weights are received, for which generation waits."""
         return not self.settled.is_set()
 
     @property
     def keeps_cache(self) -> bool:
-        """What was cached of older weights is still there after an update."""
+        """True when cached results of older weights stay after an update."""
         return not self._flush
 
     async def join(self, body: Mapping[str, Any]) -> None:
-        """Enter the process group that the body of /init_weights_update_group names; one of the same name is left first."""
+        """Join the process group that the body of /init_weights_update_group names; one of the same name is left first."""
         timeout_s = float(body.get("timeout_s", COMMAND_S))
-        with contextlib.suppress(UpdateRefused):  # the server knows of none
+        with contextlib.suppress(UpdateRefused):  # the server has no such group
             await self.leave(str(body.get("group_name", "weight_update_group")), timeout_s)
         await _want_listening(str(body.get("master_address", "")), int(body.get("master_port", 0)))
         await self._ask("/init_weights_update_group", _without_ours(body), timeout_s=timeout_s)
@@ -154,7 +154,7 @@ class WeightUpdates:
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Nothing more comes of an update that is open: what there was is served on, or, once torn, nobody waits for its end."""
+        """Abandon an open update: the weights before it are served on, or, once they are torn, requests stop waiting for its end."""
         if self._open is None:
             return
         log.warning("update left alone version=%s, served=%d", self._open, self.version)
@@ -164,8 +164,8 @@ class WeightUpdates:
             self.settled.set()
 
     async def pause(self, mode: str) -> None:
-        """By whoever asks for it: in_place | retract | abort."""
-        before, self._paused = self._paused, mode  # answers of what it ends come before its own
+        """Pause at a client's request: in_place | retract | abort."""
+        before, self._paused = self._paused, mode  # the requests that it ends are answered before it is
         try:
             await self._ask_to_pause(mode)
         except UpdateRefused:
@@ -175,7 +175,7 @@ class WeightUpdates:
             self._paused_s = time.perf_counter()
 
     async def go_on(self, body: Mapping[str, Any]) -> None:
-        """After a pause."""
+        """Continue after a pause. Raises UpdateRefused while weights are not complete, memory is released, or an update is open."""
         if self.version < 0 or self.released:
             raise UpdateRefused("continue_generation: " + ("memory is released" if self.released else "the weights are not whole"))
         if self._open is not None:
@@ -184,7 +184,7 @@ class WeightUpdates:
         self._resumed()
 
     async def free(self) -> None:
-        """Generate, with the weights there are, whatever somebody has left the server in."""
+        """Make the server generate with its present weights, whatever state it was left in."""
         self._bracket = True
         await self._close_bracket()
         await self._continue()
@@ -192,7 +192,7 @@ class WeightUpdates:
         self._resumed()
 
     async def let_go(self) -> None:
-        """Generate again, with the weights there were, if an update was left alone before anything of it had come."""
+        """Generate again, with the same weights, if an update was abandoned before any bucket of it was received."""
         if not self._is_left_alone():
             return
 
@@ -210,7 +210,7 @@ class WeightUpdates:
         return self._taking and self.version >= 0 and not self.released and idle and silent
 
     async def release(self, tags: frozenset[str], *, unfinished: int) -> None:
-        """Give up memory; an open update is discarded with that of the weights. Refused while requests are being decoded."""
+        """Release memory; with that of the weights an open update is discarded. Refused for unfinished requests without a pause."""
         if unfinished and self._paused is None:
             names = ", ".join(sorted(tags))
             raise UpdateRefused(f"release of {names}: {unfinished} requests are unfinished; want a pause first")
@@ -228,18 +228,18 @@ class WeightUpdates:
         log.info("memory released tags=%s", ",".join(sorted(new)))
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take memory again. Weights want an update then; with keys and values, whole weights are served again."""
+        """Take released memory again. Weights need an update then; with all memory there, complete weights are served again."""
         back = tags & self.released
         if back:
             await self._ask("/resume_memory_occupation", {"tags": sorted(back)})
             self.released -= back
             log.info("memory resumed tags=%s version=%d", ",".join(sorted(back)), self.version)
-        paused = bool(back) or (self._paused is not None and "kv_cache" in tags)  # a release may have failed behind its pause
+        paused = bool(back) or (self._paused is not None and "kv_cache" in tags)  # a release may have failed after its pause
         if paused and not self.released and self.version >= 0 and self._open is None:
             await self._continue()
 
     async def serve_directory(self, directory: Path, version: int | None) -> float:
-        """``load_directory`` by the engine itself: whatever was released is taken again, and it serves."""
+        """Take released memory again, load a directory and serve it. Returns seconds as ``end``."""
         await self.resume(frozenset({"weights"}))
         stall_s = await self.load_directory(directory, version)
         await self.resume(frozenset({"kv_cache"}))
@@ -250,7 +250,7 @@ class WeightUpdates:
             raise UpdateRefused("the memory of the weights is released: want resume_memory_occupation first")
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update; one that was left unfinished is replaced. What follows comes within the time-out."""
+        """Pause, and open an update; an unfinished one is replaced. Each request that follows takes at most ``timeout_s``."""
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._want_memory()
@@ -267,7 +267,7 @@ class WeightUpdates:
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
 
     async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Have the server read one flat bucket, which lies where processes of this host can read it, into the weights."""
+        """Make the server read one flat bucket, from memory that processes of this host can read, into the weights."""
         names = [spec.name for spec in specs]
         self._check_bucket(names, version)
         try:
@@ -293,7 +293,7 @@ class WeightUpdates:
         self._received.update(names)
 
     async def end(self, version: int | None) -> float:
-        """Serve what came; seconds for which generation was held up. Refused unless every tensor has come."""
+        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a tensor is missing."""
         if self._open is None:
             raise UpdateRefused("end: there is no open update")
         if version is not None and version != self._open:
@@ -303,7 +303,7 @@ class WeightUpdates:
         return await self._served(self._open)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Take the weights from files; seconds as of ``end``."""
+        """Load the weights from files. Returns seconds as ``end``."""
         if version is None:
             raise UpdateRefused("load: want weight_version")
         self._want_memory()
@@ -315,12 +315,12 @@ class WeightUpdates:
         return await self._served(version)
 
     async def checksums(self) -> dict[str, str]:
-        """By tensor, as SGLang computes them on its first rank."""
+        """Return checksums by parameter, as SGLang computes them on its first rank."""
         answer = await self._api.call("POST", "/weights_checker", {"action": "checksum"}, timeout_s=LOAD_S)
         return dict(answer["ranks"][0]["checksums"])
 
     async def told(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
-        """Version and checksums of what is served, or of what the open update has brought: all of it, and not served yet."""
+        """Return version and checksums of the served weights, or of those of the open update, which must be complete."""
         if self._layout.not_comparable:
             raise CannotTell(self._api.url, self._layout.not_comparable)
         version = self._open if of_update else self.version
@@ -344,7 +344,7 @@ class WeightUpdates:
         self._shared.close()
 
     async def _hold(self) -> None:
-        """Pause; nothing is generated from here on."""
+        """Pause for an update; nothing is generated from here on."""
         if not (self._taking or self._paused in ("retract", self._pause)):
             begun = time.perf_counter()
             await self._ask_to_pause(self._pause)
@@ -362,7 +362,7 @@ class WeightUpdates:
         self._note_resume()
 
     def _resumed(self) -> None:
-        """It generates, if there is memory, and nobody waits for new weights."""
+        """Record that no request waits for new weights, and that the server generates if it has its memory."""
         self._taking = False
         if not self.released:
             self._note_resume()
@@ -379,14 +379,14 @@ class WeightUpdates:
         try:
             await self._ask("/pause_generation", {"mode": mode})
         except UpdateRefused as error:
-            if isinstance(error.__cause__, BadRequest):  # otherwise it may be paused all the same
+            if isinstance(error.__cause__, BadRequest):  # otherwise the server may be paused all the same
                 self.paused_since_s = before
             raise
 
     async def _open_bracket(self) -> None:
         try:
             await self._ask("/begin_weight_update", {})
-        except UpdateRefused:  # it may have one open of which nothing is known here: another guard's, or one whose answer was lost
+        except UpdateRefused:  # the server may have one open that is not known here: another guard's, or one with a lost answer
             self._bracket = True
             await self._close_bracket()
             await self._ask("/begin_weight_update", {})
@@ -402,7 +402,7 @@ class WeightUpdates:
             self._bracket = False
 
     async def _served(self, version: int) -> float:
-        """Go on, with whole weights, if there is memory for keys and values."""
+        """Continue with complete weights, if the server has all its memory. Returns the seconds for which generation was held up."""
         if not self.released:
             await self._continue()
         stall_s = time.perf_counter() - self._paused_s
@@ -425,8 +425,8 @@ class WeightUpdates:
 
 
 async def _want_listening(host: str, port: int) -> None:
-    """Raises UpdateRefused where a group is gone: the server would try on for minutes, and answer nothing."""
-    with contextlib.suppress(OSError, TimeoutError):  # whatever else it is, the server may still get there
+    """Raise UpdateRefused where a group is gone: the server would retry for minutes without an answer."""
+    with contextlib.suppress(OSError, TimeoutError):  # with any other error the server may still reach it
         try:
             async with asyncio.timeout(LISTENING_S):
                 _, writer = await asyncio.open_connection(host, port)
