@@ -1,4 +1,4 @@
-"""Counters, the waiting share, and what a process makes of the config it is told."""
+"""Counters, the share of time spent waiting, and the config that a process derives from the run's."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Which engine a request goes to, and what happens to one that fails."""
+"""Engine selection for a request, and the handling of engines that fail."""
 
 import asyncio
 import re
@@ -23,7 +23,7 @@ async def chosen(engines: Engines, **wanted: object) -> str:
 
 
 async def fail(engines: Engines, error: EngineError) -> str:
-    """A request that fails; the engine it went to."""
+    """Send a request that fails. Returns the id of its engine."""
     id = ""
     with pytest.raises(type(error)):
         async with engines.one(timeout_s=5) as (id, _):
@@ -84,7 +84,7 @@ async def test_rests_grow_to_a_bound() -> None:
 
 
 async def _back(engines: Engines) -> None:
-    """Wait until the only engine may be asked, without asking it."""
+    """Wait until the only engine may be selected again, without counting a success for it."""
     with pytest.raises(BadRequest):
         async with engines.one(timeout_s=5):
             raise BadRequest("so that it is no success")
@@ -169,7 +169,7 @@ async def test_an_engine_that_goes_is_closed_when_its_last_request_is_done() -> 
     async with looking(scene) as engines:
         async with engines.one(timeout_s=1) as (id, _):
             assert id == "a"
-            waiting = asyncio.create_task(chosen(engines, min_version=9))  # so that looks are frequent
+            waiting = asyncio.create_task(chosen(engines, min_version=9))  # so that discovery polls often
             scene.view = {}
             await scene.seen()
             assert (scene.clients["a"].closed, scene.clients["b"].closed) == (False, True)

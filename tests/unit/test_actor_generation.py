@@ -1,4 +1,4 @@
-"""From an engine's answer to a sample, and what is tried when there is no good answer."""
+"""From an engine's answer to a sample, and the retries when there is no good answer."""
 
 import asyncio
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0, **optio
 
 
 async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activity, list[Any]]:
-    """What comes of one engine's answers: (sample or error, activity, what the engine was asked)."""
+    """Run one request on an engine with these answers. Returns (sample or error, activity, requests to the engine)."""
     scene = Scene({"a": answers})
     async with looking(scene) as engines:
         single, activity = turn(engines, **options)
@@ -211,7 +211,7 @@ WHOLE = generation(tokens=(5, 6, 7))
 
 
 async def continued(answers: Sequence[Answer], partial: Partial = BEGUN) -> tuple[Any, list[Any]]:
-    """What comes of a begun response: (sample, what the engine was told is begun at each request)."""
+    """Continue a partial response. Returns (sample, tokens already begun that each request sent to the engine)."""
     scene = Scene({"a": answers})
     async with looking(scene) as engines:
         sample = await turn(engines)[0].sample(TASK, 2, "n1", partial)
@@ -257,7 +257,7 @@ async def test_what_an_engine_breaks_off_is_gone_on_from() -> None:
 
 
 async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[str]]:
-    """Leave while the engine works on what was begun: how it ends, and which requests were aborted."""
+    """Leave while the engine continues a partial response. Returns the error with which it ends, and the aborted requests."""
     scene = Scene({"a": [answer]})
     async with looking(scene) as engines:
         client = scene.clients["a"]

@@ -1,4 +1,4 @@
-"""What a killed process has left is removed by the next one; what another uses, or only makes, is not."""
+"""Scratch directories of killed processes are removed by the next process; those in use or just being created are kept."""
 
 import subprocess
 import sys

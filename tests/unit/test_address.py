@@ -1,4 +1,4 @@
-"""The address of the bus in one line, and settings that would open it to everybody."""
+"""The address of the bus in one line, and settings that would expose it to the network."""
 
 import pytest
 

@@ -52,7 +52,7 @@ GROUPS = st.lists(st.lists(MEMBER, min_size=1, max_size=6), min_size=1, max_size
 
 @dataclass(frozen=True)
 class Samples:
-    """Of a step; the ids of its groups are neither small nor in order."""
+    """A step's samples; the ids of its groups are neither small nor in order."""
 
     rewards: Tensor
     groups: Tensor
@@ -78,7 +78,7 @@ class Samples:
 
 
 def _loop(kind: str, groups: list[list[Member]], members: str) -> list[float]:
-    """The definitions, sample by sample."""
+    """Compute the definitions, sample by sample."""
     asked = [[member for member in group if members == "count" or member.valid] for group in groups]
     everything = [member.reward for group in asked for member in group]
     scale = statistics.stdev(everything) if len(everything) > 1 else 0.0
@@ -106,7 +106,7 @@ def _own(kind: str, member: Member, group: list[Member], scale: float) -> float:
 
 
 EACH = 40
-"""Examples for every kind with every kind of members."""
+"""Number of examples for every estimator with every treatment of failed members."""
 
 
 @pytest.mark.parametrize("members", MEMBERS)
@@ -147,7 +147,7 @@ def test_grpo_sums_to_zero_and_ignores_shift_and_scale(groups: list[list[Member]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_degenerate_groups_have_finite_advantages(kind: str, dtype: torch.dtype) -> None:
-    """Properties 40 and 60: equal rewards, one sample (whose torch.std is NaN), none valid, no samples at all."""
+    """Properties 40 and 60: equal rewards, one sample (whose torch.std is NaN), no valid sample, no samples at all."""
     estimate = ADVANTAGES[kind].function
     cases = {
         "equal": ([0.1, 0.1, 0.1], [1, 1, 1], [True] * 3),
@@ -262,7 +262,7 @@ def scene() -> Scene:
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", ["reinforce", "rloo", "grpo_no_std"])
 def test_mean_gradient_over_all_groups(kind: str, size: int, scene: Scene) -> None:
-    """Property 43: exact for no baseline and for that of the others; (G - 1) / G of it for the mean."""
+    """Property 43: exact without a baseline and for the leave-one-out baseline; (G - 1) / G of it for the mean."""
     share = (size - 1) / size if kind == "grpo_no_std" else 1.0
     wanted = share * scene.gradient((scene.p_N * scene.rewards_N).sum())
     _close(scene.mean_gradient(ADVANTAGES[kind].function, scene.rewards_N, size), wanted)
@@ -284,7 +284,7 @@ def test_batch_std_of_one_group_is_grpo_and_of_two_is_not(scene: Scene) -> None:
 
 
 def test_members_that_fail_because_of_their_response_bias_the_gradient_as_documented(scene: Scene) -> None:
-    """Property 20, within groups: who is missing depends on the response, as in a time-out on long ones. P, R as in the module."""
+    """Property 20, within groups: membership depends on the response, as in a time-out on long ones. P, R as in the module."""
     valid = torch.arange(27) % 4 != 0
     size = 3
     p_valid = (scene.p_N * valid).sum()
@@ -304,7 +304,7 @@ def test_members_that_fail_because_of_their_response_bias_the_gradient_as_docume
 
 
 def test_members_that_fail_by_chance_bias_neither(scene: Scene) -> None:
-    """Property 20: missing whatever the response. Sample 2 of each group of 3 has crashed, or all three are there."""
+    """Property 20: members are missing independently of the response. Sample 2 of each group of 3 has crashed, or all three are there."""
     grad = scene.gradient((scene.p_N * scene.rewards_N).sum())
 
     def crash(members: str) -> Advantage:
@@ -377,7 +377,7 @@ def test_whitening_each_shard_by_itself_is_something_else() -> None:
 
 
 def test_whitening_equal_values_gives_nothing_even_far_from_zero() -> None:
-    """Property 60: the variance made of sums may come out below 0."""
+    """Property 60: the variance computed from sums may come out below 0."""
     for value in (0.1, 1 / 3, 12345.678, -98765.4321):
         for size in range(1, 30):
             got = whitened(torch.full((size,), value, dtype=torch.float64), torch.ones(size, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""One number out of the losses of tokens: against a loop, under any order and split, with rejection, and in the first step."""
+"""Aggregation of token losses: against a loop, under any order and split, with rejection, and in the first step."""
 
 import math
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Step:
         return aggregate(self.values_T, self.mask_T, self.sample_T, self.denominators, mode=mode)
 
     def at(self, index: Tensor) -> "Step":
-        """The same step's tokens at some places of the row."""
+        """Return the same step's tokens at some places of the row."""
         return replace(self, values_T=self.values_T[index], mask_T=self.mask_T[index], sample_T=self.sample_T[index])
 
 
@@ -52,7 +52,7 @@ def _step(lengths: list[int], seed: int = 0, masked_share: float = 0.3) -> Step:
 
 
 def _loop(step: Step, mode: str) -> float:
-    """The definitions, sample by sample."""
+    """Compute the definitions, sample by sample."""
     samples: list[list[float]] = [[] for _ in step.denominators.trainable_N]
     for value, kept, sample in zip(step.values_T.tolist(), step.mask_T.tolist(), step.sample_T.tolist(), strict=True):
         if kept:
@@ -83,7 +83,7 @@ def test_the_number_is_the_definition(mode: str, lengths: list[int], seed: int, 
 @settings(deadline=None, max_examples=50)
 @given(lengths=LENGTHS, seed=st.integers(0, 1000), data=st.data())
 def test_order_padding_and_split_change_nothing(mode: str, lengths: list[int], seed: int, data: st.DataObject) -> None:
-    """A part is a micro-batch, a rank, or a rank's piece of a sample; parts are summed. Names of samples are arbitrary too."""
+    """A part is a micro-batch, a rank, or a rank's piece of a sample; parts are summed. Sample ids are arbitrary too."""
     step = _step(lengths, seed)
     whole, num_tokens, num_samples = step.number(mode), len(step.values_T), len(lengths)
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +98,7 @@ def test_order_padding_and_split_change_nothing(mode: str, lengths: list[int], s
 
 
 def _padded(step: Step) -> Step:
-    """With padding behind: of no sample, not trainable, and NaN."""
+    """Append padding: of no sample, not trainable, and NaN."""
     return replace(
         step,
         values_T=torch.cat([step.values_T, torch.full((3,), math.nan, dtype=torch.float64)]),
@@ -123,7 +123,7 @@ def test_modes_differ_by_a_factor_for_equal_lengths_and_by_more_otherwise() -> N
     assert float(equal.number("seq_mean_token_sum")) == pytest.approx(4 * mean, rel=1e-12)
     assert float(equal.number("constant")) == pytest.approx(4 / CONSTANT * mean, rel=1e-12)
     assert abs(float(other.number("token_mean") - other.number("seq_mean_token_mean"))) > 1e-3
-    # of the mean length 4, whatever the lengths are
+    # of the mean length 4, for any lengths
     assert float(other.number("seq_mean_token_sum")) == pytest.approx(4 * float(other.number("token_mean")), rel=1e-12)
 
 
@@ -177,7 +177,7 @@ def test_a_step_without_trainable_tokens_is_zero(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_the_first_step_has_loss_zero_and_a_gradient(mode: str) -> None:
-    """Advantages of mean 0, equal lengths, policy and anchor the same: the loss is minus their mean, nothing is clipped."""
+    """Advantages of mean 0, equal lengths, policy and anchor the same: the loss is minus the advantages' mean, nothing is clipped."""
     generator = torch.Generator().manual_seed(1)
     step = _step([6] * 4, masked_share=0.0)
     advantages_T = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)[step.sample_T]

@@ -1,4 +1,4 @@
-"""Alarms: each at its threshold and not below, scaled by age where numbers grow with it, and a stop that has patience."""
+"""Alarms: each fires at its threshold and not below, scaled by age where numbers grow with it; a stop needs several steps in a row."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Presets expand to what they say, every part can be changed, and contradictions are refused with the reason."""
+"""Presets expand to their documented parts, every part can be changed, and contradictions are refused with the reason."""
 
 import re
 from dataclasses import fields, replace
@@ -168,7 +168,7 @@ def test_settings_are_taken_where_something_looks_at_them() -> None:
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_groups_of_one_are_for_estimators_without_a_baseline(advantage: str) -> None:
-    """The formula itself says which those are."""
+    """The estimator's formula itself decides which those are."""
     alone = Objective(AlgorithmConfig(advantage=advantage, whiten=False)).advantages(
         torch.tensor([1.0, 0.0, 3.0]), torch.arange(3), torch.tensor([2, 3, 4]), torch.tensor([2, 3, 4])
     )

@@ -1,4 +1,4 @@
-"""Weights and rejections: what holds exactly, on a policy that can be enumerated (facts A: 02 to 06, 14 to 20, 22)."""
+"""Weights and rejections: exact properties, on a policy that can be enumerated (facts A: 02 to 06, 14 to 20, 22)."""
 
 import itertools
 import math
@@ -58,7 +58,7 @@ def different(one: Tensor, other: Tensor) -> None:
 
 
 def weighted_gradient(weight_T: Tensor, signal_T: Tensor, under: Policy = MU) -> Tensor:
-    """``E_under[sum_t w_t signal_t grad log pi]`` through the loss of the trainer."""
+    """Return ``E_under[sum_t w_t signal_t grad log pi]`` through the loss of the trainer."""
     loss_T = reinforce(PI.log_probs_T, signal_T, MASK_T).loss_T
     return -gradient(expected(weight_T * loss_T, under), PI)
 
@@ -68,7 +68,7 @@ def raw(level: str) -> Tensor:
 
 
 def action_values() -> Tensor:
-    """Q of each token: the expected reward after it, [81]."""
+    """Return Q of each token: the expected reward after it, [81]."""
     p = PI.probabilities_N.detach()
     found = []
     for response, step in itertools.product(RESPONSES, range(STEPS)):
@@ -139,7 +139,7 @@ def test_the_geometric_ratio_does_not_depend_on_the_length_and_the_product_does(
 
 
 def test_self_normalised_weights_have_mean_1_whatever_is_added_to_the_log_probs() -> None:
-    """16, and S6: from sums of two ranks as from one."""
+    """16, and S6: the same from sums of two ranks as from one."""
     for level in ("token", "sequence", "prefix", "geometric"):
         weights = bounded(raw(level), MASK_T, high=math.inf)
         half_T = SAMPLE_T < 11
@@ -158,7 +158,7 @@ def test_self_normalised_weights_have_mean_1_whatever_is_added_to_the_log_probs(
 @settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20), st.floats(0.1, 10))
 def test_the_effective_share_is_between_one_sample_and_all(weights: list[float], scale: float) -> None:
-    """17: scale-free, 1 iff constant, 1/n for one that outweighs all, 1 / (1 + CV^2)."""
+    """17: scale-free, 1 iff constant, 1/n for one that outweighs all others, 1 / (1 + CV^2)."""
     n = len(weights)
     share = effective_sample_share(sum(weights), sum(w * w for w in weights), n)
     scaled = effective_sample_share(sum(scale * w for w in weights), sum((scale * w) ** 2 for w in weights), n)
@@ -239,7 +239,7 @@ def packed(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int]:
 
 
 def of_samples(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, count: int) -> dict[int, list[tuple[int, float]]]:
-    """Sample -> (place, delta) of its trainable tokens."""
+    """Map each sample to the (place, delta) of its trainable tokens."""
     found: dict[int, list[tuple[int, float]]] = {row: [] for row in range(count)}
     for place in mask_T.nonzero()[:, 0].tolist():
         found[int(sample_T[place])].append((place, float(delta_T[place])))
@@ -306,7 +306,7 @@ def test_a_ratio_at_its_bound_is_kept() -> None:
 @settings(deadline=None)
 @given(packed(), st.floats(0.1, 0.9))
 def test_one_impossible_token_rejects_its_sample(row: Any, threshold: float) -> None:
-    """15: one verdict per sample, and more tokens can only reject more."""
+    """15: one decision per sample, and more tokens can only reject more."""
     rejected_T = vetoed(*row, threshold=threshold)
     for tokens in of_samples(*row).values():
         verdict = any(delta < math.log(threshold) for _, delta in tokens)
@@ -317,7 +317,7 @@ def test_one_impossible_token_rejects_its_sample(row: Any, threshold: float) -> 
 @settings(deadline=None)
 @given(packed(), st.integers(0, 100))
 def test_opsm_rejects_bad_samples_that_have_drifted_away(row: Any, seed: int) -> None:
-    """22: never an advantage >= 0, never what is on-policy; by the mean of log mu - log pi."""
+    """22: advantages >= 0 and on-policy samples are never rejected; the criterion is the mean of log mu - log pi."""
     delta_T, mask_T, sample_T, count = row
     advantages_N = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     advantages_N[0] = 0.0
@@ -333,7 +333,7 @@ def test_opsm_rejects_bad_samples_that_have_drifted_away(row: Any, seed: int) ->
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.01, 0.05, 0.2, 0.2, 1.0, 4.0]), max_size=12), st.floats(0.005, 2))
 def test_the_second_moment_of_what_is_kept_is_below_its_limit(squares: list[float], limit: float) -> None:
-    """22: the largest go, equal ones together, no more than needed, all kept where that will do."""
+    """22: the largest are rejected, equal ones together, no more than needed; all are kept where that suffices."""
     cut = second_moment_cut(torch.tensor(squares, dtype=torch.float64), limit)
     kept = [square for square in squares if square < cut]
     if not squares or sum(squares) / len(squares) < limit:
@@ -351,7 +351,7 @@ def test_the_second_moment_of_what_is_kept_is_below_its_limit(squares: list[floa
 
 
 def test_the_binary_divergence_knows_how_probable_a_token_is() -> None:
-    """Against its definition, both ways; the same ratio counts for nothing where both are tiny."""
+    """The divergence agrees with its definition, both ways; the same ratio contributes nothing where both probabilities are tiny."""
 
     def kl(p: float, q: float) -> float:
         return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
@@ -385,7 +385,7 @@ def test_total_variation_is_of_probabilities(before: float, now: float, advantag
 
 
 def test_the_loglinear_proximal_policy_lies_between_mu_and_pi() -> None:
-    """22: fresh tokens have mu, old ones nearly pi; no gradient, and nothing of what is masked."""
+    """22: fresh tokens have mu, old ones nearly pi; no gradient, and no influence of masked tokens."""
     theta_T = PI.log_probs_T
     for lag, share in ((0, 0.0), (1, 0.5), (3, 0.75), (10**6, 1.0), (-1, 0.0)):
         found_T = loglinear_proximal(theta_T, MU.log_probs_T, MASK_T, torch.full(MASK_T.shape, lag))
@@ -396,7 +396,7 @@ def test_the_loglinear_proximal_policy_lies_between_mu_and_pi() -> None:
 
 
 def test_the_group_expectation_weight() -> None:
-    """26: p / q alone and among equals; otherwise the group's sum q^2 / sum q below; absent samples have no say."""
+    """26: p / q alone and among equals; otherwise divided by the group's sum q^2 / sum q; absent samples do not contribute."""
     p_T = torch.tensor([-0.5, -1.5, -0.3, -2.0], dtype=torch.float64)
     q_T = torch.tensor([-1.0, -1.0, -0.7, -0.2], dtype=torch.float64)
     mask_T, sample_T = torch.tensor([True, True, True, True]), torch.tensor([0, 0, 1, 2])
@@ -443,7 +443,7 @@ def test_a_mean_at_its_limit_is_too_much() -> None:
 
 
 def test_limits_are_exceeded_and_not_met() -> None:
-    """What stands exactly at a limit is kept, whichever rule."""
+    """A value exactly at a limit is kept, under every rule."""
     one = (torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), 1)
     two_T = torch.tensor([2.0], dtype=torch.float64)
     assert not outside(two_T, *one, metric="k2", span="token", high=2.0).any()

@@ -1,4 +1,4 @@
-"""Diagnostics: against plain loops, exact under any split, and sensitive to the faults they are there for."""
+"""Diagnostics: against plain loops, exact under any split, and sensitive to the faults they detect."""
 
 import math
 import statistics
@@ -34,7 +34,7 @@ LOW, HIGH = 0.8, 1.2
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """What goes in, target-aligned."""
+    """Inputs of the diagnostics, target-aligned."""
 
     log_probs_T: Tensor
     start_T: Tensor
@@ -144,7 +144,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def by_loop(rows: list[Row]) -> dict[str, float]:
-    """Every metric again, the long way."""
+    """Compute every metric again with plain loops."""
     samples: dict[int, list[Row]] = {}
     for row in rows:
         samples.setdefault(row.sample, []).append(row)
@@ -243,7 +243,7 @@ def test_every_metric_is_that_of_a_loop(seed: int) -> None:
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 1000), parts=st.lists(st.integers(0, 3), min_size=len(LENGTHS) + 1, max_size=len(LENGTHS) + 1))
 def test_metrics_do_not_depend_on_the_split(seed: int, parts: list[int]) -> None:
-    """S6: whole samples, dealt out over micro-batches and ranks in any way; some of them may be empty."""
+    """S6: whole samples, distributed over micro-batches and ranks in any way; some of them may be empty."""
     tokens, part_T = make(seed), torch.tensor(parts)
     split = merged([tokens.part((part_T[tokens.sample_T] == number).nonzero()[:, 0]).sums() for number in range(4)])
     assert finalize(split) == pytest.approx(finalize(tokens.sums()), rel=1e-9, abs=1e-12)
@@ -277,7 +277,8 @@ def test_a_step_with_nothing_to_train_says_only_that() -> None:
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize(("temperature", "alarming"), [(1.0, False), (0.7, True)])
 def test_the_entropy_gap_shows_a_temperature_that_ratios_do_not(stale: bool, temperature: float, alarming: bool) -> None:
-    """39: sampled at 0.7, reported at 1. Fresh, every ratio is perfect; old, every ratio is what age makes it: the gap sees both."""
+    """39: sampled at 0.7, reported at 1. Fresh data has perfect ratios and old data the ratios of its age: only the gap shows the fault
+    in both."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(16, generator=generator, dtype=torch.float64)
     log_mu = logits.log_softmax(-1)

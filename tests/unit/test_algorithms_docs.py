@@ -1,4 +1,4 @@
-"""docs/algorithms.md is complete and true: every preset and setting is in it, what it names exists, and its examples work."""
+"""docs/algorithms.md is complete and true: every preset and setting is in it, all names in it exist, and its examples work."""
 
 import importlib
 import inspect
@@ -51,7 +51,7 @@ def cells(line: str) -> list[str]:
 
 
 def tables() -> Iterator[list[list[str]]]:
-    """Every table, as rows of cells; the first is its head."""
+    """Yield every table, as rows of cells; the first row is its head."""
     for block in re.findall(r"(?:^\|.*\n)+", TEXT, re.MULTILINE):
         head, _, *rows = block.splitlines()
         yield [cells(head), *map(cells, rows)]
@@ -63,7 +63,7 @@ def blocks(language: str) -> list[str]:
 
 
 def resolves(path: str) -> bool:
-    """A setting has this path, from the root or below learner.algorithm."""
+    """Check whether a setting has this path, from the root or below learner.algorithm."""
 
     def under(kind: Any, names: list[str]) -> bool:
         for name in names:
@@ -149,7 +149,7 @@ def test_a_configuration_that_is_shown_is_good(number: int, tmp_path: Path) -> N
     file.write_text(blocks("yaml")[number])
     shown = load(file)
     assert shown.config.learner.algorithm != AlgorithmConfig()
-    for line in blocks("")[1].splitlines() if number == 0 else ():  # what --print-config is said to show of the first
+    for line in blocks("")[1].splitlines() if number == 0 else ():  # the documented output of --print-config for the first
         setting, origin = line.split("#")
         ((name, value),) = yaml.safe_load(setting).items()
         assert getattr(shown.config.learner.algorithm, name) == value

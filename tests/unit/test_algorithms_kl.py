@@ -37,22 +37,22 @@ class Tree:
     """[13, 3], prefixes in order of depth."""
 
     def conditionals(self) -> list[Tensor]:
-        """Log-probs of the next token by depth, [prefixes, 3]."""
+        """Return the log-probs of the next token by depth, [prefixes, 3]."""
         return list(self.logits.log_softmax(-1).split([1, 3, 9]))
 
     def log_probs(self, level: str) -> Tensor:
-        """Of what was sampled, [27] or [27 * 3]."""
+        """Return the log-probs of the sampled actions, [27] or [27 * 3]."""
         at = torch.arange(27)
         steps = torch.stack([part.reshape(-1)[at // 3 ** (2 - depth)] for depth, part in enumerate(self.conditionals())], dim=-1)
         return steps.sum(-1) if level == "sequence" else steps.reshape(-1)
 
     def weights(self, level: str) -> Tensor:
-        """Probability that a token of ``log_probs`` is met."""
+        """Return the probability that a token of ``log_probs`` is reached."""
         weights = self.log_probs("sequence").detach().exp()
         return weights if level == "sequence" else weights.repeat_interleave(3)
 
     def expectation(self, value: Callable[[Tensor], Tensor], other: "Tree", prefixes: "Tree", level: str) -> Tensor:
-        """``E_self[value(log self - log other)]`` with the gradient of the distribution too; prefixes are those of ``prefixes``."""
+        """Return ``E_self[value(log self - log other)]`` with the gradient of the distribution too; prefixes are those of ``prefixes``."""
         if level == "sequence":
             here, there = self.log_probs(level), other.log_probs(level)
             return (here.exp() * value(here - there)).sum()
@@ -82,7 +82,7 @@ class Case:
         return self.ref.expectation(VALUES["k1"], self.pi, prefixes, self.level)
 
     def mean(self, estimator: str, sampler: Tree) -> Tensor:
-        """Expectation of ``kl_T`` under a sampler without gradient."""
+        """Return the expectation of ``kl_T`` under a sampler without gradient."""
         return (sampler.weights(self.level) * self.estimate(estimator)).sum()
 
     def estimate(self, estimator: str) -> Tensor:
@@ -193,7 +193,7 @@ def test_corrected_has_the_gradient_of_the_divergence(level: str, estimator: str
 
 
 def test_token_by_token_is_not_the_divergence_of_sequences_of_another_policy() -> None:
-    """What the correction leaves: the prefixes are mu's."""
+    """The correction leaves the prefixes of mu."""
     case = _case("token")
     _apart(case.corrected_mean("k3", case.mu), _case("sequence").divergence(case.pi))
 

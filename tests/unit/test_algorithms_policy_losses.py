@@ -57,7 +57,7 @@ def same(one: Tensor, other: Tensor) -> None:
 
 
 def at(ratio: float, advantage: float, loss: Callable[..., PolicyLoss], **settings: Any) -> tuple[float, float, bool]:
-    """(loss, its derivative by log pi, clipped) of a sample of one token with this ratio."""
+    """Return (loss, its derivative by log pi, clipped) of a sample of one token with this ratio."""
     log_prob_T = torch.tensor([math.log(ratio) - 1.0], dtype=torch.float64, requires_grad=True)
     place = (torch.zeros(1, dtype=torch.int64), 1) if loss in (gspo, gspo_token, topr, vespo) else ()
     anchor_T, mask_T = torch.tensor([-1.0], dtype=torch.float64), torch.ones(1, dtype=torch.bool)
@@ -210,7 +210,7 @@ def tokens(old_T: Tensor | None = None, *, rollout_T: Tensor | None = None, adva
 
 
 def loss_of(settings: dict[str, Any], given: Tokens, coupled: Coupled | None = None) -> tuple[Tensor, Tensor, Any]:
-    """(loss_T, its gradient by log pi, everything said) of an objective."""
+    """Return (loss_T, its gradient by log pi, the complete result) of an objective."""
     log_probs_T = PI.log_probs_T
     made = Objective(AlgorithmConfig(**settings)).token_loss(log_probs_T, given, coupled or Coupled())
     return made.loss_T.detach(), torch.autograd.grad(made.loss_T.sum(), log_probs_T, retain_graph=True)[0], made
@@ -243,7 +243,7 @@ def test_three_policies_meet_two_and_the_weighted_gradient() -> None:
 
 
 def test_icepop_is_importance_sampling_inside_its_band_and_nothing_outside() -> None:
-    """12, 54: and what is rejected leaves the others as they were."""
+    """12, 54: rejected tokens leave the others unchanged."""
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
     inside_T = (ratio_T >= 0.8) & (ratio_T <= 1.2)
     assert 0 < int(inside_T.sum()) < 81
@@ -273,7 +273,7 @@ def test_a_constant_baseline_is_neutral_unless_weights_are_cut() -> None:
 
 
 def test_the_interpolated_proximal_policy_needs_no_old_log_probs() -> None:
-    """22: at lag 0 it is mu: the weight is 1 and the ratio pi / mu; at a great age it is pi: the weight alone is left."""
+    """22: at lag 0 it is mu: the weight is 1 and the ratio pi / mu; at a great age it is pi, and only the weight is left."""
     bypass = loss_of({"correction": "bypass"}, tokens())
     same(loss_of({"correction": "a3po"}, tokens())[1], bypass[1])
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
@@ -339,7 +339,7 @@ def total_of(settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0) 
 
 
 def test_what_is_minimised_is_loss_plus_divergence_less_entropy() -> None:
-    """Each part aggregated alike, the divergence times its coefficient and its scale, corrected by pi / mu or not."""
+    """Each part is aggregated alike, the divergence times its coefficient and its scale, corrected by pi / mu or not."""
     reference = Policy.random(9, like=PI, spread=0.3)
     given = replace(tokens(), reference_T=reference.log_probs_T)
     pi_T, mu_T = PI.log_probs_T.detach(), MU.log_probs_T.detach()
@@ -399,7 +399,7 @@ def test_the_group_ratio_has_the_gradient_of_its_numerator() -> None:
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "reinforce"])
 def test_what_a_loss_compares_with_is_held_fixed(name: str) -> None:
-    """An anchor that comes with a graph is a constant: no gradient goes through it, and none is changed by it."""
+    """An anchor with a graph is a constant: no gradient goes through it, and none is changed by it."""
     log_probs_T = PI.log_probs_T.detach().requires_grad_()
     anchor_T = (MU.log_probs_T.detach() * 1.0).requires_grad_()
     made = LOSSES[name](log_probs_T, anchor_T, ADVANTAGES_T)
@@ -444,7 +444,7 @@ def test_the_dual_clip_begins_beyond_its_bound_and_below_no_advantage() -> None:
 
 
 def test_what_is_rejected_has_no_loss_at_all() -> None:
-    """Neither gradient nor value: the number that is minimised does not count it."""
+    """Rejected tokens have neither gradient nor value: the minimised number does not count them."""
     loss_T, _, made = loss_of({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, tokens())
     assert made.rejected_T.any() and not loss_T[made.rejected_T].any()
 

@@ -55,7 +55,7 @@ def test_what_is_masked_teaches_nothing_and_a_teacher_that_excludes_a_token_stay
 
 
 class Scene:
-    """A student with a gradient, and another policy: its teacher, or its reference."""
+    """A student with a gradient, and another policy: its teacher or its reference."""
 
     def __init__(self) -> None:
         self.student, self.other = Policy(Policy.random(5).logits_PV.requires_grad_()), Policy.random(6)
@@ -65,11 +65,11 @@ class Scene:
         return distillation_advantages(self.student.log_probs_T, self.other.log_probs_T, MASK_T)
 
     def policy_gradient(self, advantages_T: Tensor) -> Tensor:
-        """Mean gradient of the loss ``-A log pi`` summed over the tokens of a response."""
+        """Return the mean gradient of the loss ``-A log pi`` summed over the tokens of a response."""
         return gradient(-expected(advantages_T * self.student.log_probs_T, self.student), self.student)
 
     def divergence(self) -> Tensor:
-        """KL(student || other) of whole responses."""
+        """Return KL(student || other) of whole responses."""
         return (self.student.probabilities_N * self.gap_T.view(-1, STEPS).sum(-1)).sum()
 
 

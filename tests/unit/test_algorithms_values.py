@@ -24,13 +24,13 @@ def _tensor(values: list[float]) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """One trainable token, as its sample sees it."""
+    """One trainable token, with the quantities of its sample at that token."""
 
     reward: float
     value: float
     log_ratio: float
     place: int
-    """In the row."""
+    """Position in the row."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ SHARES = st.sampled_from([0.0, 0.3, 0.95, 1.0])
 
 
 def _errors(sample: list[Step], gamma: float) -> list[float]:
-    """r_t + gamma V_{t+1} - V_t."""
+    """Return r_t + gamma V_{t+1} - V_t."""
     values = [step.value for step in sample] + [0.0]
     return [step.reward + gamma * values[t + 1] - values[t] for t, step in enumerate(sample)]
 
@@ -115,7 +115,7 @@ def test_a_factor_of_zero_stops_nan_and_infinity() -> None:
 @settings(deadline=None)
 @given(row=_rows(), gamma=SHARES, lam=SHARES)
 def test_gae_is_the_sum_of_discounted_errors_of_its_own_sample(row: Row, gamma: float, lam: float) -> None:
-    """Masked tokens, whatever stands there, are skipped without discount."""
+    """Masked tokens are skipped without discount, whatever value is at their place."""
     wanted: dict[int, float] = {}
     for sample in row.samples():
         errors = _errors(sample, gamma)
@@ -215,13 +215,13 @@ class Tree:
         self.p_T = per_token(self.mu.probabilities_N)
 
     def clipped(self, rho_bar: float) -> Tensor:
-        """The policy proportional to min(rho_bar mu, pi), [13, 3]."""
+        """Return the policy proportional to min(rho_bar mu, pi), [13, 3]."""
         mu_PV, pi_PV = self.mu.logits_PV.softmax(-1), self.pi.logits_PV.softmax(-1)
         both_PV = torch.minimum(rho_bar * mu_PV, pi_PV)
         return both_PV / both_PV.sum(-1, keepdim=True)
 
     def value(self, policy_PV: Tensor, gamma: float) -> Tensor:
-        """Of every prefix, from the longest to the empty one, [13]."""
+        """Return the value of every prefix, from the longest to the empty one, [13]."""
         values: dict[tuple[int, ...], float] = {}
         for number, prefix in reversed(list(enumerate(PREFIXES))):
             after = [values.get((*prefix, token), 0.0) for token in range(VOCABULARY)]
@@ -229,7 +229,7 @@ class Tree:
         return _tensor([values[prefix] for prefix in PREFIXES])
 
     def mean_target(self, values_P: Tensor, *, gamma: float, rho_bar: float, c_bar: float) -> Tensor:
-        """Mean V-trace target of every prefix over data of mu, [13]."""
+        """Return the mean V-trace target of every prefix over data of mu, [13]."""
         bars = Bars(rho_bar=rho_bar, c_bar=c_bar)
         got = vtrace(self.log_ratio_T, self.rewards_T, values_P[PREFIX_T], MASK_T, SAMPLE_T, gamma=gamma, bars=bars)
         zeros_P = torch.zeros_like(values_P)

@@ -1,4 +1,4 @@
-"""What the run's row may name of a machine, and which settings that concerns."""
+"""The machine settings that the run's row may change, and those that it may not."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ OPEN = {
     "engine.sglang.url": "an address it asks",
     "engine.sglang.pause": "one of two",
 }
-"""Settings that are no number, and name neither code nor programs nor files."""
+"""Settings that are not numbers, and name neither code nor programs nor files."""
 
 
 def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> None:
@@ -98,7 +98,7 @@ def test_the_environment_allows_as_well_and_is_no_setting() -> None:
 
 
 def test_what_this_machine_sets_itself_is_not_refused_and_counts() -> None:
-    """Of a map all or one entry: the others of the row stay refused."""
+    """A machine may set all of a map or one entry: the other entries of the row are still refused."""
     row = {"engine": {"sglang": {"python": "/row", "environment": {"A": "row"}}}}
     mine = changes(["engine.sglang.python=/mine", "engine.sglang.environment={B: mine}"], {})
     refuse_foreign(row, "engine", allowed([], {}, replaced=mine), where="row")

@@ -1,4 +1,4 @@
-"""What an answer of a stream means: stored, no, or not now."""
+"""The meaning of a stream's answer: stored, refused, or unavailable for now."""
 
 import json
 

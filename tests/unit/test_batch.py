@@ -1,4 +1,4 @@
-"""Batches: target alignment, masks and lags against a plain loop; frames by round trip and by damage."""
+"""Batches: target alignment, masks and lags against a plain loop; frames by round trip and with damaged bytes."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -26,7 +26,7 @@ def plan_of(
     max_tokens: int = 16,
     minibatches: int = 1,
 ) -> Plan:
-    """Version v is the weights of step v."""
+    """Return the plan of these samples. Version v is the weights of step v."""
     ids = sorted({one.task for one in samples})
     sizes = [sum(one.task == id for one in samples) for id in ids]
     lengths = [len(one.tokens) for one in samples]
@@ -62,7 +62,7 @@ def steps(draw: st.DrawFn) -> list[Sample]:
 
 
 def tokens_by_loop(one: Sample, plan: Plan) -> dict[tuple[int, int], tuple[float, int]]:
-    """(position of the target, token) -> (log-prob, lag) of what is trainable."""
+    """Map (position of the target, token) to (log-prob, lag) of the trainable tokens."""
     found, prompt = {}, len(one.tokens) - one.response_length
     versions = [span.version for span in one.spans for _ in range(span.num_tokens)]
     for position, version in enumerate(versions):
@@ -139,7 +139,7 @@ def test_minibatches_and_trainable_tokens_of_every_sample_are_known_everywhere(
 
 
 def test_a_lost_end_is_seen() -> None:
-    """Status completed without a token that ends: but not where a string ends it, or nobody knows what ends."""
+    """Status completed without a final token is reported, except where a string ended the response or no end token is known."""
     whole = sample(task(1), 0)
     last = int(whole.tokens[-1])
     cut = replace(whole, status=Status.TRUNCATED)
@@ -176,7 +176,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def received(batch: StepBatch, *, offset: int = 0) -> StepBatch:
-    """Through bytes, each frame at an odd address when ``offset`` is."""
+    """Return the batches after a round trip through bytes, each frame at an odd address if ``offset`` is odd."""
     frames = [memoryview(bytearray(bytes(offset) + bytes(frame)))[offset:] for frame in encode(batch)]
     return decode(unpack(frames[0], where="test"), frames[1:])
 

@@ -1,4 +1,4 @@
-"""Bytes of messages: round trips, refusals that name the field, and nothing but WireError for whatever comes."""
+"""Bytes of messages: round trips, refusals that name the field, and only WireError for arbitrary bytes."""
 
 import contextlib
 import copy
@@ -311,7 +311,7 @@ def test_extra_never_replaces_a_field() -> None:
 
 
 def test_an_unknown_sampling_parameter_is_refused() -> None:
-    """It would change the distribution that was sampled from, and nobody would know."""
+    """It would change the sampling distribution unnoticed."""
     sampling = msgpack.unpackb(wire())["sampling"] | {"min_p": 0.1}
     with pytest.raises(WireError, match=r"sampling\.min_p"):
         codec.decode_sample(wire(sampling=sampling))
@@ -375,7 +375,7 @@ ODD = st.one_of(
 @settings(max_examples=200)
 @given(sample=SAMPLES, data=st.data())
 def test_what_msgspec_decodes_is_what_the_table_decodes(sample: Sample, data: st.DataObject) -> None:
-    """Whole, with one field changed, missing, doubled or unknown, inside and outside, and with bytes damaged."""
+    """Messages are compared whole, with one field changed, missing, doubled or unknown, inside and outside, and with bytes damaged."""
     fields = msgpack.unpackb(codec.encode_sample(dataclasses.replace(sample, extra={})), strict_map_key=False)
     assert codec._SAMPLE._compiled is not None
     assert codec._SAMPLE._compiled.decode(msgpack.packb(fields)) is not None, "what our own encoder writes goes the fast way"
@@ -420,7 +420,7 @@ def _or_reason(write: Callable[[Sample], bytes], sample: Sample) -> bytes | str:
 
 
 class Words(str):
-    """Text of another type."""
+    """A text of another type."""
 
 
 NOT_USUAL = st.one_of(
@@ -435,7 +435,8 @@ NOT_USUAL = st.one_of(
 @settings(max_examples=300)
 @given(sample=SAMPLES, data=st.data())
 def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st.DataObject) -> None:
-    """Byte for byte, with one field of another type, outside and inside; and what one refuses, the other refuses for the same reason."""
+    """The encoders agree byte for byte, with one field of another type, outside and inside, and refuse the same messages for the same
+    reason."""
     plain = dataclasses.replace(sample, extra={})
     assert codec.encode_sample(plain) == _written_by_table(plain)
     odd, inside = data.draw(NOT_USUAL), data.draw(st.sampled_from(["", "sampling", "timings", "metadata", "spans"]))

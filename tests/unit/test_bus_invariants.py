@@ -129,7 +129,7 @@ def test_the_note_of_a_finished_sample_has_no_tokens() -> None:
 
 
 def test_what_a_step_makes_of_the_largest_reward_is_a_finite_float32() -> None:
-    """The squared norm of a gradient, as the docstring of the bound derives it, and what float32 still tells apart."""
+    """The squared norm of a gradient, as the docstring of the bound derives it, and the float32 values that remain distinct."""
     largest_weight = np.float32(np.exp(20.0))
     gradient = np.float32(2 * MAX_REWARD) * largest_weight * np.float32(18_000)
     assert np.isfinite(np.square(gradient, dtype=np.float32))

@@ -1,4 +1,4 @@
-"""Names, parts and headers: what needs no server."""
+"""Names, parts and headers: the functions that need no server."""
 
 import re
 import subprocess
@@ -92,7 +92,7 @@ def test_parts_of_another_message_are_refused() -> None:
         (2**63, [1], "length"),
         (10_000_000, [], "seqs"),
         (10_000_000, [5] * 2, "seqs"),
-        (10_000_000, [5, 100], "seqs"),  # does not stand before the manifest
+        (10_000_000, [5, 100], "seqs"),  # not before the manifest in the stream
         (10_000_000, [0, 5], "seqs"),
         (10_000_000, [-5, 2**62], "seqs"),
         (1000, list(range(1, 18)), "seqs"),

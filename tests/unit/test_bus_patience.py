@@ -1,4 +1,4 @@
-"""Retries while the bus is away: for how long, after which errors, and what ends them."""
+"""Retries while the bus is away: their duration, the errors that are retried, and the conditions that end them."""
 
 import asyncio
 import time
@@ -31,7 +31,7 @@ class FakeLink(Link):
 
 
 class Asked:
-    """Fails ``failures`` times, then gives the number of calls."""
+    """A call that fails ``failures`` times, then returns the number of calls."""
 
     def __init__(self, failures: int, on_call: Callable[[int], None] = lambda call: None) -> None:
         self.calls, self._failures, self._on_call = 0, failures, on_call

@@ -1,4 +1,4 @@
-"""What cannot be read is counted once, logged seldom, and costs bounded memory; rows are what their keys promise."""
+"""Unreadable messages are counted once, logged rarely, and use bounded memory; rows agree with their keys."""
 
 import dataclasses
 import json

@@ -27,7 +27,7 @@ def test_a_wake_up_ends_all_present_waits() -> None:
 
 
 async def ended(waiter: Waiter, number: int) -> list["asyncio.Task[None]"]:
-    """New waits, after the loop has run; they are cancelled behind the caller's look."""
+    """Start new waits and return them after the loop has run once; they are cancelled after the caller has looked."""
     tasks = await waiting(waiter, number)
     await asyncio.sleep(0)
     asyncio.get_running_loop().call_soon(lambda: [task.cancel() for task in tasks])

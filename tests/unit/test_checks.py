@@ -1,4 +1,4 @@
-"""What the checks find besides mistakes: warnings, the length of prompts, what a resumed run may not change, and how little they load."""
+"""Findings of the checks besides mistakes: warnings, prompt lengths, settings that a resumed run may not change, and their import cost."""
 
 import json
 import re
@@ -27,7 +27,7 @@ KEYS = (
     *("chat_template", "eos_token", "weight_map", "model"),
 )
 SECONDS = 2.0
-"""Of a processor, for a process that checks a file of 7,000 prompts."""
+"""CPU seconds of a process that checks a file of 7,000 prompts."""
 
 
 def checked(tmp_path: Path, *settings: str, **purpose: bool) -> Report:
@@ -106,7 +106,7 @@ def test_what_is_doubtful_is_a_warning(tmp_path: Path, settings: list[str], comp
 
 
 def test_the_stream_is_measured_by_the_longest_prompt(tmp_path: Path) -> None:
-    """That of the file, or the limit; where neither is known, the context, which may be far more than there will be: a warning."""
+    """The longest prompt is that of the file, or the limit; if neither is known, the context, which may be far too long: a warning."""
     small = "bus.samples_max_bytes=1000"
     (measured,) = texts(checked(tmp_path, small).errors)
     (limited,) = texts(checked(tmp_path, small, "data.max_prompt_tokens=10").errors)
@@ -166,7 +166,7 @@ def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> 
 
 
 def began(root: Path, rules: DataRules) -> None:
-    """A checkpoint of a run with these rules."""
+    """Write a checkpoint of a run with these rules."""
     staging = checkpoints.staging(root / "checkpoints", step=3, epoch=1)
     checkpoints.commit(staging, DataSource(rules, epoch=1).snapshot())
 
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_does_not_know_its_model_is_no_other_one(tmp_path: Path) -> None:
-    """Those written before models were recorded, and those of a tokenizer or a model that cannot be read."""
+    """Checkpoints from before models were recorded, and checkpoints with a tokenizer or model that cannot be read."""
     known = DataRules(run="r", steps=5, groups_per_step=1, model="qwen2")
     state = DataSource(known, epoch=1).snapshot()
     assert DataSource.restore(known, state).step == 0

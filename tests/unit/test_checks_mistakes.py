@@ -1,4 +1,5 @@
-"""The mistakes of a first hour (docs/configuring.md): each is answered at once, with where, what was wanted, what came and what to do."""
+"""The mistakes of a first hour (docs/configuring.md): each is reported at once, with the place, the wanted and the given value, and the
+remedy."""
 
 import resource
 import subprocess
@@ -14,14 +15,14 @@ from launch.cli import main as cli
 from tests.check_kit import processes_started, write_model, write_prompts, write_run
 
 ANSWER_S = 2.0
-"""Of a processor."""
+"""CPU seconds."""
 DOCS = Path(__file__).parents[2] / "docs/configuring.md"
 Prepare = Callable[[Path, pytest.MonkeyPatch], object]
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """What is done wrong, and what the message must have in it."""
+    """A mistake, and the parts that its message must contain."""
 
     where: str
     want: str
@@ -29,7 +30,7 @@ class Mistake:
     cure: str
     settings: tuple[str, ...] = ()
     makes: Prepare | None = None
-    """Done to the directory of a run that is good."""
+    """Change to the directory of a good run."""
     options: tuple[str, ...] = ()
 
 
@@ -58,7 +59,7 @@ def module(name: str, text: str) -> Prepare:
 
 
 def other_run(root: Path, _: pytest.MonkeyPatch) -> None:
-    """A run of the good configuration has been started here; now another model is named."""
+    """Create a run of the good configuration and a second model, which the settings name."""
     (root / "run").mkdir()
     (root / "run/config.yaml").write_text((root / "run.yaml").read_text() + "run: run\n")
     write_model(root / "llama", model_type="llama")

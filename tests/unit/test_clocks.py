@@ -1,4 +1,4 @@
-"""No decision is made by the clock on the wall: it may jump, and those of two machines differ. Who reads it says here what for."""
+"""No decision depends on the wall clock: it may jump, and those of two machines differ. Every use is listed here with its purpose."""
 
 import ast
 from pathlib import Path
@@ -11,7 +11,7 @@ WALL = {
     "datetime": {"now", "utcnow", "today", "fromtimestamp", "utcfromtimestamp"},
     "date": {"today", "fromtimestamp"},
 }
-"""Functions by the module or class they are called on."""
+"""Functions, by the module or class on which they are called."""
 READ_FOR = {
     "actors/rollout/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
@@ -21,7 +21,7 @@ READ_FOR = {
     "actors/serving/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
 ONLOOKERS = ("bus/streams/history.py", "launch/samples/")
-"""They show, search and count what the server has stamped (its clock alone), for a person; the run does not know of them."""
+"""Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on them."""
 STAMPS = {
     "created_s": {"actors/rollout/actor.py", "launch/cli/looking.py", "bus/wire/invariants.py"},
     "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},

@@ -1,4 +1,4 @@
-"""Several coroutines at once: the first end is the end of all, unless one is shielded; the error inside of groups."""
+"""Several coroutines at once: the first end ends all, unless one is shielded; the error inside groups."""
 
 import asyncio
 

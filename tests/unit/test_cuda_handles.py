@@ -1,4 +1,4 @@
-"""Handles of a GPU's memory, as far as that goes without one: torch's arguments in torch's order, and in the form SGLang lets in."""
+"""Handles of a GPU's memory, as far as testable without one: torch's arguments in torch's order, in the form that SGLang accepts."""
 
 import base64
 import inspect
@@ -45,7 +45,7 @@ def test_each_rank_gets_the_arguments_of_torchs_own_function() -> None:
 
 
 def test_sglang_gets_the_same_without_its_being_opened_here() -> None:
-    """Nothing but plain containers and torch's own names: SGLang's unpickler lets in no others."""
+    """The handle contains only plain containers and torch's own names: SGLang's unpickler refuses all others."""
     asked: set[tuple[str, str]] = set()
 
     class Recording(pickle.Unpickler):

@@ -17,7 +17,7 @@ from tests.data_kit import RUN, eval_task, rules, sample, task
 
 
 class Pond:
-    """A DataSource with the streams around it: what is planned is recorded and applied at once."""
+    """A DataSource with the streams around it: plans are recorded and applied at once."""
 
     def __init__(self, **changes: Any) -> None:
         self.source = DataSource(rules(**changes), epoch=1)
@@ -170,7 +170,7 @@ def test_a_sample_may_come_before_its_task_is_confirmed() -> None:
 
 
 def test_early_samples_of_a_task_that_is_none_are_settled_by_the_next_one() -> None:
-    """Invented ids that no task gets, or that an evaluation gets, keep neither memory nor the place in the stream."""
+    """Invented ids that no task gets, or that an evaluation gets, keep neither memory nor the position in the stream."""
     pond = Pond(groups_per_step=1)
     for id in (1, 1, 2):
         assert pond.add(sample(task(id), 0)).name is Disposition.BUFFERED

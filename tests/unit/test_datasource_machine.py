@@ -1,4 +1,4 @@
-"""The DataSource under random histories: what must hold after every event, and that a restart changes nothing."""
+"""The DataSource under random histories: invariants after every event, and restarts that change nothing."""
 
 import random
 from collections import Counter
@@ -68,7 +68,7 @@ class History(RuleBasedStateMachine):
 
     @rule(seed=st.integers(0, 2**32), count=st.integers(1, 8))
     def turns(self, seed: int, count: int) -> None:
-        """What a more or less healthy run does all the time; the other events disturb it."""
+        """Perform the events of a mostly healthy run; the other rules disturb it."""
         chance = random.Random(seed)
         for _ in range(count):
             self.confirm()
@@ -127,13 +127,13 @@ class History(RuleBasedStateMachine):
         self.store(of, index, first, second + data.draw(st.sampled_from([0] * 5 + [1, 3])), status=status, reward=reward)
 
     def store(self, of: Task, index: int, first: int, second: int, **changes: Any) -> None:
-        """A sample, which may name versions that do not exist yet."""
+        """Store a sample, which may name versions that do not exist yet."""
         self.stream.append(sample(of, index, ((first, 2), (second, 1)), attempt=str(len(self.stream)), **changes))
         if not {first, second} <= self.steps.keys():
             self.lies.add(len(self.stream))
 
     def complete(self, chance: random.Random) -> None:
-        """Whole groups of some of the tasks nobody has worked on yet; now and then a sample comes twice."""
+        """Store whole groups for some of the tasks without samples; now and then a sample is stored twice."""
         worked = {one.task for one in self.stream if isinstance(one, Sample)}
         for of in [one for one in self.tasks if one.id not in worked and chance.random() < (0.1 if one.id % 4 == 0 else 0.7)]:
             versions = sorted(version for version in self.steps if version >= of.min_version)
@@ -156,7 +156,7 @@ class History(RuleBasedStateMachine):
             self.read_to = seq
 
     def take_in(self, seq: int) -> None:
-        """One message, after the rows of the versions it names were looked for, as the registry is now."""
+        """Add one message, after the DataSource has read the versions it names from the present registry."""
         one = self.stream[seq - 1]
         for version in self.source.unread_versions(one) & self.steps.keys() if isinstance(one, Sample) else ():
             self.source.version(version, self.steps[version], self.after[version])
@@ -171,10 +171,10 @@ class History(RuleBasedStateMachine):
                     self.ask_again(id)
             elif self.source.lacks_samples(id):
                 self.source.lost(id)
-                self.propose()  # nobody will say it again after a restart: it counts once it is recorded
+                self.propose()  # a lost task is not reported again after a restart: it counts once it is recorded
 
     def ask_again(self, id: int) -> None:
-        """Said once or twice, of a task that may have been trained before it was declared dead."""
+        """Request the requeue once or twice, of a task that may have been trained before it was declared dead."""
         (of,) = [one for one in self.tasks if one.id == id] or [task(id)]
         root = of.id if of.reissue_of is None else of.reissue_of
         place = {"root": root, "reissues": of.reissues, "prompt_epoch": of.prompt_epoch, "offset": of.offset}
@@ -195,7 +195,7 @@ class History(RuleBasedStateMachine):
 
     @rule()
     def propose(self) -> None:
-        """Everything that can be recorded now."""
+        """Propose and record everything that can be recorded now."""
         while self.source.step < self.rules.steps and not isinstance(record := self.source.plan(self.now), Waits):
             self.record(record)
 
@@ -207,7 +207,7 @@ class History(RuleBasedStateMachine):
 
     @rule(chance=st.randoms(use_true_random=False), before_apply=st.booleans())
     def crash(self, chance: random.Random, before_apply: bool) -> None:
-        """The process ends, perhaps between writing a record and applying it; another one begins, from any checkpoint or none."""
+        """End the process, perhaps between writing a record and applying it; another begins, from any checkpoint or none."""
         old = self.source
         self.confirm()
         if before_apply and old.step < self.rules.steps and not isinstance(record := old.plan(self.now), Waits):
@@ -245,7 +245,7 @@ class History(RuleBasedStateMachine):
             if seq not in settled:
                 self.take_in(seq)
 
-    # ---- what must hold
+    # ---- invariants
 
     @property
     def seen_task(self) -> int:
@@ -275,7 +275,7 @@ class History(RuleBasedStateMachine):
         out = [one for one in self.tasks if one.id not in gone and one.kind is Kind.TRAIN]
         assert len(out) <= (self.rules.max_lag + 1) * self.rules.groups_per_step
         planned = {int(id) for plan in self.plans for id in plan.tasks}
-        short = sum(self.rules.groups_per_step - len(plan.tasks) for plan in self.plans)  # whose groups are left over
+        short = sum(self.rules.groups_per_step - len(plan.tasks) for plan in self.plans)  # with groups left over
         left = (self.rules.steps - self.source.step) * self.rules.groups_per_step + short
         assert len([one for one in out if one.id not in planned]) <= left
 
@@ -339,7 +339,8 @@ TestHistory = History.TestCase
 
 @pytest.mark.parametrize("seed", range(40))
 def test_long_histories(seed: int) -> None:
-    """Deeper than what hypothesis builds from small steps: until the last step is planned, with crashes on the way."""
+    """Histories longer than those that hypothesis builds from small steps: they run until the last step is planned, with crashes on the
+    way."""
     chance, history = random.Random(seed), History()
     history.begin(chance.randint(0, 2), ("mask", "drop", "train")[seed % 3], chance.random() < 0.3, chance.randint(1, 2))
     for _ in range(80):

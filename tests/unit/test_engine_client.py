@@ -1,4 +1,4 @@
-"""What clients of an engine make of its answers, where nothing was generated."""
+"""Client results for answers of an engine in which nothing was generated."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ NOT_BEGUN = {
         "completion_tokens": 0,
     },
 }
-"""Of SGLang (0.5.23), for a request that was aborted while it waited there."""
+"""Answer of SGLang (0.5.23) to a request that was aborted while it waited there."""
 
 
 def test_one_that_was_aborted_before_it_was_begun_has_been_aborted() -> None:
@@ -54,7 +54,7 @@ def test_openais_answer_to_one_that_was_not_begun() -> None:
 
 
 async def test_who_asks_when_everything_is_closed_is_not_kept_waiting() -> None:
-    """What carries the request is cancelled before it has run at all."""
+    """The task that carries the request is cancelled before it has run at all."""
 
     async def send(body: Any) -> Any:
         await asyncio.sleep(60)

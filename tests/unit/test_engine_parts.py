@@ -64,7 +64,7 @@ def test_a_retracted_sequence_has_another_key() -> None:
 
 
 def test_a_partial_answer_has_no_end_even_when_the_thread_has_come_to_one() -> None:
-    """The decoding thread runs ahead of what the loop tells."""
+    """The decoding thread runs ahead of the loop's answers."""
 
     @dataclass
     class Teller:
@@ -92,7 +92,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 @pytest.mark.parametrize("stop", ["seven", "\n", "é 日本", "0 1 2", "🙂"])
 def test_a_stop_string_is_found_with_the_token_that_completes_it(text: Text, stop: str) -> None:
-    """Also when it is spread over many tokens, and over the bytes of one character."""
+    """A stop string is also found when it is spread over many tokens, and over the bytes of one character."""
     ids = text.encode(f"three plus é is, well, {stop} and more")
     stops = StopStrings(text, ("never", stop))
     first = next(count for count in range(1, len(ids) + 1) if stops.find(ids[:count]))

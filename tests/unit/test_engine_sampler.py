@@ -1,4 +1,4 @@
-"""Drawing tokens: the uniform numbers, the inverse of the distribution, its filters, and rows that must not disturb each other."""
+"""Drawing tokens: the uniform numbers, the inverse of the distribution, its filters, and the independence of rows."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def draw(scores_NV: torch.Tensor, params: list[dict[str, Any]], row_seeds: list[
 
 
 def test_uniforms_are_splitmix64() -> None:
-    """Against plain integers: output of the published function for the seed, then for a counter on top of it."""
+    """The uniforms agree with plain integers: output of the published function for the seed, then for a counter on top of it."""
 
     def mix(state: int) -> int:
         state = (state + 0x9E3779B97F4A7C15) % 2**64

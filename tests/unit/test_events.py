@@ -1,4 +1,4 @@
-"""Server-sent events: written and read again, whatever the chunks they come in."""
+"""Server-sent events: written and read again, for any division into chunks."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing

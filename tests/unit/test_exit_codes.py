@@ -1,4 +1,4 @@
-"""Which errors are final, what a process writes of its end, and what its parent reads of it."""
+"""The errors that are final, the file that a process writes at its end, and its interpretation by the parent."""
 
 import logging
 

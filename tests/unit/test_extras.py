@@ -1,4 +1,5 @@
-"""Each role's extra: the table matches pyproject.toml, a base install imports what it runs, and a missing extra is one clear error."""
+"""Each role's extra: the table matches pyproject.toml, a base install imports the modules it runs, and a missing extra is one clear
+error."""
 
 import re
 import subprocess
@@ -15,7 +16,7 @@ from launch.settings import extras
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 IMPORT_NAMES = {"pyzmq": "zmq", "megatron-core": "megatron"}
-"""Distributions whose modules have another name."""
+"""Distributions with modules of another name."""
 NOT_IN_BASE = sorted({package for packages in extras.EXTRAS.values() for package in packages})
 
 BASE_PACKAGES = ("bus", "rewards", "launch", "actors.rollout", "actors.engines", "actors.text", "actors.openai", "actors.router")

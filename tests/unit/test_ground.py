@@ -1,4 +1,4 @@
-"""The ground the project stands on: style, types, arrows, one root for all packages, the map of the tree."""
+"""Conventions of the project: style, types, import directions, one root for all packages, the map of the tree."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""The keys of a run: what opens what, what is never shown, and how often the bus is asked."""
+"""The keys of a run: the requests that each key admits, their secrecy, and the number of reads from the bus."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The command line answers at once, and says what is wrong."""
+"""The command line answers at once, and its errors are clear."""
 
 import os
 import re
@@ -15,7 +15,7 @@ from launch.cli.main import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST_S = 0.7
-"""Of a processor, for all there is to do; the clock says more where others are at work."""
+"""CPU seconds of a whole command; the wall clock shows more on a busy machine."""
 
 
 def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,7 @@ def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def processor_s() -> float:
-    """What the children that have ended have had."""
+    """Return the CPU seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -116,7 +116,7 @@ def test_a_worker_gives_up_a_bus_that_never_comes(role: str) -> None:
 
 @pytest.mark.parametrize("script", ["actor", "bus", "engine", "host", "learner"])
 def test_scripts_find_the_environment_beside_them(tmp_path: Path, script: str) -> None:
-    """Without one that is active: PATH has the shell's own tools alone."""
+    """No environment is active: PATH has only the shell's own tools."""
     shutil.copytree(ROOT / "launch/scripts", tmp_path / "launch/scripts")
     program = tmp_path / ".venv/bin/tidemill"
     program.parent.mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_make_passes_arguments_on(target: str) -> None:
 
 
 def test_a_host_passes_on_where_its_engines_listen() -> None:
-    """Nothing where nothing was said: then each finds out by itself."""
+    """Without options nothing is passed on: then each engine finds its address by itself."""
     for given in ([], ["--host", "10.0.0.7"], ["--host", "10.0.0.7", "--advertise", "gpu7.lab:30000"]):
         args = _parser().parse_args(["host", "--bus", "nats://b:1", *given])
         assert reached_at(args) == given

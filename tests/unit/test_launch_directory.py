@@ -1,4 +1,4 @@
-"""The run's directory belongs to one `up` at a time, and nothing that was not made by it is ever removed."""
+"""The run's directory belongs to one `up` at a time, and `up` removes only directories that it has made."""
 
 import subprocess
 import sys
@@ -56,7 +56,7 @@ def test_fresh_removes_no_stranger_and_no_target_of_a_link(tmp_path: Path) -> No
 
 
 def test_a_start_that_was_cut_short_can_be_begun_again(tmp_path: Path) -> None:
-    """Killed between the directory and its configuration: there are logs and a lock, and no more."""
+    """The start was killed between the directory and its configuration: there are logs and a lock, and no more."""
     with directory_of_one(tmp_path / "r", resume=False, fresh=False):
         (tmp_path / "r" / "logs").mkdir()
     opened(tmp_path / "r", fresh=True)
@@ -69,7 +69,7 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
 
 
 def test_a_directory_at_work_is_not_touched_until_its_process_is_gone(tmp_path: Path) -> None:
-    """Also after kill -9: the kernel gives the lock back."""
+    """The lock also ends with kill -9: the kernel releases it."""
     root = tmp_path / "r"
     command = [sys.executable, "-c", HOLDS_IT, str(root)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

@@ -1,4 +1,4 @@
-"""What a person sees: the curve, and one picture of a run in the middle."""
+"""The terminal view: the curve, and one picture of a run in the middle."""
 
 import io
 from dataclasses import replace
@@ -28,7 +28,7 @@ def watch_of(rewards: list[float], steps: int) -> Watch:
 
 
 def dots(lines: list[str]) -> list[tuple[int, int]]:
-    """(column, level) of every dot, level 0 at the bottom."""
+    """Return (column, level) of every dot, level 0 at the bottom."""
     bits = {0x40: (0, 0), 0x04: (0, 1), 0x02: (0, 2), 0x01: (0, 3), 0x80: (1, 0), 0x20: (1, 1), 0x10: (1, 2), 0x08: (1, 3)}
     found = []
     for row, line in enumerate(lines):
@@ -95,7 +95,7 @@ def test_the_picture_says_what_a_person_asks_for() -> None:
 
 
 def test_trouble_is_shown_before_and_after_the_first_step() -> None:
-    """Where every reward fails there is no step, and nothing else would say so."""
+    """If every reward fails there is no step, and only the trouble line shows the cause."""
     row = LiveRow(role="actor", id="actor-0", host="h", pid=2, phase="working", trouble="9 of 9 samples failed, the last: no judge")
     for rewards in ([], [0.5]):
         watch = watch_of(rewards, steps=10)
@@ -114,7 +114,7 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
 @pytest.mark.parametrize("num_actors", [0, 1, 40])
 @pytest.mark.parametrize("steps_done", [0, 5])
 def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, steps_done: int) -> None:
-    """Whatever there is to say: no line is wrapped, no block pushes another one out, and it is never higher than the screen."""
+    """For any content: no line is wrapped, no block displaces another one, and the view is never higher than the screen."""
     width, height = size
     watch = watch_of([0.5] * steps_done, steps=10)
     for done in watch.outcomes.values():

@@ -1,4 +1,4 @@
-"""What is wanted of each host: rows, totals and shares."""
+"""Desired replicas of each host: rows, totals and shares."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Pages for practitioners are true: files, settings, commands and messages that they name exist, and links lead somewhere."""
+"""Pages for practitioners are true: files, settings, commands and messages in them exist, and links have targets."""
 
 import re
 import shlex
@@ -33,7 +33,7 @@ PLACES = (
     "weights.",
     "tail",
 )
-"""Lines of ``tidemill status`` that are put together, and settings."""
+"""Lines of ``tidemill status`` that are assembled from parts, and settings."""
 
 
 def ids(page: Path) -> str:
@@ -49,7 +49,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes of headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -76,7 +76,7 @@ def test_files_and_settings_that_are_named_exist(page: Path) -> None:
 
 
 def _elsewhere(page: Path, quote: str) -> bool:
-    """A setting of another system in the first column of its table, such as ``sampling.max_tokens`` of prime-rl."""
+    """Check for a setting of another system in the first column of its table, such as ``sampling.max_tokens`` of prime-rl."""
     return page.name == "coming_from.md" and not any(quote in ours for ours in cells(1))
 
 
@@ -87,7 +87,7 @@ def cells(column: int) -> Iterator[str]:
 
 
 def test_every_counterpart_is_a_setting_with_a_value_that_loads() -> None:
-    """In ``coming_from.md``: each row of a system's table names settings of ours, with a value at most, or says ``none``."""
+    """In ``coming_from.md`` each row of a system's table names settings of ours, with a value at most, or is ``none``."""
     text = (ROOT / "docs/coming_from.md").read_text()
     tables = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert [table.split("\n")[0] for table in tables] == ["slime", "verl", "TRL", "prime-rl"]
@@ -171,7 +171,7 @@ def quoted_symptoms() -> list[str]:
 
 @pytest.mark.parametrize("quote", quoted_symptoms())
 def test_a_message_of_troubleshooting_is_one_of_the_code(quote: str) -> None:
-    """Piece by piece: numbers and what stands for ``...`` differ."""
+    """Messages are compared piece by piece: numbers and the text for ``...`` differ."""
     code = re.sub(r'"\s*\n\s*f?"', "", SOURCES)
     pieces = [piece.strip(" :;,") for piece in re.split(r"\.\.\.|\d+|: ", quote)]
     for piece in pieces:

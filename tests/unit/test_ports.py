@@ -1,4 +1,4 @@
-"""Ports kept for processes that are yet to start."""
+"""Ports reserved for processes that have yet to start."""
 
 import socket
 
@@ -13,7 +13,7 @@ def test_a_kept_port_is_for_servers_alone(host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         own = (host.strip("[]"), kept.number)
         with socket.socket(family) as stranger, pytest.raises(OSError, match="in use"):
-            stranger.bind(own)  # as an outgoing connection is bound, or a listener that was given it as a free one
+            stranger.bind(own)  # as an outgoing connection is bound, or a listener that got it as a free port
         with socket.create_server(own, family=family) as server, socket.create_connection(own):
             server.accept()[0].close()
             kept.close()

@@ -53,7 +53,7 @@ def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone(tmp_path: P
     assert len(set(orders.values())) == 4
     assert all(sorted(order) == list(range(11)) for order in orders.values())
     assert orders[0, 1] == tuple(open_file(path).order(1).tolist())
-    assert orders[0, 0] == (0, 2, 9, 1, 8, 5, 4, 3, 10, 6, 7)  # for ever: recorded runs depend on it
+    assert orders[0, 0] == (0, 2, 9, 1, 8, 5, 4, 3, 10, 6, 7)  # fixed for all releases: recorded runs depend on it
 
 
 def test_after_goes_on_into_the_next_pass(tmp_path: Path) -> None:
@@ -187,4 +187,4 @@ def test_sampler_seeds_differ_and_stay() -> None:
     }
     assert len(seeds) == 400
     assert all(0 <= seed < 2**31 - 2**16 for seed in seeds)
-    assert sampler_seed(0, 0, 0, 0) == 1756619545  # for ever
+    assert sampler_seed(0, 0, 0, 0) == 1756619545  # fixed for all releases

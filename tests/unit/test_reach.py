@@ -1,4 +1,4 @@
-"""At which address a process listens and which one it gives to others: by the way to the bus, never one that they cannot reach."""
+"""The address at which a process listens, and the one that it advertises: by its route to the bus, and always reachable from there."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The configuration reference is complete and current, and its JSON Schema takes and refuses the files that the loader does."""
+"""The configuration reference is complete and current, and its JSON Schema accepts and refuses the same files as the loader."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ BOUNDED = [one for one in BY_DATACLASS if one.choices or one.allowed.startswith(
 
 
 def paths(section: type, prefix: str = "") -> Iterator[str]:
-    """Every setting, found without the module under test."""
+    """Yield every setting, found without the module under test."""
     kinds = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         inner = [one for one in (kinds[field.name], *typing.get_args(kinds[field.name])) if dataclasses.is_dataclass(one)]
@@ -41,7 +41,7 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 
 
 def loads(values: dict[str, Any]) -> str:
-    """Empty when the loader takes it, else its error."""
+    """Return "" if the loader accepts the values, else its error."""
     try:
         from_map(values, "test")
     except SettingsError as bad:
@@ -105,7 +105,7 @@ def test_broken_files_are_refused_by_schema_and_loader(change: dict[str, Any], w
 
 @pytest.mark.parametrize("entry", BY_DATACLASS, ids=lambda entry: entry.path)
 def test_defaults_pass_and_other_types_do_not(entry: reference.Entry) -> None:
-    """A value of another type is refused by both, so that the schema is as strict about types as the loader."""
+    """A value of another type is refused by both: the schema is as strict about types as the loader."""
     default = list(entry.default) if isinstance(entry.default, tuple) else entry.default
     assert default is None or not list(errors(nested(entry.path, default), SCHEMA))
     for wrong in ({"a": 1}, [[1]], True, "text", 1.5, 3, None):

@@ -1,4 +1,4 @@
-"""What fails a thousand times a minute is one line a minute."""
+"""A failure that occurs a thousand times a minute is one log line a minute."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Final answers: where they stand, when they are equal, what good form is worth."""
+"""Final answers: their place in the text, their equality, and the reward for good form."""
 
 import json
 import time
@@ -154,7 +154,7 @@ def test_however_an_integer_is_written_it_is_right(number: int) -> None:
     "piece", [r"\boxed{", "{", "}", "#", "####", "1,", "1/", "9", "1,111", "$", "\\", r"\text{", "-", ".", "\n", " ", r"\boxed "]
 )
 def test_time_is_linear_in_a_response_that_repeats(piece: str) -> None:
-    """200,000 characters; whatever takes quadratic time here takes minutes."""
+    """A response of 200,000 characters: quadratic time would take minutes here."""
     response = piece * (200_000 // len(piece))
     begin = time.process_time()
     score(response, "18")

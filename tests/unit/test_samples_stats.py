@@ -1,4 +1,4 @@
-"""Numbers of a window against numbers worked out by hand, filters and ranges, and text that cannot command a terminal."""
+"""Numbers of a window against numbers worked out by hand, filters and ranges, and text that cannot control a terminal."""
 
 import itertools
 import re

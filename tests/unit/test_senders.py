@@ -1,4 +1,4 @@
-"""Which actors are refused, and when the learner slows down: counts, no bus."""
+"""Rules that refuse actors or slow the learner down: counts only, without a bus."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""When SGLang's scheduler must have a request, so that it can be told to end it."""
+"""The time at which SGLang's scheduler must have a request, so that it can be aborted."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +16,15 @@ NEVER = float("inf")
     [
         (10.0, (NEVER, 0.0), NEVER, 10.0 + SETTLE_S),
         (10.0, (8.9, 9.0), NEVER, 10.0 + SETTLE_S),
-        (10.0, (9.0, 12.0), NEVER, 12.0 + SETTLE_S),  # it came in a pause
+        (10.0, (9.0, 12.0), NEVER, 12.0 + SETTLE_S),  # it arrived during a pause
         (10.0, (10.05, 12.0), NEVER, 12.0 + SETTLE_S),  # the pause may have come first
         (10.0, (10.1 + BEFORE_PAUSE_S, 14.0), NEVER, 10.0 + SETTLE_S),
         (10.0, (9.0, 12.0), 13.0, 12.0 + SETTLE_S),
-        (10.0, (9.0, 12.0), 12.05, NEVER),  # and another one, before it can have got there
+        (10.0, (9.0, 12.0), 12.05, NEVER),  # another pause began before it can have reached the scheduler
         (10.0, (8.0, 9.0), 9.5, NEVER),
         (10.0, (8.0, 9.0), 10.05, NEVER),
         (10.0, (8.0, 9.0), 10.1 + BEFORE_PAUSE_S, 10.0 + SETTLE_S),
-        (10.0, (19.9, 20.0), 20.05, 10.0 + SETTLE_S),  # pause after pause: it has been there for long
+        (10.0, (19.9, 20.0), 20.05, 10.0 + SETTLE_S),  # repeated pauses: it reached the scheduler long ago
         (NEVER, (NEVER, 0.0), NEVER, NEVER),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the guard of a SGLang server refuses, and what it lets through."""
+"""Requests that the guard of a SGLang server refuses, and those that it passes on."""
 
 from pathlib import Path
 from typing import Any

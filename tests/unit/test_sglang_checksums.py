@@ -1,4 +1,4 @@
-"""SGLang's parameters in terms of the tensors that were sent: fused, padded, tied; and when its checksums say nothing."""
+"""SGLang's parameters in terms of the tensors that were sent: fused, padded, tied; and cases in which its checksums cannot be compared."""
 
 import hashlib
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ CPU = {"device": "cpu", "tp_size": 1, "dtype": "float32"}
 
 
 def kept_by_sglang(sent: Mapping[str, Tensor], *, tied: bool) -> dict[str, str]:
-    """What /weights_checker of a real server (0.5.23, CPU) says of them."""
+    """Return the answer of /weights_checker of a real server (0.5.23, CPU) for these tensors."""
     found: dict[str, Tensor] = {}
     for name, tensor in sent.items():
         for fused, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():

@@ -1,4 +1,4 @@
-"""The names of a request's responses, at its client and at the server."""
+"""Request ids of a request's responses, at its client and at the server."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which releases of SGLang are taken, and with what message the others are refused."""
+"""The supported releases of SGLang, and the message with which others are refused."""
 
 import pytest
 

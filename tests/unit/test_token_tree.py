@@ -1,4 +1,4 @@
-"""The tree of texts and their tokens: only whole pieces are found, bounded memory, and a model that knows no tree."""
+"""The tree of texts and their tokens: only whole pieces are found, memory is bounded, and a reference without a tree agrees."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,7 +77,7 @@ words = st.text("ab", min_size=1, max_size=3)
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(words, min_size=1, max_size=4), max_size=12), st.text("ab", max_size=12))
 def test_as_a_plain_map_would(texts: list[list[str]], asked: str) -> None:
-    """Against a map from whole text to the piece that ends there."""
+    """The tree agrees with a map from whole text to the piece that ends there."""
     tree, plain = TokenTree(10_000), dict[str, Piece]()
     for number, parts in enumerate(texts):
         pieces = [Piece(text=part, tokens=(number, place)) for place, part in enumerate(parts)]

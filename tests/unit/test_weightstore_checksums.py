@@ -1,4 +1,4 @@
-"""Checksums: against a ten-line loop, every bit counts, and what differs is named."""
+"""Checksums: against a ten-line loop, every bit counts, and differences are named."""
 
 import hashlib
 import threading
@@ -102,7 +102,7 @@ def test_strange_answers_are_refused() -> None:
 
 
 def test_a_comparison_that_outlives_its_push_says_nothing_of_the_next_weights() -> None:
-    """Its thread has read a copy that is filled anew before it has its sum: that is not kept for the new weights."""
+    """The thread has read a copy that is refilled before its sum is complete: that sum is not kept for the new weights."""
     one, two = {"w": torch.full((100,), 1.0)}, {"w": torch.full((100,), 2.0)}
     read, filled = threading.Event(), threading.Event()
 
@@ -112,11 +112,11 @@ def test_a_comparison_that_outlives_its_push_says_nothing_of_the_next_weights() 
         def __iter__(self) -> Iterator[str]:
             yield from super().__iter__()
             self.looks += 1
-            if self.looks == 3:  # who is spoken of; whether that is known; and now its tensors have been read
+            if self.looks == 3:  # third reading of the names: after the tensors meant and the lookup of a known sum, the tensors are read
                 read.set()
                 assert filled.wait(60)
 
-    def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> ChecksumReport:  # in a type of its own: they are copied
+    def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> ChecksumReport:  # in another dtype: the tensors are copied
         return ChecksumReport(scheme="sum64", parts=(Part(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
 
     staging = staged(one)

@@ -1,4 +1,4 @@
-"""Manifests, buckets and staging: every tensor once, in place, whatever the sizes and dtypes."""
+"""Manifests, buckets and staging: every tensor once, in place, for all sizes and dtypes."""
 
 import threading
 

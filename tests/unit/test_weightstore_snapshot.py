@@ -1,4 +1,4 @@
-"""Snapshots: ordinary model directories, whole or not there, and what is torn or changed is named."""
+"""Snapshots: ordinary model directories, whole or absent, and torn or changed files are named."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The loader answers any configuration file with a configuration, or with a SettingsError of one line that names the file."""
+"""The loader returns a configuration for any file, or raises a SettingsError of one line that names the file."""
 
 import re
 from pathlib import Path
