@@ -16,7 +16,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def kind(request: pytest.FixtureRequest, dtype: str, first_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kind]:
-    """``dtype`` and ``first_model``: fixtures of the module that asks."""
+    """Yield an engine kind. ``dtype`` and ``first_model`` are fixtures of the requesting module."""
     if request.param == "builtin":
         yield Builtin(dtype)
         return

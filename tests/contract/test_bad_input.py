@@ -1,4 +1,4 @@
-"""What no engine can follow is a 400 at the built-in engine, at a SGLang server's guard and at the router, and never a 500."""
+"""Invalid requests are a 400, never a 500, at the built-in engine, at a SGLang server's guard and at the router."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.tiny_models import write_tiny_model
 
 EXACT = "actors.router.exact:TokenExact"
 HALF = "3\ud83d"
-"""What is left of an emoji that was cut in two."""
+"""The rest of an emoji that was cut in two."""
 PARAMS = {"max_new_tokens": 1}
 USER = {"role": "user", "content": "3"}
 GROUP = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo", "timeout_s": 0.01}
@@ -32,13 +32,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Asked:
-    """Somebody who takes requests."""
+    """A server that takes requests."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self._url, self._session = url, session
 
     async def post(self, path: str, body: Any) -> tuple[int, str]:
-        """``body``: as JSON, or bytes as they are."""
+        """Post ``body``: as JSON, or bytes unchanged. Returns status and text."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         async with self._session.post(self._url + path, data=data, headers={"Content-Type": "application/json"}) as response:
             return response.status, await response.text()
@@ -59,7 +59,7 @@ async def router(model_dir: Path) -> AsyncIterator[Asked]:
 
 @asynccontextmanager
 async def guard(model_dir: Path) -> AsyncIterator[Asked]:
-    """In front of a server that would take anything."""
+    """Start a guard in front of a server that would accept anything."""
     async with faulty() as server, guarding(model_dir, server) as asked:
         server.does = "generate"
         yield asked
@@ -217,7 +217,7 @@ UPDATES = {
 
 
 def odd() -> list[tuple[str, Any]]:
-    """Requests of which one field is odd."""
+    """Return requests of which one field is odd."""
     wait = {"min_version_timeout_s": 0.01}
     found: list[tuple[str, Any]] = []
     for value in ODD:
@@ -229,7 +229,7 @@ def odd() -> list[tuple[str, Any]]:
         found += [("/retrieve_from_text", {name: value}) for name in ("text", "messages")]
     pushes = [("/receive_push", {"buckets": [{**BUCKET, name: value}]}) for value in ODD for name in ("names", "dtypes", "shapes")]
     updates = [(path, {**body, name: value}) for value in ODD for path, (body, names) in UPDATES.items() for name in names]
-    return found + pushes + updates  # last: one that was begun is waited for
+    return found + pushes + updates  # last: a push that was begun is waited for
 
 
 @PLACES

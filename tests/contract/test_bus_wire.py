@@ -46,7 +46,7 @@ WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
 
 class ForeignActor:
-    """What step 1 to 7 of the document say, and nothing more."""
+    """An actor that does steps 1 to 7 of the document, and nothing more."""
 
     def __init__(self, nc: Client, run: str) -> None:
         self.nc, self.run = nc, run
@@ -101,7 +101,7 @@ def foreign_sample(run: str, task: int, **changes: Any) -> dict[str, Any]:
 
 
 async def test_a_foreign_actor_takes_part(open_bus: BusOpener) -> None:
-    """Lease, renew, publish, settle: the learner's side gets the sample, and the queue is empty."""
+    """The actor leases, renews, publishes and acknowledges: the learner's side gets the sample, and the queue is empty."""
     async with open_bus() as bus:
         await bus.tasks.fence(1)
         id = await bus.tasks.issue(make_task(bus.run, prompt=[{"role": "user", "content": "1+1?"}], label="2", min_version=3))

@@ -1,4 +1,4 @@
-"""What a loss or an advantage estimator must hold, ours and yours.
+"""The contract of a loss and of an advantage estimator, ours and yours.
 
 pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine
 """
@@ -27,7 +27,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def objective(request: pytest.FixtureRequest) -> Objective:
-    """One whose loss is the one named, anchored at mu where it can be."""
+    """Return an objective with the named loss, anchored at mu where possible."""
     preset = next((name for name, fields in PRESETS.items() if fields["loss"] == request.param), None)
     changes = {"correction": preset or "decoupled"} | ({} if preset else {"loss": request.param, "weight": "none", "anchor": "rollout"})
     return Objective(AlgorithmConfig(**changes))
@@ -39,7 +39,7 @@ def estimator(request: pytest.FixtureRequest) -> Objective:
 
 
 def row(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tokens]:
-    """Log-probs (a leaf, float64) and what is known of their row."""
+    """Return log-probs (a leaf, float64) and the other tensors of their row."""
     generator = torch.Generator().manual_seed(seed)
     size = sum(LENGTHS)
     rollout_T = -0.2 - 2 * torch.rand(size, generator=generator, dtype=torch.float64)
@@ -59,7 +59,7 @@ def row(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tokens]:
 
 
 def made(objective: Objective, log_probs_T: Tensor, tokens: Tokens) -> PolicyLoss:
-    """The loss by itself, without weights."""
+    """Compute the loss by itself, without weights."""
     anchor_T = tokens.old_T if objective.config.anchor == "proximal" else tokens.rollout_T
     assert anchor_T is not None
     return objective._loss(log_probs_T, anchor_T, tokens, objective.config)
@@ -102,7 +102,7 @@ def test_extreme_ratios_stay_finite(objective: Objective) -> None:
 
 
 def test_samples_know_nothing_of_each_other(objective: Objective) -> None:
-    """Alone in a row each has the loss that it has among others: packing changes nothing."""
+    """Alone in a row each sample has the loss that it has among others: packing changes nothing."""
     log_probs_T, tokens = row()
     whole = made(objective, log_probs_T, tokens).loss_T
     for sample in range(tokens.num_samples):

@@ -1,4 +1,4 @@
-"""Who ended a request: its client, or a weight push. Only the second breaks a promise, so it has a counter of its own."""
+"""Requests aborted by a client or by a weight push. Only the second breaks a guarantee, so it has a counter of its own."""
 
 import asyncio
 from pathlib import Path
@@ -48,7 +48,7 @@ async def test_an_abort_while_an_update_is_open_is_the_pushs(model_dir: Path) ->
 
 
 async def test_a_pause_that_aborts_is_the_pushs(model_dir: Path) -> None:
-    """The way of pushing that ends requests first: pause (abort), update, continue."""
+    """A pushing method that aborts requests first: pause (abort), update, continue."""
     async with serving(model_dir) as served:
         tasks = [await running(served, rid) for rid in ("a", "b")]
         assert (await served.post("/pause_generation", {"mode": "abort"}))[0] == 200

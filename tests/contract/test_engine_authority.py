@@ -1,4 +1,4 @@
-"""Whose commands an engine obeys: those with the run's admin key, of a learner that the run has had. Built-in engine and SGLang's guard."""
+"""Commands that an engine obeys: those with the run's admin key, of a learner of this run. Built-in engine and SGLang's guard."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -33,7 +33,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Asked:
-    """An engine, asked with one key or none."""
+    """An engine that is called with one key or none."""
 
     def __init__(self, engine: Any, session: aiohttp.ClientSession) -> None:
         self.engine, self._session = engine, session
@@ -176,7 +176,7 @@ async def _client_presents_it(engine: Asked) -> None:
             if keys.api == KEYS.api:
                 await client.abort("x")
             else:
-                with pytest.raises(EngineUnavailable, match="api key"):  # no fault of the request's
+                with pytest.raises(EngineUnavailable, match="api key"):  # not an error of the request
                     await client.abort("x")
         finally:
             await client.close()

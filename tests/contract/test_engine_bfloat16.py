@@ -1,4 +1,4 @@
-"""How near the log-probs of engines in bfloat16 are to those of the same weights in fp32: the contract's one measured tolerance."""
+"""Log-probs of engines in bfloat16 against the same weights in fp32: the contract's one measured tolerance."""
 
 import copy
 from pathlib import Path
@@ -13,10 +13,10 @@ from tests.engine_serving import log_probs_of, prompts, scores, told_log_probs
 from tests.tiny_models import tiny_model, write_tiny_model
 
 MEAN, MOST = 0.03, 0.5
-"""Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13. (Of a thousand runs
-of transformers in bfloat16 the worst token of three was 0.25 off.)"""
+"""Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13. (In three of a
+thousand runs of transformers in bfloat16 the worst token was 0.25 off.)"""
 WORSE = 1.5
-"""Times the mean of transformers' own forward pass in bfloat16: measured 0.9 to 1.1."""
+"""Multiple of the mean error of transformers' own forward pass in bfloat16: measured 0.9 to 1.1."""
 CHANGES: dict[str, Any] = {"max_position_embeddings": 1024}
 
 
@@ -27,7 +27,7 @@ def dtype() -> str:
 
 @pytest.fixture(scope="module")
 def models() -> list[Any]:
-    """Of versions 0 and 1, rounded to bfloat16 and computed in fp32."""
+    """Return the models of versions 0 and 1, rounded to bfloat16 and computed in fp32."""
     return [tiny_model(seed=seed, **CHANGES).bfloat16().float() for seed in range(2)]
 
 
@@ -51,7 +51,7 @@ async def test_log_probs_are_near_those_of_fp32(kind: Kind, first_model: Path, m
 
 
 async def differences(served: Any, model: Any, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """From fp32, of each token of a response: the engine's, and those of transformers in bfloat16."""
+    """Return the differences from fp32 of each token of a response: the engine's, and those of transformers in bfloat16."""
     answer = await served.generate(prompt, max_new_tokens=64, ignore_eos=True)
     tokens = answer["output_ids"]
     exact = log_probs_of(await scores(model, prompt, tokens), tokens)

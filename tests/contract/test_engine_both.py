@@ -27,7 +27,7 @@ from weightstore.transport.http_receiver import HttpReceiver
 CONTEXT = 4096
 VOCABULARY = 299
 TOLERANCE = 1e-3
-"""Nats, fp32 on both sides."""
+"""Nats, with fp32 on both sides."""
 PROMPT = [5, 6, 7, 8]
 LONG = 1200
 GROUP_S = 60
@@ -41,7 +41,7 @@ def dtype() -> str:
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of versions 0 to 3."""
+    """Return the directories of versions 0 to 3."""
     root = tmp_path_factory.mktemp("models")
     return [write_tiny_model(root / str(seed), seed=seed, max_position_embeddings=CONTEXT) for seed in range(4)]
 
@@ -61,7 +61,7 @@ def asked(served: Served) -> AbstractAsyncContextManager[Watched]:
 
 
 async def assert_made_by(model: Any, version: int, answer: Any) -> None:
-    """One version made all of it, and its log-probs are those of these weights."""
+    """Assert that one version made the whole response, and that its log-probs are those of these weights."""
     tokens = answer["output_ids"]
     assert answer["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": len(tokens)}]
     wanted = log_probs_of(await scores(model, PROMPT, tokens), tokens)
@@ -84,7 +84,7 @@ async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directorie
 
 
 async def test_one_request_lives_through_three_pushes(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    """Four sets of weights in one response; each stretch has the log-probs of its weights, on keys and values kept as they were."""
+    """Four sets of weights generate one response; each span has the log-probs of its weights, on keys and values that are kept."""
     async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(served) as one:
         for version in (1, 2, 3):
             await one.beyond(one.tokens + 20)
@@ -129,7 +129,7 @@ async def test_a_request_of_several_prompts_ends_by_its_name(kind: Kind, directo
 
 
 async def test_what_ends_requests_for_an_update_is_counted(kind: Kind, directories: list[Path]) -> None:
-    """The way of pushing that this system does not have: pause (abort), update, continue. Streamed or not."""
+    """A pushing method that this system does not use: pause (abort), update, continue. Streamed or not."""
     async with kind.serving(directories[0]) as served, asked(served) as one:
         other = asyncio.create_task(served.generate(PROMPT, max_new_tokens=LONG, ignore_eos=True))
         await one.beyond(10)
@@ -146,7 +146,7 @@ async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list
         await served.client.pause()
         later = asyncio.create_task(served.generate(PROMPT, max_new_tokens=4, ignore_eos=True))
         seen = -1
-        while seen != one.tokens:  # what was under way arrives
+        while seen != one.tokens:  # until the tokens under way have arrived
             seen = one.tokens
             await asyncio.sleep(0.5)
         assert not one.task.done() and not later.done()
@@ -158,7 +158,7 @@ async def test_what_is_paused_goes_on_where_it_was(kind: Kind, directories: list
 
 
 async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: Kind, directories: list[Path]) -> None:
-    """One that is being decoded, and one that comes in the pause: SGLang's scheduler does not have it yet."""
+    """One request is being decoded, and one arrives during the pause: SGLang's scheduler does not have it yet."""
     async with kind.serving(directories[0]) as served, asked(served) as one:
         await one.beyond(10)
         await served.client.pause()
@@ -206,7 +206,7 @@ async def test_a_push_that_breaks_off_is_never_served_in_part(kind: Kind, direct
         if kind.in_standby:
             assert (await served.generate(PROMPT, max_new_tokens=2))["meta_info"]["weight_version"] == "0"
         else:
-            async with asyncio.timeout(HOLD_S / 2):  # nobody waits for the end of it
+            async with asyncio.timeout(HOLD_S / 2):  # the engine does not wait for the end of the open push
                 status, _ = await served.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
             assert status == 503
         await push.whole(models[2], 2)
@@ -214,7 +214,7 @@ async def test_a_push_that_breaks_off_is_never_served_in_part(kind: Kind, direct
 
 
 async def test_what_its_sender_leaves_open_holds_up_nothing(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    """As when a learner finds that checksums differ, evicts the engine, and the engine fetches that version."""
+    """This happens when a learner finds different checksums, evicts the engine, and the engine fetches that version."""
     async with kind.serving(directories[0], version=0) as served:
         for version, num_sent in ((1, 0), (2, 5), (3, None)):
             async with joined(served, timeout_s=GROUP_S) as push:

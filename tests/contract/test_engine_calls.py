@@ -1,4 +1,4 @@
-"""What each client of an engine's API makes of an engine that cannot be reached, is silent, breaks off, or answers no JSON."""
+"""Errors of each client of an engine's API when the engine is unreachable, is silent, breaks off, or answers without JSON."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -19,14 +19,14 @@ DEADLINE_S = 0.5
 
 
 class Clients:
-    """All three, of one URL."""
+    """The three clients of one URL."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.http, self.api = HttpEngine(url, command_timeout_s=DEADLINE_S), Api(url)
         self.receiver = HttpReceiver(session, url, epoch=1, deadline_s=DEADLINE_S)
 
     async def errors(self) -> list[Exception]:
-        """What a command of each raises."""
+        """Return the errors that a command of each client raises."""
         raised: list[Exception] = []
         for call in (self.http.pause(), self.api.call("POST", "/pause_generation", {}, timeout_s=DEADLINE_S), self.receiver.begin(1)):
             with pytest.raises((EngineError, ReceiverFailed)) as caught:
@@ -84,4 +84,4 @@ async def test_an_answer_that_is_labelled_json_and_is_none() -> None:
         for call in (them.http.pause(), them.api.call("POST", "/pause_generation", {})):
             with pytest.raises(EngineFailed, match="/pause_generation: want JSON"):
                 await call
-        await them.receiver.begin(1)  # its commands need no answer but the status
+        await them.receiver.begin(1)  # its commands need only the status of the answer

@@ -1,4 +1,4 @@
-"""A response that is begun in one request and continued in another is the one an undisturbed request would have given."""
+"""A response that is begun in one request and continued in another equals the response of one undisturbed request."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ WAYS = {
 
 
 class AsToSglang(HttpEngine):
-    """Its requests reach the engine as the guard passes them on to SGLang."""
+    """A client with requests in the form in which the guard passes them on to SGLang."""
 
     async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         known = {name: value for name, value in body.items() if name not in OURS}
@@ -38,7 +38,7 @@ class AsToSglang(HttpEngine):
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of versions 0 and 1."""
+    """Return the directories of versions 0 and 1."""
     root = tmp_path_factory.mktemp("models")
     return [write_tiny_model(root / str(seed), "qwen3", seed=seed) for seed in (3, 4)]
 
@@ -50,7 +50,7 @@ async def served(directories: list[Path]) -> AsyncIterator[Served]:
 
 
 def cut(whole: Generation, length: int) -> Generation:
-    """Its beginning, made under one version."""
+    """Return the beginning of a response, made under one version."""
     text = tiny_tokenizer().decode(whole.tokens[:length].tolist())
     spans = (Span(version=whole.spans[0].version, num_tokens=length),)
     return replace(whole, tokens=whole.tokens[:length], log_probs=whole.log_probs[:length], spans=spans, finish="abort", text=text)
@@ -79,7 +79,7 @@ async def test_it_is_the_undisturbed_response_wherever_it_was_cut(directories: l
 
 async def test_a_stop_string_may_cross_the_seam(directories: list[Path]) -> None:
     async with served(directories) as one:
-        # The text between two tokens is the stop string: half of it before, half behind the seam.
+        # The text of two neighbouring tokens is the stop string: half of it before, half behind the seam.
         for seed in range(50):
             free = await one.client.generate(PROMPT, replace(SEEDED, seed=seed))
             texts = [tiny_tokenizer().decode([token]) for token in free.tokens[8:12].tolist()]
@@ -137,7 +137,7 @@ async def test_what_cannot_be_continued_is_refused(directories: list[Path]) -> N
 
 
 async def test_an_engine_that_takes_it_all_for_the_prompt_continues_too(directories: list[Path]) -> None:
-    """As SGLang does: its text is only the rest, and it does not see a stop string that crosses the seam."""
+    """SGLang does this: its text is only the rest, and it does not see a stop string that crosses the seam."""
     async with served(directories) as one:
         whole = await one.client.generate(PROMPT, WAYS["greedy"])
         begun = cut(whole, 9)

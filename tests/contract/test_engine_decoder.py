@@ -53,7 +53,7 @@ def new_slots(weights: Weights, slots: int) -> KVSlots:
 
 
 def decode_all(weights: Weights, tokens_BT: torch.Tensor, prefilled: int) -> torch.Tensor:
-    """Scores [B, T, V]: the first tokens in one prefill, the others one by one."""
+    """Return scores [B, T, V]: the first tokens in one prefill, the others one by one."""
     shape, (rows, length) = weights.shape, tokens_BT.shape
     slots = new_slots(weights, rows + 2)
     slots.reserve(prefilled)
@@ -74,7 +74,7 @@ def decode_all(weights: Weights, tokens_BT: torch.Tensor, prefilled: int) -> tor
 def test_scores_are_those_of_transformers(tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
     weights = load(write_tiny_model(tmp_path, family, **changes))
     model = tiny_model(family, **changes)
-    # Longer than what is allocated at first: growing must keep what is there.
+    # Longer than the first allocation: growing must keep its contents.
     tokens_BT = torch.randint(3, 299, (2, FIRST_LENGTH + 32), generator=torch.Generator().manual_seed(1))
     want = model(tokens_BT).logits
     got = decode_all(weights, tokens_BT, prefilled=FIRST_LENGTH - 8)
@@ -94,7 +94,7 @@ def test_bfloat16_is_near_float32(tmp_path: Path, family: str) -> None:
 
 @torch.inference_mode()
 def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
-    """Rows of different lengths, right-padded prompts, shared prompts and moved rows give what each gives alone."""
+    """Rows of different lengths, right-padded prompts, shared prompts and moved rows each give the scores of the row alone."""
     weights = load(write_tiny_model(tmp_path))
     shape, model = weights.shape, tiny_model()
     table = decoder.RopeTable(shape.rope, 64, head_dim=shape.head_dim, dtype=torch.float32, device=CPU)

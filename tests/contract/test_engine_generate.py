@@ -1,4 +1,4 @@
-"""What the engine generates, over real HTTP, against transformers: tokens, log-probs, sampling, sharing, company."""
+"""Responses of the engine, over real HTTP, against transformers: tokens, log-probs, sampling, prefix sharing, batches."""
 
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def _sampling(**changes: Any) -> Any:
 
 
 def reference_filtered(scores_RV: torch.Tensor, *, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """Ten plain lines: the distribution sampled from, renormalised, as log-probs [R, V]."""
+    """Return the sampling distribution, renormalised, as log-probs [R, V], from ten plain lines."""
     rows = []
     for row in (scores_RV / temperature).softmax(-1).double().tolist():
         order = sorted(range(len(row)), key=lambda token: (-row[token], token))
@@ -135,7 +135,7 @@ async def test_a_seed_fixes_a_response_whatever_company_it_has(model_dir: Path) 
 
 
 async def test_the_rest_of_a_response_is_the_same_when_resumed_with_its_seed(model_dir: Path) -> None:
-    """Draws depend on (seed, position in the context): prompt + part, sent again, goes on as it would have."""
+    """Draws depend on (seed, position in the context): prompt + part, sent again, continues with the same tokens."""
     (prompt,) = prompts(1, seed=6)
     params = {"sampling_seed": 3, "ignore_eos": True}
     async with serving(model_dir) as served:
@@ -160,7 +160,7 @@ async def test_first_tokens_are_distributed_as_the_model_says(model_dir: Path, m
 
 
 async def test_end_of_sequence_is_in_the_response_and_its_log_prob_too(model_dir: Path, model: Any) -> None:
-    """A prompt and seed whose response ends by itself, found by asking for the end-of-sequence id alone."""
+    """The prompt and seed give a response that ends by itself, found by asking for the end-of-sequence id alone."""
     (prompt,) = prompts(1)
     async with serving(model_dir) as served:
         first = (await served.generate(prompt, temperature=0, max_new_tokens=6, ignore_eos=True))["output_ids"]

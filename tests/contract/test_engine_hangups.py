@@ -1,4 +1,4 @@
-"""Clients that hang up in the middle of a command, and requests that go wrong: nobody else's is touched."""
+"""Clients that hang up in the middle of a command, and requests that fail: other requests are not affected."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def busy(served: Served) -> AsyncIterator[None]:
-    """The decoding thread is in the middle of a step meanwhile, as long as that takes."""
+    """Keep the decoding thread in the middle of a step for the duration of the block."""
     begun, over = threading.Event(), threading.Event()
 
     def step() -> None:
@@ -40,7 +40,7 @@ async def busy(served: Served) -> AsyncIterator[None]:
 
 
 async def hang_up_on(served: Served, path: str, body: object) -> None:
-    """Ask, and close the connection when the question has reached the decoding thread's queue; return when the engine has noticed."""
+    """Send a request, and close the connection once it is in the decoding thread's queue. Returns when the engine has noticed."""
     host, _, port = served.engine.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
@@ -73,7 +73,7 @@ async def test_a_client_that_hangs_up_ends_nothing_but_its_connection(path: str,
     async with serving(model_dir) as served:
         async with busy(served):
             await hang_up_on(served, path, body)
-        await served.until(lambda: True)  # the thread has come to what was asked, and goes on
+        await served.until(lambda: True)  # the thread has reached the command, and goes on
         assert served.engine.scheduler.alive
         assert served.engine.scheduler.paused == (path == "/pause_generation"), "what was asked for is done"
         await served.client.resume()
@@ -91,7 +91,7 @@ async def test_a_call_that_was_taken_back_is_left_out(model_dir: Path) -> None:
 
 
 async def innocent(served: Served) -> "asyncio.Task[Any]":
-    """A request that is being decoded, some tokens in, and far from its end."""
+    """Start a request and return it while it is being decoded, some tokens in, and far from its end."""
     task = asyncio.create_task(served.generate([5, 6, 7], max_new_tokens=200, ignore_eos=True))
     await served.until(lambda: served.engine.scheduler.counters.steps > 2)
     return task

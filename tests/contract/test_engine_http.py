@@ -1,4 +1,4 @@
-"""SGLang's HTTP API as the built-in engine speaks it: answers, streams, refusals, abort, pause, limits, draining."""
+"""SGLang's HTTP API, as implemented by the built-in engine: answers, streams, refusals, abort, pause, limits, draining."""
 
 import asyncio
 import itertools
@@ -20,12 +20,12 @@ LONG = {"max_new_tokens": 4000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Room for responses that do not end within a test."""
+    """Return a model with room for responses that do not end within a test."""
     return write_tiny_model(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)
 
 
 async def start(served: Served, prompt: list[int], rid: str, **params: Any) -> "asyncio.Task[tuple[int, Any]]":
-    """A request that is running when this returns."""
+    """Start a request. Returns when it is running."""
     before = len(served.engine.scheduler.running)
     body = {"input_ids": prompt, "sampling_params": params or LONG, "return_logprob": True, "rid": rid}
     task = asyncio.create_task(served.post("/generate", body))
@@ -252,7 +252,7 @@ async def test_only_a_serving_engine_answers(model_dir: Path) -> None:
 async def test_draining_finishes_what_there_is_and_takes_nothing_new(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         running = await start(served, [5, 6], "running", max_new_tokens=500, ignore_eos=True)
-        # This one waits for a version, and finds an engine that drains when the version has come.
+        # This request waits for a version; the engine is draining when the version arrives.
         body = {"input_ids": [5], "min_version": 1, "min_version_timeout_s": 30}
         waiting = asyncio.create_task(served.post("/generate", body))
         await served.until(lambda: served.engine.stats()["waiting"] == 1)
@@ -340,7 +340,7 @@ async def test_broken_weights_fail_the_request_and_not_the_engine(tmp_path: Path
         write_tiny_model(tmp_path)
         assert (await served.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "1"}))[0] == 200
         assert len((await served.client.generate([5], Sampling(max_new_tokens=2, stop_token_ids=()))).tokens) > 0
-        # A short one takes the broken one's row, beside a long one: what is masked there must be finite.
+        # A short prompt takes the failed one's row, beside a long one: the masked values there must be finite.
         params = {"temperature": 0, "max_new_tokens": 3}
         short, _ = await served.together([([5], params), ([9] * 8, params)])
         assert short["output_ids"] == await greedy(tiny_model(), [5], 3)

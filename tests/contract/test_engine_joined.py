@@ -1,4 +1,4 @@
-"""Requests that travel together: the same answers as alone, everyone its own, and nobody in another's way."""
+"""Request batching: each request gets its own answer, the same as alone, and none delays another."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory that a colocated engine gives up and takes again, in every order: really freed, nothing aborted, nothing torn served."""
+"""Memory that a colocated engine releases and resumes, in every order: really freed, nothing aborted, nothing torn served."""
 
 import asyncio
 import gc
@@ -27,7 +27,7 @@ def models() -> list[Any]:
 
 
 def storages(served: Served) -> dict[str, set[tuple[int, int]]]:
-    """Address and bytes of what the engine keeps of weights, and of keys and values."""
+    """Return address and bytes of the storages of weights, and of keys and values."""
     updates, scheduler = served.engine.updates, served.engine.scheduler
     weights = [each for each in (updates._served, updates._standby) if each is not None]
     return {
@@ -41,13 +41,13 @@ def place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 async def alive(among: set[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Those of the storages that any tensor of this process still has, whoever keeps it."""
+    """Return those of the storages that any tensor of this process still refers to."""
 
     def look() -> set[tuple[int, int]]:
         gc.collect()
         return among & {place(each) for each in gc.get_objects() if type(each) is torch.Tensor}
 
-    return await asyncio.to_thread(look)  # it takes seconds where much was loaded before
+    return await asyncio.to_thread(look)  # the collection takes seconds if much was loaded before
 
 
 async def ask(served: Served, path: str, *tags: str) -> int:
@@ -55,7 +55,7 @@ async def ask(served: Served, path: str, *tags: str) -> int:
 
 
 async def running(served: Served, count: int, params: dict[str, Any]) -> list["asyncio.Task[Any]"]:
-    """Requests that are being decoded, some tokens in."""
+    """Start requests and return them while they are being decoded, some tokens in."""
     tasks = [asyncio.create_task(served.generate(prompt, **params)) for prompt in prompts(count)]
     await served.until(lambda: len(served.engine.scheduler.running) == count)
     return tasks
@@ -85,7 +85,7 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
         assert (await served.post("/weights_checker", {"action": "checksum"}))[0] == 400
         for _ in range(2):
             assert await ask(served, RESUME, "weights") == 200
-        await served.client.resume()  # of no use while the rest is missing
+        await served.client.resume()  # of no use while the keys and values are missing
         await push.whole(models[1], 1)
         assert not any(task.done() for task in [*tasks, late])
         assert served.engine.scheduler.counters.tokens_generated == tokens, "nothing is generated between release and resume"
@@ -156,7 +156,7 @@ async def test_keys_and_values_alone_can_go_while_the_weights_stay(directory: Pa
 
 
 async def test_a_pause_without_a_release_ends_with_the_keys_and_values(directory: Path) -> None:
-    """The learner has asked for both, and only the first came through."""
+    """The learner has requested both, and only the pause arrived."""
     async with serving(directory) as served:
         await served.client.pause("retract")
         assert await ask(served, RESUME, "weights") == 200
@@ -200,9 +200,9 @@ async def test_what_is_not_understood_is_refused(directory: Path) -> None:
 
 
 async def test_a_bucket_that_is_late_keeps_no_push_after_the_release_from_being_served(directory: Path, models: list[Any]) -> None:
-    """It was on its way into memory that has been given up: nobody uses that again."""
+    """The bucket was on its way into memory that has been released and is not used again."""
     async with serving(directory) as served, joined(served) as old:
-        for version in (1, 2, 3):  # from then on buckets are received where their tensors lie
+        for version in (1, 2, 3):  # from then on buckets are received directly into their tensors
             await old.whole(models[0], version)
         await old.begin(4)
         asked = asyncio.create_task(old.bucket(list(models[0].named_parameters()), send=False))

@@ -1,4 +1,4 @@
-"""A whole push in one request: received in order, served with it or not, and whatever breaks it off."""
+"""A single-request push: received in order, served with it or not, and every way in which it can break off."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ __all__ = ["directories", "family", "models"]
 
 
 async def test_a_push_asked_for_at_once(directories: list[Path], models: list[Any]) -> None:
-    """Copied at first, and then received where they belong; served with the last message, or when the end is asked for."""
+    """Buckets are copied at first, later received in place; they are served with the last message, or at the end request."""
     async with serving(directories[0]) as served, joined(served) as push:
         for version in range(1, 6):
             model, serve = models[version % 3], version % 2 == 1
@@ -66,7 +66,7 @@ async def test_a_push_asked_for_at_once_is_discarded_when_its_sender_is_silent_o
         async with joined(served) as push:
             push.fields["timeout_s"] = 1.0
             asked = asyncio.create_task(push.ask_at_once(parts, 1))
-            with suppress(PeerLost):  # where it comes later than that
+            with suppress(PeerLost):  # if the message is later than the time-out
                 await asyncio.to_thread(push.group.send, flat(parts[0]), DEADLINE_S)
             status, answer = await asked
             assert (status, "receiving" in answer["message"]) == (400, True), answer
@@ -75,7 +75,7 @@ async def test_a_push_asked_for_at_once_is_discarded_when_its_sender_is_silent_o
             await asyncio.to_thread(old.group.send, flat(parts[0]), DEADLINE_S)
             async with joined(served) as new:
                 await new.at_once(models[2], 2, serve=True)
-                with suppress(PeerLost):  # the engine may not have waited for it yet when it left
+                with suppress(PeerLost):  # the engine may have left before it waited for this message
                     await asyncio.to_thread(old.group.send, flat(parts[1]), DEADLINE_S)
                 assert (await asked)[0] == 400
                 assert served.engine.version == 2 and serves(served, models[2])
@@ -98,7 +98,7 @@ async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(direct
 
 
 async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Path], models: list[Any]) -> None:
-    """Of the two that a group has: or the third of them would wait for ever."""
+    """A group has two message buffers: otherwise the third push would wait without end."""
     tensors = list(named(models[1]))
     parts = [tensors[:5], tensors[5:9], tensors[9:]]
     async with serving(directories[0]) as served, joined(served) as push:
@@ -115,9 +115,9 @@ async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Pat
 
 
 async def test_messages_that_come_at_the_same_moment_are_all_there(directories: list[Path], models: list[Any]) -> None:
-    """The loop hears of both in one turn: when it has looked at the first, the second is there, whatever is yet to be called for it."""
+    """The event loop gets both in one iteration: when it handles the first, the second is there, before its callback has run."""
     async with serving(directories[0]) as served, joined(served) as push:
-        await push.at_once(models[1], 1, serve=True)  # from then on most buckets are received where their tensors lie
+        await push.at_once(models[1], 1, serve=True)  # from then on most buckets are received in place
         tensors = list(named(models[2]))
         parts = [tensors[:5], tensors[5:]]
         asked = asyncio.create_task(push.ask_at_once(parts, 2))
@@ -133,7 +133,7 @@ async def test_messages_that_come_at_the_same_moment_are_all_there(directories: 
 async def test_a_group_that_is_left_while_a_message_is_copied(
     directories: list[Path], models: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The push that is over is refused, and nothing more is received for it."""
+    """The interrupted push is refused, and nothing more is received for it."""
     tensors = list(named(models[1]))
     async with serving(directories[0]) as served, joined(served) as old:
         copying = copies_late(served, monkeypatch)
@@ -180,7 +180,7 @@ async def test_a_push_whose_last_message_is_copied_when_another_epoch_takes_over
 
 
 def copies_late(served: Served, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """The first copy of a message takes half a second more; set when it has begun."""
+    """Delay the first copy of a message by half a second. Returns an event that is set when that copy has begun."""
     copy, begun = served.engine.updates._copy, threading.Event()
 
     def late(*args: Any) -> None:

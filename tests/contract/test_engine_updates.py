@@ -29,7 +29,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def models(family: str) -> list[Any]:
-    """Of versions 0 to 3."""
+    """Return the models of versions 0 to 3."""
     return [tiny_model(family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(4)]
 
 
@@ -42,7 +42,7 @@ def directories(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[P
 
 
 async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(directories: list[Path], models: list[Any]) -> None:
-    """Or each would discard the other, and the learner evict the engine."""
+    """Otherwise each would discard the other, and the learner evict the engine."""
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(2)
         catching_up = asyncio.create_task(served.engine.load_snapshot(directories[1], 1))
@@ -124,7 +124,8 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
 
 @over_both
 async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
-    """Three flips while a batch is decoded; every log-prob is that of the version its span names, on keys and values kept as they were."""
+    """Three flips happen while a batch is decoded; every log-prob is that of the version its span names, on keys and values that are
+    kept."""
     given, params = prompts(4, seed=2), {"max_new_tokens": 600, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
         await served.client.pause()
@@ -239,7 +240,7 @@ async def test_torn_weights_are_impossible(directories: list[Path], models: list
         await push.begin()
         await push.bucket(tensors)
         await refused(await push.end(), "weight_version")
-        # Begun again: what the first one brought does not count.
+        # Begun again: the tensors of the first attempt do not count.
         await push.begin(1)
         await push.bucket(tensors[:6])
         await push.begin(1)
@@ -250,7 +251,7 @@ async def test_torn_weights_are_impossible(directories: list[Path], models: list
         np.testing.assert_array_equal(told_log_probs(again), told_log_probs(want))
         await push.whole(models[1], 1)
         whole = (await served.post("/weights_checker", {"action": "checksum"}))[1]
-        # The other copy is the standby now: half a push into it is not seen.
+        # The other copy is the standby now: half a push into it changes no answer.
         await push.begin(2)
         await push.bucket(list(named(models[2]))[:6])
         assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
@@ -264,7 +265,7 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
         async with joined(served) as push:
             await push.begin(1)
             await push.bucket(tensors[:4])
-            status, answer = await push.bucket(tensors[4:], send=False, timeout_s=0.2)  # nobody sends
+            status, answer = await push.bucket(tensors[4:], send=False, timeout_s=0.2)  # no message is sent
             assert (status, answer["success"]) == (400, False)
             assert (await push.end(1))[0] == 400
         async with joined(served) as push:  # the same name again
@@ -292,7 +293,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
         await served.until(lambda: any(each.receiving for each in served.engine.updates._groups.values()))
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await push.begin(2)  # discards it; its message still comes
+        await push.begin(2)  # discards version 1; its message still arrives
         await asyncio.to_thread(
             push.group.send, torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in tensors]), DEADLINE_S
         )
@@ -303,7 +304,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
 
 
 async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
-    """Or a thread would go on writing the standby copy while the next push is let in."""
+    """Otherwise a thread would continue to write the standby copy while the next push is admitted."""
     from actors.serving.builtin.engine import BuiltinEngine
 
     engine = BuiltinEngine(directories[0])
@@ -379,7 +380,7 @@ async def test_a_lower_epoch_is_refused_everywhere(directories: list[Path], mode
             status, answer = await served.post(path, {"epoch": 4})
             assert (status, answer["epoch"], "epoch 4 is stale, epoch 5 was seen" in answer["message"]) == (409, 5, True)
         assert (await served.post("/begin_weight_update", {"epoch": "6"}))[0] == 400
-        # A newer learner takes over in the middle: what the old one has sent is not mixed with what comes now.
+        # A newer learner takes over in the middle: the old learner's tensors are not mixed with the new one's.
         push.fields = {"epoch": 6}
         status, answer = await push.bucket(tensors[4:], send=False)
         assert (status, "epoch 6" in answer["message"]) == (400, True)
@@ -449,7 +450,7 @@ async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
 
 
 async def test_what_a_broken_push_brings_late_is_written_nowhere(directories: list[Path], models: list[Any]) -> None:
-    """Also when tensors are received where they belong: what a new push fills is other memory."""
+    """This holds also when tensors are received in place: a new push fills other memory."""
     async with serving(directories[0]) as served, joined(served) as old:
         for version in range(1, 4):
             await old.whole(models[0], version)

@@ -1,4 +1,4 @@
-"""The wire format as the JavaScript actor writes it: read by the learner's side, and by struct and msgpack alone."""
+"""The wire format of the JavaScript actor: read by the learner's side, and by struct and msgpack alone."""
 
 import json
 import struct
@@ -34,7 +34,7 @@ LABEL = {
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the script made of a task."""
+    """Return the output of the script for a task."""
     task = Task(
         run="r-1",
         epoch=2**33,
@@ -74,7 +74,7 @@ def test_the_sample_is_read_as_it_was_meant(payload: bytes) -> None:
 
 
 def test_what_is_passed_through_comes_back_equal(payload: bytes) -> None:
-    """Integers of 64 bits to the last digit; a float that is whole may become an integer."""
+    """Integers of 64 bits are equal to the last digit; a float that is whole may become an integer."""
     sample = decode_sample(payload)
     assert sample.label == LABEL
     assert sample.metadata == {"id": 2**53 + 1}

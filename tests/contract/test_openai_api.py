@@ -1,4 +1,4 @@
-"""OpenAI's paths of both kinds of engine, over plain HTTP, against what /generate and the tokenizer say."""
+"""OpenAI's paths of both kinds of engine, over plain HTTP, against the results of /generate and the tokenizer."""
 
 import asyncio
 import json
@@ -45,7 +45,7 @@ def first_model(model_dir: Path) -> Path:
 
 
 async def until_unfinished(served: Served, requests: int) -> None:
-    """Return when the engine has this many."""
+    """Wait until the engine has this many unfinished requests."""
     async with asyncio.timeout(60):
         while served.engine.stats()["running"] + served.engine.stats().get("waiting", 0) != requests:  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0.005)
@@ -53,7 +53,7 @@ async def until_unfinished(served: Served, requests: int) -> None:
 
 SGLANG_CAN = ({"response_format": {"type": "json_object"}}, {"regex": "a+"}, {"frequency_penalty": 0.5})
 SGLANGS_OWN = ({"temperature": -1},)
-"""Refused by SGLang itself."""
+"""Requests that SGLang itself refuses."""
 
 
 async def asked(served: Served, path: str, body: dict[str, Any]) -> Any:
@@ -214,7 +214,7 @@ async def test_stop_strings_end_a_response_and_are_never_shown(kind: Kind, model
 
 
 def test_responses_of_one_seed_have_a_seed_each() -> None:
-    """A server may give one response n times otherwise."""
+    """With one seed, a server may give the same response n times."""
     asked = openai_api.parse({"prompt": [[5], [6]], "n": 2, "seed": 7}, chat=False)
     body = asked.generate([[5], [6]], max_context=9)
     assert body["input_ids"] == [[5], [5], [6], [6]]
@@ -233,7 +233,7 @@ def test_formats_become_schemas() -> None:
 
 
 def test_what_may_be_taken_back_is_held_back() -> None:
-    """A part of a character, and of a stop string; and what was held back is told when it was none."""
+    """A part of a character or of a stop string is held back, and sent once it has turned out to be neither."""
     told = openai_api.Told(openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None)
 
     def shown(text: str, finish: str | None = None) -> str:

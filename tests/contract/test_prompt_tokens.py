@@ -1,4 +1,4 @@
-"""A check sees prompts as the learner does: the same tokens, without transformers."""
+"""A check gets the same prompt tokens as the learner, without transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The router over real engines: who gets a request, what is repeated, what passes through, and what a death changes."""
+"""The router over real engines: engine selection, retries, requests that pass through, and the effects of an engine's death."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ LONG = 4000
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Room for responses that do not end within a test."""
+    """Return a model with room for responses that do not end within a test."""
     yield write_tiny_model(tmp_path_factory.mktemp("router") / "model", max_position_embeddings=8192)
 
 
@@ -50,7 +50,7 @@ async def unfinished(engine: BuiltinEngine, count: int) -> None:
 
 @contextmanager
 def unused_url() -> Iterator[str]:
-    """Nobody listens there."""
+    """Yield a URL without a listener."""
     with KeptPort() as port:
         yield f"http://127.0.0.1:{port.number}"
 
@@ -127,7 +127,7 @@ async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_ba
 
 
 async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(model_dir: Path) -> None:
-    """Its first check has shown it serving, and then it went."""
+    """The engine was serving at its first health check, and left afterwards."""
     async with faulty() as gone, serving(model_dir) as well, routing(gone.url, well.engine.url, health_every_s=1000.0) as door:
         await gone.leave()
         answers = [await door.post("/weights_checksums", {"of": "served"}) for _ in range(3)]
@@ -135,7 +135,7 @@ async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(mode
 
 
 async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
-    """That is no reason for a quarantine, so nothing but the refusal itself sends it elsewhere."""
+    """A missing version is no reason for a quarantine: only the refusal itself moves the session."""
     async with faulty() as old, faulty() as new, routing(old.url, new.url) as door:
         for engine in (old, new):
             engine.does = "version"
@@ -183,7 +183,7 @@ async def test_a_broken_connection_is_repeated_for_what_changes_nothing_and_for_
 
 
 async def test_a_client_that_does_not_read_is_left_and_its_engine_freed() -> None:
-    """More than any buffer on the way holds."""
+    """The answer is larger than all buffers on the way."""
     async with faulty() as engine, routing(engine.url, idle_s=0.3) as door:
         engine.does = "flood"
         host, port = door.url.removeprefix("http://").split(":")
@@ -271,7 +271,7 @@ async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the
         async with door.session.post(door.url + "/generate", json=body) as response:
             first = await response.content.readuntil(b"\n\n")
             assert len(json.loads(first[6:])["output_ids"]) < LONG
-            await served.client.pause()  # it would end by itself
+            await served.client.pause()  # otherwise it would end by itself
             await unfinished(served.engine, 1)
         await unfinished(served.engine, 0)
         assert served.engine.stats()["requests_aborted"] == 1
@@ -363,7 +363,7 @@ async def test_while_the_bus_is_away_health_counts_and_workers_come(open_bus: Bu
         async with routing(one.url, view=LiveView(bus, dead_after_s=60.0), health_every_s=0.5, health_timeout_s=2.0) as door:
             os.kill(nats_server.pid, signal.SIGSTOP)
             try:
-                await asyncio.sleep(1.5)  # a look has begun that gets no answer
+                await asyncio.sleep(1.5)  # a poll has begun that gets no answer
                 one.silent, one.checks = True, 0
                 await door.serving()
                 assert one.checks <= 12, "as many as it has failed before a look at the bus is given up by the bus"
@@ -387,7 +387,7 @@ async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody(
         ):
             status, answer = await door.post("/add_worker", {"url": url})
             assert (status, "want a URL" in answer["error"]["message"]) == (400, True), (url, answer)
-        door.router.lookout._by_hand["http://" + "a" * 70] = None  # as a row on the bus may say
+        door.router.lookout._by_hand["http://" + "a" * 70] = None  # as a row on the bus may contain
         await door.router.engines.look_again()
         assert (await door.post("/abort_request", {"rid": "x"}))[0] == 200
         await door.serving(one.url)

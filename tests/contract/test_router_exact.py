@@ -1,4 +1,4 @@
-"""Multi-turn clients that work with text: what the engine is asked with is what was sampled, id for id."""
+"""Multi-turn clients that work with text: the engine's prompt contains the sampled ids, id for id."""
 
 import asyncio
 import json
@@ -27,7 +27,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 class Heard:
-    """An engine, and the prompts it was given, as ids."""
+    """An engine that records the ids of its prompts."""
 
     def __init__(self, served: Served) -> None:
         self.served, self.prompts = served, list[list[int]]()
@@ -121,7 +121,7 @@ async def test_a_stop_string_is_cut_off_and_found_again(model_dir: Path) -> None
 
 
 async def test_two_sessions_with_one_text_keep_their_own_ids(model_dir: Path) -> None:
-    """The same text from different ids: made by hand, for a random model does not do it on demand."""
+    """The same text from different ids is constructed: a random model does not produce it on demand."""
     text = text_of(model_dir)
     exact = TokenExact(RouterConfig(model=str(model_dir)))
     joined = [3 + 256 + 5]  # one of the tokenizer's merges
@@ -210,7 +210,7 @@ async def test_a_chat_without_a_limit_may_fill_the_context_of_the_engine(model_d
             status, answer = await door.post("/v1/chat/completions", messages)
             assert status == 200, answer
             assert limits.pop() == 48 - answer["usage"]["prompt_tokens"]
-    async with faulty() as engine, routing(engine.url, **settings) as door:  # it does not say
+    async with faulty() as engine, routing(engine.url, **settings) as door:  # this engine does not state its limit
         status, answer = await door.post("/v1/chat/completions", {**messages, "stop": "x"})
         assert engine.paths == ["/v1/models", "/generate"]
     async with routing(**settings, wait_s=0.1) as door:

@@ -1,4 +1,4 @@
-"""Which keys a router asks for, and which it presents: its clients never need those of the engines."""
+"""Keys that a router requires and those that it presents: its clients never need those of the engines."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def far_engine(model_dir: Path) -> AsyncIterator[str]:
-    """One that other machines reach: every request wants a key."""
+    """Start an engine that other machines reach: every request needs a key."""
     engine = BuiltinEngine(model_dir, EngineConfig(host="0.0.0.0", advertise="127.0.0.1"), authority=Authority(RUN))
     await asyncio.to_thread(engine.load)
     try:

@@ -53,7 +53,7 @@ def first_model(model_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A model that recites: each token of the two chains is followed by the next, whatever came before."""
+    """Return a model that recites: each token of the two chains is followed by the next, in any context."""
     directory = write_tiny_model(tmp_path_factory.mktemp("tools") / "model")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in dict.fromkeys(CALLS + ANSWER) if piece != EOS])
@@ -79,7 +79,7 @@ async def client_of(url: str) -> AsyncIterator[Any]:
 
 
 async def said(client: Any, messages: list[Any], *, streamed: bool, **more: Any) -> tuple[dict[str, Any], str]:
-    """(the message, why it ended)."""
+    """Send messages. Returns (the message, the finish reason)."""
     asked = {"model": "m", "messages": messages, "temperature": 0, **more}
     if not streamed:
         (choice,) = (await client.chat.completions.create(**asked)).choices
