@@ -98,7 +98,7 @@ async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(direct
 
 
 async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Path], models: list[Any]) -> None:
-    """A group has two message buffers: otherwise the third push would wait without end."""
+    """They return the group's two message buffers; otherwise the third push would wait without end."""
     tensors = list(named(models[1]))
     parts = [tensors[:5], tensors[5:9], tensors[9:]]
     async with serving(directories[0]) as served, joined(served) as push:

@@ -124,8 +124,7 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
 
 @over_both
 async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
-    """Three flips happen while a batch is decoded; every log-prob is that of the version its span names, on keys and values that are
-    kept."""
+    """Three flips during a batch: every log-prob is that of the version its span names, on keys and values that are kept."""
     given, params = prompts(4, seed=2), {"max_new_tokens": 600, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
         await served.client.pause()

@@ -277,8 +277,7 @@ def test_a_step_with_nothing_to_train_says_only_that() -> None:
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize(("temperature", "alarming"), [(1.0, False), (0.7, True)])
 def test_the_entropy_gap_shows_a_temperature_that_ratios_do_not(stale: bool, temperature: float, alarming: bool) -> None:
-    """39: sampled at 0.7, reported at 1. Fresh data has perfect ratios and old data the ratios of its age: only the gap shows the fault
-    in both."""
+    """39: sampled at 0.7, reported at 1. Fresh data has ratios of 1 and old data those of its age: only the gap shows the fault."""
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(16, generator=generator, dtype=torch.float64)
     log_mu = logits.log_softmax(-1)

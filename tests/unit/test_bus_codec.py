@@ -435,8 +435,7 @@ NOT_USUAL = st.one_of(
 @settings(max_examples=300)
 @given(sample=SAMPLES, data=st.data())
 def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st.DataObject) -> None:
-    """The encoders agree byte for byte, with one field of another type, outside and inside, and refuse the same messages for the same
-    reason."""
+    """The encoders agree byte for byte, with one field of another type, outside and inside, and refuse for the same reason."""
     plain = dataclasses.replace(sample, extra={})
     assert codec.encode_sample(plain) == _written_by_table(plain)
     odd, inside = data.draw(NOT_USUAL), data.draw(st.sampled_from(["", "sampling", "timings", "metadata", "spans"]))

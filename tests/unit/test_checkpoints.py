@@ -75,8 +75,7 @@ def test_latest_valid_passes_over_corrupt_ones_aloud(tmp_path: Path, caplog: pyt
 
 
 def test_a_corrupt_one_set_aside_is_none_any_more(tmp_path: Path) -> None:
-    """It is not listed, so nothing is kept for it in place of a sound one, and it stays on disk for inspection. A missing one is no
-    error."""
+    """It is not listed, so nothing is kept for it in place of a sound one, but it stays on disk. A missing one is no error."""
     old, new = write(tmp_path, 1), write(tmp_path, 2)
     for _ in range(2):  # the second time there is nothing to set aside
         checkpoints.set_aside(new)

@@ -1,5 +1,4 @@
-"""The mistakes of a first hour (docs/configuring.md): each is reported at once, with the place, the wanted and the given value, and the
-remedy."""
+"""The mistakes of a first hour (docs/configuring.md): each is reported at once, with place, wanted and given value, and remedy."""
 
 import resource
 import subprocess

@@ -339,8 +339,7 @@ TestHistory = History.TestCase
 
 @pytest.mark.parametrize("seed", range(40))
 def test_long_histories(seed: int) -> None:
-    """Histories longer than those that hypothesis builds from small steps: they run until the last step is planned, with crashes on the
-    way."""
+    """Histories longer than those that hypothesis builds from small steps: up to the plan of the last step, with crashes on the way."""
     chance, history = random.Random(seed), History()
     history.begin(chance.randint(0, 2), ("mask", "drop", "train")[seed % 3], chance.random() < 0.3, chance.randint(1, 2))
     for _ in range(80):

@@ -1,5 +1,4 @@
-"""Each role's extra: the table matches pyproject.toml, a base install imports the modules it runs, and a missing extra is one clear
-error."""
+"""Each role's extra: the table matches pyproject.toml, a base install imports its modules, and a missing extra is one clear error."""
 
 import re
 import subprocess
