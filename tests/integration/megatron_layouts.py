@@ -22,14 +22,14 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, beta2=0.99, eps=1e-4)
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a step is split."""
+    """The split of a step over ranks and micro-batches."""
 
     data_parallel: int = 1
     tensor_parallel: int = 1
     max_tokens: int = 1 << 20
-    """Of a micro-batch."""
+    """Number of tokens of a micro-batch at most."""
     every: int = 1
-    """Of the cases: 1 = all."""
+    """Stride over the cases: 1 = all."""
 
     @property
     def cases(self) -> list[str]:
@@ -41,7 +41,7 @@ class Layout:
 
 
 def train(model_dir: Path, here: parallel.Parallel, case: str, max_tokens: int) -> dict[str, object]:
-    """The metrics of two steps, and how many micro-batches the first had."""
+    """Train two steps. Returns their metrics, and the number of micro-batches in the first."""
     config, minibatches = algorithm(case), CASES[case][1]
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     reference = WeightBackup(policy) if config.needs_reference else None

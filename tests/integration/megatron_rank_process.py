@@ -19,11 +19,11 @@ from learner.ranks.rank import main
 from weightstore.config import WeightsConfig
 
 MARK = 666.0
-"""A reward that ``overflowing`` knows."""
+"""Reward by which ``overflowing`` recognises a marked sample."""
 
 
 def overflowing(rewards_N: Tensor, groups_N: Tensor, **others: Any) -> Tensor:
-    """An estimator of one's own: infinite where the reward is ``MARK``."""
+    """A custom estimator: infinite where the reward is ``MARK``."""
     return torch.where(rewards_N == MARK, math.inf, grpo_no_std(rewards_N, groups_N))
 
 

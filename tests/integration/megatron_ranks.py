@@ -27,11 +27,11 @@ VOCAB = 300
 STEPS = (3, 4)
 OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.01, warmup_steps=2)
 MARK = 7.0
-"""Reward, and so the advantage, of a step that is to be spoilt on rank 1."""
+"""Reward, and so the advantage, of a step that is invalidated on rank 1."""
 
 
 def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoint: Path | None = None) -> dict[str, object]:
-    """Train ``STEPS`` and say what came out; with ``checkpoint``, load it first and train only the last step."""
+    """Train ``STEPS`` and return the results; with ``checkpoint``, load it first and train only the last step."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     proximal = WeightBackup(policy)
@@ -48,14 +48,14 @@ def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoi
 
 
 def spoilt(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
-    """A loss of one's own that is no number on rank 1 where an advantage is ``MARK``; its gradient is finite everywhere."""
+    """A custom loss that is NaN on rank 1 where an advantage is ``MARK``; its gradient is finite everywhere."""
     made = LOSS_FUNCTIONS["ppo"](log_probs_T, anchor_T, tokens, config)
     bad = dist.get_rank() == 1 and bool((tokens.advantages_T == MARK).any())
     return replace(made, loss_T=made.loss_T + (math.nan if bad else 0.0))
 
 
 def skips(model_dir: Path, here: parallel.Parallel) -> dict[str, object]:
-    """A good step, one whose loss is no number on rank 1, and a good one; then a gradient that is no number there."""
+    """Train a good step, one with a NaN loss on rank 1, and a good one; then a step with a NaN gradient there."""
     algorithm = AlgorithmConfig(loss=f"{__name__}:spoilt", weight="none", anchor="rollout", advantage="reinforce")
     batches = []
     for step in (3, 4, 5):

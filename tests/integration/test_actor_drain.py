@@ -1,4 +1,4 @@
-"""An actor is told to leave in the middle of long responses: the next one goes on from where it was, and no token is made twice."""
+"""An actor is drained in the middle of long responses: the next one continues from there, and no token is made twice."""
 
 import asyncio
 from collections import Counter
@@ -37,18 +37,18 @@ from tests.bus_fixtures import BusOpener
 
 SEED, LONG, GROUP = 40, 200, 4
 LEASE_S = 5.0
-"""Where somebody is killed whose lease must run out."""
+"""Lease time of tests in which an actor is killed and its lease must run out."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> None:
-    """Made here, where it blocks no loop."""
+    """Make the model here, where it blocks no event loop."""
     model_dir()
     prompt_tokens()
 
 
 async def undisturbed(built: BuiltinEngine, sampling: Sampling) -> list[Generation]:
-    """What an actor gets for each index when nothing happens."""
+    """Return the generation of each index without interruptions."""
     client = HttpEngine(built.url)
     try:
         seeds = [SEED + index for index in range(GROUP)]
@@ -70,7 +70,7 @@ async def one_ends_early(built: BuiltinEngine) -> Sampling:
 
 @asynccontextmanager
 async def half_done(built: BuiltinEngine, requests: int = GROUP, each: int = 20) -> AsyncIterator[None]:
-    """Entered when so many requests have come to the engine and got about ``each`` tokens; until it is left they get no more."""
+    """Enter when that many requests are at the engine and have about ``each`` tokens; until the exit they get no more."""
     scheduler = built.scheduler
     enough = scheduler.counters.tokens_generated + each * requests
     await asyncio.wrap_future(scheduler.pause("in_place"))
@@ -93,7 +93,7 @@ def assert_undisturbed(found: Sequence[Sample], whole: Sequence[Generation]) -> 
 
 @pytest.mark.parametrize("join", [False, True])
 async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer, join: bool) -> None:
-    """The next one waits for a task already: it must find everything when the task is handed back."""
+    """The next actor waits for a task already: it must find everything when the task is returned to the queue."""
     async with open_bus() as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)
@@ -129,7 +129,7 @@ async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOp
 
 
 async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """Real processes, told to leave by SIGTERM; each exits with 0."""
+    """Real processes are drained by SIGTERM; each exits with 0."""
     async with open_bus() as bus, engine(bus) as built:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED, stop=("never said",))
         whole = await undisturbed(built, sampling)
@@ -153,7 +153,7 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
 
 
 async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """kill -9 leaves no note of what the second one did; what the first one left is still there, and the third goes on from that."""
+    """kill -9 leaves no partials of the second actor; those of the first are still there, and the third continues from them."""
     async with open_bus(lease_s=LEASE_S) as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)

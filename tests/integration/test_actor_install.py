@@ -20,20 +20,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 pytestmark = pytest.mark.slow
-"""An installation takes a minute or two."""
+"""Installation takes a minute or two."""
 HEAVY = {"torch", "megatron-core", "mbridge", "transformers", "tokenizers", "matplotlib", "pyarrow", "pyzmq", "safetensors"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> None:
-    """Made here, where it blocks no loop."""
+    """Make the model here, where it blocks no event loop."""
     model_dir()
     prompt_tokens()
 
 
 @pytest.fixture(scope="module")
 def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The ``bin`` of an environment with ``tidemill[actor]``, built from a copy: a build writes into its source."""
+    """Return the ``bin`` of an environment with ``tidemill[actor]``, built from a copy: a build writes into its source."""
     directory = tmp_path_factory.mktemp("actor")
     source = directory / "source"
     for package in PACKAGES:
@@ -59,7 +59,7 @@ def test_it_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
 async def test_it_leases_a_task_and_publishes_its_samples(
     actor_environment: Path, open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """The command as a user types it, against a real bus and a real engine; then ``tail`` of the same environment shows the samples."""
+    """The user's command runs against a real bus and a real engine; then ``tail`` of the same environment shows the samples."""
     async with open_bus() as bus, engine(bus):
         await bus.rows("run").put("config", {"actor": {"reward": "digits"}, "bus": {}})
         tasks = await issue(bus, await take_over(bus))
@@ -87,7 +87,7 @@ async def test_it_leases_a_task_and_publishes_its_samples(
 
 
 async def _made_by(actor: asyncio.subprocess.Process, bus: Bus, tasks: list[int]) -> None:
-    """Wait until all samples are stored; an actor that ends before fails the test at once."""
+    """Wait until all samples are stored; an actor that ends earlier fails the test at once."""
     making, ended = asyncio.create_task(samples_until(bus, complete(tasks))), asyncio.create_task(actor.wait())
     try:
         await asyncio.wait((making, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -108,5 +108,5 @@ def test_the_learner_it_cannot_run_says_what_to_install(actor_environment: Path,
 
 
 def _environment() -> dict[str, str]:
-    """This process's, without the way to the checkout."""
+    """Return this process's environment, without the path to the checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -1,4 +1,4 @@
-"""The actor against the real bus and the real built-in engine: what it makes, and what happens when something is not as it should be."""
+"""The actor against the real bus and the real built-in engine: its samples, and its behaviour on failures."""
 
 import asyncio
 import time
@@ -40,7 +40,7 @@ from tests.bus_fixtures import BusOpener
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> None:
-    """Made here, where it blocks no loop."""
+    """Make the model here, where it blocks no event loop."""
     model_dir()
     prompt_tokens()
 
@@ -64,7 +64,7 @@ def nan(request: RewardRequest) -> float:
 
 @asynccontextmanager
 async def acting(bus: Bus, server: EmbeddedServer, id: str = "a1", **settings: Any) -> AsyncIterator[asyncio.Event]:
-    """An actor in this process; it is drained at the end and must end by that."""
+    """Run an actor in this process; it is drained at the end and must end by that."""
     draining = asyncio.Event()
     config = ActorConfig(**{"reward": "digits", "generate_timeout_s": 60.0, **settings})
     work = asyncio.create_task(run_actor(server.url, bus.run, config, bus.config, draining, id))
@@ -128,7 +128,7 @@ async def test_a_new_task_is_worked_on_at_once(open_bus: BusOpener, nats_server:
         writer = await take_over(bus)
         tasks: list[int] = []
         taken_s: list[float] = []
-        for _ in range(4):  # a busy machine may delay one of them, or three
+        for _ in range(4):  # a busy machine may delay up to three of them
             begin = time.monotonic()
             tasks += await issue(bus, writer)
             await samples_until(bus, complete(tasks))
@@ -163,7 +163,7 @@ async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: B
 
 
 async def test_an_engine_that_answers_503_is_left_alone_and_asked_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """Its row says that it serves, and it does not: as between an eviction and the next heartbeat."""
+    """The engine's row has the phase serving, but its answer is 503: as between an eviction and the next heartbeat."""
     async with open_bus() as bus, engine(bus) as built:
         built.phase = "stale"
         async with acting(bus, nats_server):
@@ -295,7 +295,7 @@ async def test_what_is_held_at_the_deadline_is_handed_back(open_bus: BusOpener, 
         lease = await bus.tasks.lease(5)
         assert lease is not None
         assert lease.deliveries >= 2
-        await at_work(built, 0)  # the engine was told, too
+        await at_work(built, 0)  # the requests were aborted at the engine, too
         await client.close()
 
 

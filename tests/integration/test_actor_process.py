@@ -28,13 +28,13 @@ from tests.bus_fixtures import BusOpener
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> None:
-    """Made here, where it blocks no loop."""
+    """Make the model here, where it blocks no event loop."""
     model_dir()
     prompt_tokens()
 
 
 async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """Two of four samples are stored when it dies; after the lease another actor makes all four, and those two count once."""
+    """Two of four samples are stored when it dies; after the lease another actor makes all four, and the stored two count once."""
     half = ActorConfig(reward="tests.actor_child:answers_twice", reward_timeout_s=60)
     async with open_bus(lease_s=5.0) as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus))
@@ -97,7 +97,7 @@ async def test_a_wrong_reward_ends_it_for_good(open_bus: BusOpener, nats_server:
 async def test_refused_by_the_learner_it_ends_with_the_reason(
     open_bus: BusOpener, nats_server: EmbeddedServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal from before its start was of another process of its name."""
+    """A refusal from before its start was for another process of the same name."""
     async with open_bus() as bus, engine(bus):
         refused = bus.rows("run")
         await refused.put("refused.a1", {"actor": "a1", "invalid": 64, "reason": "spans: of yesterday"})

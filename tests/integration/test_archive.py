@@ -1,4 +1,4 @@
-"""`tidemill archive`, a real process on a real stream: every sample once, whatever is killed, and trimming waits for it."""
+"""`tidemill archive`, a real process on a real stream: every sample once, through kills of all processes; trimming waits for it."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ async def archiving(url: str, run: str, out: Path, *more: str) -> AsyncIterator[
 
 
 def archived(out: Path) -> list[tuple[int, str]]:
-    """(sequence, message id) of everything, in the order of the files; each must be whole."""
+    """Return (sequence, message id) of everything, in the order of the files. Asserts that each file is complete."""
     found = []
     for path in sorted(out.glob("*.tide")):
         recording = Recording.open(path)
@@ -52,7 +52,7 @@ def archived(out: Path) -> list[tuple[int, str]]:
 
 
 async def place(bus: Bus, floor: int) -> None:
-    """Wait until the archive is there."""
+    """Wait until the archive's cursor has reached ``floor``."""
     while (at := (await Cursors(bus).all()).get("archive")) is None or at.floor < floor:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
@@ -67,7 +67,7 @@ async def test_every_sample_once_though_it_is_killed_again_and_again(
             async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
                 await publish(bus, 41 + 40 * round, 80 + 40 * round)
                 await place(bus, 30 + 40 * round)
-                process.kill()  # between reading, writing, closing, and moving the place
+                process.kill()  # between reading, writing, closing, and moving the cursor
         async with archiving(nats_server.url, bus.run, out, "--rotate", "0.004") as process:
             await publish(bus, 201, 210)
             await place(bus, 210)
@@ -82,7 +82,7 @@ async def test_every_sample_once_though_it_is_killed_again_and_again(
 async def test_what_is_on_the_disk_is_not_written_again_though_the_place_was_not_moved(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """As after a kill between the one and the other."""
+    """The state is that after a kill between the write to disk and the update of the cursor."""
     out = tmp_path / "archive"
     async with open_bus() as bus:
         await publish(bus, 1, 10)

@@ -1,4 +1,4 @@
-"""Users of a real server: each role can do its work and nothing else, and whoever is refused is told."""
+"""Users of a real server: each role can do its work and nothing else, and a refused client gets an error."""
 
 import asyncio
 import dataclasses
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RUN = "r"
 CONFIG = BusConfig(auth=True, auth_users=2, lease_s=2.0, max_attempts=1, max_payload_bytes=8192)
 AT_ONCE_S = 10.0
-"""Far below the waits of a bus that does not answer (15 s and for ever)."""
+"""Seconds, far below the waits of a bus that does not answer (15 s and without end)."""
 
 As = Callable[..., AbstractAsyncContextManager[Bus]]
 
@@ -58,7 +58,7 @@ def line_of(url: str, directory: Path, user: str) -> str:
 
 @pytest.fixture
 def as_user(guarded: EmbeddedBus, auth_dir: Path) -> As:
-    """``async with as_user("actor-0") as bus``; the learner's has made the layout."""
+    """Return a function for ``async with as_user("actor-0") as bus``. The learner's creates the layout."""
 
     @asynccontextmanager
     async def opened(user: str) -> AsyncIterator[Bus]:
@@ -75,7 +75,7 @@ def row(role: str, id: str) -> LiveRow:
 
 
 async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
-    """A whole small run, and nobody is refused anything."""
+    """A whole small run is refused nothing."""
     async with (
         as_user("learner") as learner,
         as_user("actor-0") as actor,
@@ -220,14 +220,14 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])
 async def test_an_answer_goes_nowhere_but_to_who_asked(as_user: As, user: str) -> None:
-    """The server itself writes the answer to a request: named as the place for it, a row of the run would be overwritten."""
+    """The server itself writes the answer to a request: as the reply subject, a row of the run would be overwritten."""
     async with as_user("learner") as learner, as_user(user) as bus:
         revision = await learner.rows("run").put("epoch", {"epoch": 1})
         streams = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "PLAN")}
         for place in ("$KV.TM_r_run.epoch", "tm.r.task.train", "tm.r.plan.plan"):
             await bus.nc.publish("$JS.API.STREAM.MSG.GET.KV_TM_r_run", b'{"seq":1}', reply=place)
             await bus.nc.publish("tm.r.sample.train.1.actor-0", b"", reply=place)
-        assert await bus.rows("run").get("epoch")  # asked and answered behind them
+        assert await bus.rows("run").get("epoch")  # requested and answered after those messages
         assert await learner.rows("run").get("epoch") == ({"epoch": 1}, revision)
         assert {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in streams} == streams
 
@@ -240,7 +240,7 @@ HEADERS = (
     {"Nats-Incr": "1"},
     {"Nats-Batch-Id": "b", "Nats-Batch-Sequence": "1", "Nats-Batch-Commit": "1"},
 )
-"""What a publisher can ask of a server beside storing the message."""
+"""Publisher headers that make the server do more than store the message."""
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ async def test_an_actor_finds_its_run(guarded: EmbeddedBus, auth_dir: Path, as_u
 
 
 def test_permissions_name_streams_that_there_are(tmp_path: Path) -> None:
-    """A stream that is renamed would leave everybody outside."""
+    """Permissions that name a renamed stream would lock every role out."""
     lines = "\n".join(make_users(tmp_path / "auth", RUN, CONFIG))
     for name in (subjects.TASKS, subjects.SAMPLES, subjects.PLAN, subjects.DEAD):
         assert f"$JS.API.STREAM.INFO.{subjects.stream(RUN, name)}" in lines
@@ -343,7 +343,7 @@ def openssl(directory: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and server.pem with server.key that it signed for 127.0.0.1; stranger.pem signed nothing."""
+    """Make ca.pem, and server.pem with server.key that it signed for 127.0.0.1; stranger.pem has signed nothing."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl")
     directory = tmp_path_factory.mktemp("certificates")
@@ -359,7 +359,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("verify", [False, True], ids=["server", "both"])
 async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
-    """Who trusts the signer gets in, who does not is told so at once; without TLS nobody gets in."""
+    """Clients that trust the signer connect, others get a clear error at once; without TLS none connects."""
     files = {
         "tls_cert": str(certificates / "server.pem"),
         "tls_key": str(certificates / "server.key"),

@@ -89,7 +89,7 @@ async def test_a_closed_connection_says_so(open_bus: BusOpener) -> None:
 
 @asynccontextmanager
 async def old_server(version: str) -> AsyncIterator[str]:
-    """As much of the NATS protocol as a client needs to connect."""
+    """Run a server with the part of the NATS protocol that a client needs to connect."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         info = f'INFO {{"server_id":"x","version":"{version}","headers":true,"max_payload":1000,"proto":1}}\r\n'
@@ -135,7 +135,7 @@ async def test_a_process_that_knows_only_the_url_finds_the_run(nats_server: Embe
 
 
 async def test_a_connection_that_falls_twice_in_a_moment_is_told_to_everybody(open_bus: BusOpener) -> None:
-    """It breaks, and is closed a turn or two later, while the request that it broke off is ending."""
+    """The connection breaks, and is closed an iteration or two later, while the interrupted request is ending."""
     for turns in range(6):
         async with open_bus() as bus:
             link, heard, asked = bus.jet.link, list[int](), asyncio.Event()

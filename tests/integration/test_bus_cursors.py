@@ -1,4 +1,4 @@
-"""Registered readers: where they are, who may move them, and what trimming owes them."""
+"""Registered readers: their positions, the permissions to move them, and the messages that trimming keeps for them."""
 
 import pytest
 

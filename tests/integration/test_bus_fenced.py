@@ -1,4 +1,4 @@
-"""One writer at a time: who takes over, who is told, what is void - and what a lost answer means."""
+"""One writer at a time: take-over, errors of the fenced writer, void messages, and lost answers."""
 
 import asyncio
 import random
@@ -24,7 +24,7 @@ async def steps(bus: Bus, start: int = 1) -> list[int]:
 
 
 async def raw(bus: Bus, record: PlanRecord) -> None:
-    """As a writer would that heeds no fence."""
+    """Publish like a writer that ignores fences."""
     await bus.js.publish(f"tm.{bus.run}.plan.done", encode_record(record), headers={"Tm-Epoch": str(record.epoch)})
 
 
@@ -71,7 +71,7 @@ async def test_a_second_writer_fences_the_first_off(open_bus: BusOpener) -> None
 async def test_no_fence_is_raised_below_a_newer_one(open_bus: BusOpener, epoch: int) -> None:
     async with open_bus() as new, open_bus() as old:
         await new.plans.fence(2)
-        await new.plans.fence(2)  # twice by the same writer is once
+        await new.plans.fence(2)  # a second fence by the same writer changes nothing
         with pytest.raises(Fenced):
             await old.plans.fence(epoch)
         assert [seq async for seq, _ in new.plans.scan()] == [1]
@@ -101,8 +101,8 @@ async def test_what_stands_behind_a_newer_fence_is_void(open_bus: BusOpener) -> 
 
 
 async def test_an_append_whose_answer_was_lost_is_recognised(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
-    """The server says "wrong last sequence" to the second try: its own message stands there. Message ids alone would not
-    do: they are forgotten after the duplicate window."""
+    """The server answers the second try with "wrong last sequence", because its own message is stored there. Message ids alone would not
+    suffice: they are forgotten after the duplicate window."""
     async with (
         open_bus(duplicate_window_s=0.1) as looker,
         Proxy(nats_server.url) as proxy,
@@ -174,7 +174,7 @@ async def test_trimmed_records_are_gone_and_fences_stay(open_bus: BusOpener) -> 
 
 
 async def test_what_no_learner_wrote_fences_nobody(open_bus: BusOpener) -> None:
-    """Bytes behind a fence, whatever epoch their header names: the writer goes on behind them, and readers pass over them."""
+    """Invalid bytes behind a fence are ignored, with any epoch in their header: the writer appends behind them, and readers skip them."""
     async with open_bus() as bus, open_bus() as actor:
         await bus.plans.fence(3)
         await bus.tasks.fence(3)

@@ -1,4 +1,4 @@
-"""Streams as wanted, read back, told apart by run."""
+"""Streams as configured, read back, and separated by run."""
 
 import asyncio
 from typing import Any
@@ -37,7 +37,7 @@ async def test_another_setting_than_the_servers_is_named(open_bus: BusOpener, se
 
 
 async def test_what_the_server_has_dropped_is_noticed(open_bus: BusOpener) -> None:
-    """As an old server drops settings it does not know: the stream is there, the field is not."""
+    """An old server drops settings that it does not know: the stream exists, the field does not."""
     async with open_bus(layout=False) as bus:
         await bus.jet.call(f"STREAM.CREATE.TM_{bus.run}_SAMPLES", {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]})
         with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects: want"):
@@ -45,7 +45,7 @@ async def test_what_the_server_has_dropped_is_noticed(open_bus: BusOpener) -> No
 
 
 async def test_buckets_of_an_older_release_are_changed_where_they_are(open_bus: BusOpener) -> None:
-    """They allowed rollups, by which whoever may write one row can remove all others."""
+    """They allowed rollups, with which a client that may write one row can remove all others."""
     async with open_bus() as bus:
         name = subjects.bucket_stream(bus.run, "weights")
         config = (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]
@@ -54,7 +54,7 @@ async def test_buckets_of_an_older_release_are_changed_where_they_are(open_bus: 
         await bus.create_layout()
         assert (await bus.jet.call(f"STREAM.INFO.{name}"))["config"]["allow_rollup_hdrs"] is False
         assert await bus.rows("weights").get("head") == ({"fence": 7}, revision)
-        await bus.rows("weights").delete("head")  # needs none
+        await bus.rows("weights").delete("head")  # a delete needs no rollup
         assert await bus.rows("weights").get("head") is None
 
 

@@ -1,4 +1,4 @@
-"""The stream PARTIALS on a real server: the newest of each index is found, broken ones are passed over, settled tasks are forgotten."""
+"""The stream PARTIALS on a real server: the newest of each index is found, broken ones are skipped, those of settled tasks are deleted."""
 
 import numpy as np
 import pytest

@@ -85,7 +85,7 @@ async def test_a_watcher_sees_every_state_it_wakes_to(nats_server: EmbeddedServe
         await watching.aclose()  # type: ignore[attr-defined]
         looking = rows.watch("mine", every_s=0.1)
         assert await take(looking, 1) == [({"version": 1}, revision)]
-        await rows.delete("mine")  # makes no message that could wake
+        await rows.delete("mine")  # publishes no message that could wake the watch
         assert await take(looking, 1) == [None]
         await looking.aclose()  # type: ignore[attr-defined]
 
@@ -160,12 +160,12 @@ async def test_a_bus_is_one_run(open_bus: BusOpener) -> None:
 
 
 async def test_a_row_that_cannot_be_read_hides_no_other(open_bus: BusOpener) -> None:
-    """Any process may write its own live row: what it writes there must not keep anybody from reading those of others."""
+    """Any process may write its own live row: invalid bytes there must not hide the rows of others."""
     async with open_bus() as bus:
         view = LiveView(bus)
         for id, data in (("a", b"junk"), ("b", b"[" * 9999), ("c", b'{"role": "actor", "id": "c", "host": "h", "pid": 1, "phase": [1]}')):
             await bus.js.publish(f"$KV.TM_{bus.run}_live.actor.{id}", data)
-        await bus.rows("live").put("actor.d", dataclasses.asdict(row("e")))  # speaks for another
+        await bus.rows("live").put("actor.d", dataclasses.asdict(row("e")))  # a row of another process's id
         async with Heartbeat(bus, row("e"), every_s=0.1):
             found: list[LiveRow] = []
             while not found or not found[0].unreadable:

@@ -1,4 +1,4 @@
-"""The stream of samples on a real server: stored once, read without a gap, whatever is killed in between."""
+"""The stream of samples on a real server: stored once, read without a gap, through kills at any point."""
 
 import asyncio
 import json
@@ -69,7 +69,7 @@ async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(nats_server: 
             assert not publishing.done()
             await proxy.cut()
             proxy.deaf = False
-            async with asyncio.timeout(4.5):  # the lost connection tells, not the 5 s that an answer may take
+            async with asyncio.timeout(4.5):  # the lost connection triggers the retry, not the 5 s time-out of an answer
                 assert await publishing == 2
             assert bus.samples.stats.duplicates == 1
         assert (await looker.samples.info()).messages == 2
@@ -266,7 +266,7 @@ async def test_tail_of_an_emptied_stream_ends(open_bus: BusOpener) -> None:
 
 @pytest.fixture
 def nats_server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
-    """As everywhere; with messages of at most 4 KB for the tests that say so."""
+    """The usual server, with messages of at most 4 KB for the tests marked so."""
     small = request.node.name.startswith("test_parts_")
     with EmbeddedServer(tmp_path / "nats", BusConfig(max_payload_bytes=4096) if small else BusConfig()) as server:
         yield server
@@ -311,7 +311,7 @@ async def test_parts_without_a_manifest_block_nothing(open_bus: BusOpener) -> No
 
 
 async def part_of(bus: Bus, data: bytes, *, number: int, attempt: str = "a0") -> int:
-    """A part of the sample of ``manifest_of``; its sequence."""
+    """Publish a part of the sample of ``manifest_of``. Returns its sequence."""
     message_id = f"{make_sample(bus.run, attempt=attempt).message_id}.chunk/{number}"
     return (await bus.js.publish(subjects.part(bus.run, "train", 1), data, headers={"Nats-Msg-Id": message_id})).seq
 
@@ -357,7 +357,7 @@ async def test_parts_that_a_kept_manifest_needs_survive_a_trim(open_bus: BusOpen
 
 @asynccontextmanager
 async def fetches(bus: Bus) -> AsyncIterator[list[int]]:
-    """Sequences that are asked for meanwhile, one at a time, by whomever."""
+    """Record the sequences that any client requests during the block, one at a time."""
     asked: list[int] = []
 
     async def note(message: Msg) -> None:
@@ -373,7 +373,7 @@ async def fetches(bus: Bus) -> AsyncIterator[list[int]]:
 
 
 async def test_parts_that_no_sample_has_are_not_fetched(open_bus: BusOpener) -> None:
-    """A manifest is a few bytes, and names what it likes: nothing is fetched for it before it is checked."""
+    """A manifest is a few bytes with arbitrary sequences: nothing is fetched for it before it is checked."""
     async with open_bus() as bus:
         seqs = [await part_of(bus, b"x" * 3000, number=number) for number in range(4)]
         await manifest_of(bus, b"x" * 3000 * 150, *seqs[:1] * 150, attempt="b")  # one part, over and over
@@ -399,7 +399,7 @@ async def test_parts_are_fetched_no_further_than_the_first_that_is_not_the_sampl
         third = [await part_of(bus, b"x" * 3000, number=number, attempt="c") for number in range(4)]
         await manifest_of(bus, b"x" * 9000, *first, third[2])  # the last one is another sample's
         await manifest_of(bus, b"x" * 6000, *reversed(second), attempt="b")
-        await manifest_of(bus, b"x" * 5000, *third, attempt="c")  # more than is stated
+        await manifest_of(bus, b"x" * 5000, *third, attempt="c")  # more than the stated length
         async with fetches(bus) as asked:
             found = [received async for received in bus.samples.tail(last=3, follow=False)]
         assert len(found) == 3
@@ -426,7 +426,7 @@ async def test_parts_of_more_than_a_sample_has_are_not_published(open_bus: BusOp
 
 @pytest.mark.parametrize("headers", [b"NATS/1.0", b"\xff\xff", b"NATS/1.0 \xff\xff\xff\r\n\r\n", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n"])
 async def test_headers_that_cannot_be_parsed_block_nothing(nats_server: EmbeddedServer, open_bus: BusOpener, headers: bytes) -> None:
-    """The client library would stop reading from the connection, for ever: the next sample would never come."""
+    """The client library would stop reading from the connection for good: the next sample would never arrive."""
     async with open_bus() as bus:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(nats_server.url.rsplit(":", 1)[1]))
         size = len(headers)

@@ -1,4 +1,4 @@
-"""The embedded nats-server: up at once, the same port again, gone with its parent, never two on one store."""
+"""The embedded nats-server: ready at once, on the same port again, ends with its parent, never two on one store."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""The work queue on a real server: leased, renewed, handed back, failed, forgotten - never lost."""
+"""The work queue on a real server: leased, renewed, returned, failed, deleted - never lost."""
 
 import asyncio
 from dataclasses import replace
@@ -40,7 +40,7 @@ async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
 
 
 async def test_acks_are_heard_and_the_floor_stops_at_a_task_that_is_held(open_bus: BusOpener) -> None:
-    """Renewals and hand-backs are no acks; neither is what only looks like one."""
+    """Renewals and naks are no acks; neither is a forged ack on a similar subject."""
     heard: asyncio.Queue[int] = asyncio.Queue()
     async with open_bus() as bus, bus.tasks.acks(heard.put_nowait):
         first, second = await issue(bus, 2)
@@ -112,7 +112,7 @@ async def test_a_lease_that_is_kept_does_not_run_out(open_bus: BusOpener) -> Non
 
 
 async def test_a_lease_given_up_while_waiting_loses_nothing(open_bus: BusOpener) -> None:
-    """A task that comes for somebody who has left goes to the next one at once, not after the lease time."""
+    """A task that arrives for a cancelled lease request goes to the next actor at once, not after the lease time."""
     async with open_bus(lease_s=60) as bus:
         leaving = asyncio.create_task(lease(bus))
         await bus.nc.flush()
@@ -145,7 +145,7 @@ async def test_a_wait_goes_on_over_a_kill_of_the_server(nats_server: EmbeddedSer
 
 
 async def test_settled_tasks_delivered_again_are_acked_unworked(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
-    """A killed server forgets acks it had confirmed; what is below the floor is not worked again."""
+    """A killed server forgets acks that it had confirmed; tasks below the floor are not worked on again."""
     async with open_bus(lease_s=3) as bus:
         ids = await issue(bus, 6)
         held = [await lease(bus) for _ in range(5)]
@@ -221,7 +221,7 @@ async def test_a_task_behind_a_newer_fence_is_void_for_actors_too(open_bus: BusO
         await issue(bus, epoch=1)
         await bus.tasks.fence(2)
         late = encode_task(make_task(bus.run, epoch=1, offset=9))
-        await bus.js.publish(f"tm.{bus.run}.task.train", late, headers={"Tm-Epoch": "1"})  # by a writer that heeds nothing
+        await bus.js.publish(f"tm.{bus.run}.task.train", late, headers={"Tm-Epoch": "1"})  # by a writer that ignores the fence
         (valid,) = await issue(bus, epoch=2)
         assert [(await lease(bus)).task.id for _ in range(2)] == [2, valid]
         assert await bus.tasks.lease(0.05) is None

@@ -1,4 +1,4 @@
-"""What a check asks of a server, and settings that a process without a file changes: with a real nats-server."""
+"""Checks that query a server, and settings that a process without a file changes: with a real nats-server."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ def reached(tmp_path: Path, url: str) -> Report:
 
 @contextmanager
 def answering(line: bytes) -> Iterator[str]:
-    """The URL of a server that answers one connection with this."""
+    """Yield the URL of a server that answers one connection with these bytes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:

@@ -1,4 +1,4 @@
-"""A colocated engine between a publisher and the turns on a real bus: who may have memory, and what becomes of it when somebody dies."""
+"""A colocated engine between a publisher and the accelerator's turns on a real bus: ownership of memory, also after deaths."""
 
 import asyncio
 import threading
@@ -34,12 +34,12 @@ DEADLINE_S = 10.0
 
 
 class Died(Exception):
-    """As kill -9: the row stays behind."""
+    """Ends an engine like kill -9: the row is left behind."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two sets of weights of one shape."""
+    """Make two sets of weights of one shape."""
     one, two = (write_tiny_model(tmp_path_factory.mktemp(name), seed=seed) for name, seed in (("one", 1), ("two", 2)))
     return one, two
 
@@ -52,7 +52,7 @@ def tensors_of(model: Path) -> list[tuple[str, Any]]:
 async def engine(
     bus: Bus, url: str, model: Path, *, colocated: bool = True, grace_s: float = 0.1, factory: Factory = BuiltinEngine
 ) -> AsyncIterator[None]:
-    """An engine process e1, ended with the block."""
+    """Run an engine process e1, which ends with the block."""
     draining = asyncio.Event()
     config = EngineConfig(max_running=4, colocated=colocated)
     places = EnginePlaces(run=bus.run, bus_url=url, bus=bus.config, model_dir=model, id="e1")
@@ -84,7 +84,7 @@ async def publishing(bus: Bus, url: str, model: Path, directory: Path, *, deadli
 
 
 async def served(bus: Bus) -> dict[str, Any]:
-    """The engine's row once it serves, with all its memory."""
+    """Wait until the engine serves with all its memory. Returns its row."""
     row: dict[str, Any] = await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "serving" and not row["waits_for"])
     return row
 
@@ -102,14 +102,14 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
             assert await do(publisher.resume) == ()
             url = (await served(bus))["address"]
             first = await greedy(url)
-            # a step that makes no version, when the head is a model directory
+            # a step that makes no version, while the head is a model directory
             assert await do(publisher.release) == ("e1",)
             asked = asyncio.create_task(greedy(url))
             await row_until(bus.rows("live"), "engine.e1", lambda row: row["load"]["released"] == 2 and "memory" in row["waits_for"])
             assert not asked.done()
             assert await do(publisher.resume) == ("e1",)
             assert await asked == first
-            # one that makes a version: staged while the learner has its memory, pushed when it has none
+            # a step that makes a version: staged while the learner has its memory, pushed when it has none
             assert await do(publisher.release) == ("e1",)
             staged = await do(publisher.stage, 1, tensors_of(models[1]))
             asked = asyncio.create_task(greedy(url))
@@ -118,7 +118,7 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
             assert (report.version, report.engines, report.evicted) == (1, ("e1",), {})
             second = await asked
             assert second != first
-            # one that makes none, when the head is a copy that the publisher has
+            # a step that makes none, while the head is a copy that the publisher has
             assert await do(publisher.release) == ("e1",)
             asked = asyncio.create_task(greedy(url))
             assert await do(publisher.resume) == ("e1",)
@@ -189,7 +189,7 @@ async def test_when_the_learner_dies_in_its_turn_the_engine_serves_again_and_not
 async def test_an_engine_that_shares_nothing_waits_for_no_turn(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
-    """Whoever has it give up its weights: its row says what is missing, and it fetches them when no push brings any."""
+    """A client makes it release its weights: its row names the missing memory, and it fetches the weights when no push brings any."""
     async with open_bus() as bus, engine(bus, nats_server.url, models[0], colocated=False, grace_s=3.0):
         await VersionRegistry(bus).publish_initial(str(models[0]), 1)
         url = (await served(bus))["address"]
@@ -209,7 +209,7 @@ async def test_an_engine_that_shares_nothing_waits_for_no_turn(
 async def test_the_learner_waits_for_an_engine_that_has_begun_to_load(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """It has no address yet, and takes memory."""
+    """The engine has no address yet, and takes memory."""
     do, loading, may_load, order = asyncio.to_thread, threading.Event(), threading.Event(), list[str]()
 
     class Slow(BuiltinEngine):

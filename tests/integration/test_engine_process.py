@@ -27,7 +27,7 @@ from weightstore.store.registry import VersionRegistry
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two sets of weights of one shape."""
+    """Make two sets of weights of one shape."""
     one, two = (write_tiny_model(tmp_path_factory.mktemp(name), seed=seed) for name, seed in (("one", 1), ("two", 2)))
     return one, two
 
@@ -72,9 +72,9 @@ async def test_from_waiting_to_serving_to_the_next_version_to_gone(
             first = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
             assert first["version"] == 0
             assert gc.get_freeze_count() > 10 * len(gc.get_objects()), "a full collection would hold up decoding"
-            gc.unfreeze()  # it is the tests' process here
+            gc.unfreeze()  # the engine runs in the tests' process here
             before = await greedy(first["address"])
-            # a version that no push brings: the engine is passed by, and fetches it
+            # a version that no push brings: the engine misses the push, and fetches it
             row = await registry.reserve(4, 1)
             await registry.publish(row)
             await registry.set_snapshot(row.version, str(models[1]))
@@ -102,7 +102,7 @@ async def test_it_waits_for_its_first_weights_as_long_as_it_takes(
 ) -> None:
     async with open_bus() as bus, process(bus, nats_server, models[0], catch_up_s=0.5):
         rows, registry = bus.rows("live"), VersionRegistry(bus)
-        await registry.publish(await registry.reserve(4, 1))  # of which nobody has a snapshot
+        await registry.publish(await registry.reserve(4, 1))  # a version without a snapshot
         await row_until(rows, "engine.e1", lambda row: "not done within 0.5 s" in row["waits_for"])
         await registry.set_snapshot(1, str(models[1]))
         row = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
@@ -112,7 +112,7 @@ async def test_it_waits_for_its_first_weights_as_long_as_it_takes(
 async def test_it_obeys_the_learner_and_shows_what_it_has_refused(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
-    """Also one that is started again, and a learner that comes later."""
+    """This includes an engine that is started again, and a learner that starts later."""
     async with open_bus() as bus, aiohttp.ClientSession() as session:
         rows, registry = bus.rows("live"), VersionRegistry(bus)
         await registry.fence(1)
@@ -130,7 +130,7 @@ async def test_it_obeys_the_learner_and_shows_what_it_has_refused(
                 assert [await asked(10**30, {}), await asked(newest, {}), await asked(newest + 1, keys.headers)] == [401, 401, 400]
                 await registry.fence(newest + 1)
                 assert [await asked(newest + 1, keys.headers), await asked(newest, keys.headers)] == [200, 409]
-                head = await registry.publish(await registry.reserve(4, newest + 1))  # pushes would bring it, and are refused
+                head = await registry.publish(await registry.reserve(4, newest + 1))  # pushes would bring it, but the engine refuses them
                 row = await row_until(rows, "engine.e1", lambda row: "refused" in row["waits_for"])
                 assert f"epoch {newest} is stale, epoch {newest + 1} was seen" in row["waits_for"]
                 await registry.set_snapshot(head.version, str(models[1]))

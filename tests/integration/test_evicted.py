@@ -1,4 +1,4 @@
-"""Which engines take no pushes, and why, stands in the learner's live row, where ``tidemill status`` shows it."""
+"""The engines that take no pushes, with the reasons, are in the learner's live row, where ``tidemill status`` shows them."""
 
 import asyncio
 

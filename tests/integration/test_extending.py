@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md: type-checked against the ports, and run."""
+"""The examples of docs/extending.md are type-checked against the ports, and run."""
 
 import asyncio
 import inspect
@@ -39,7 +39,7 @@ ignore_missing_imports = true
 [mypy-torch.*,transformers.*,aiohttp.*,nats.*,megatron.*]
 follow_imports = skip
 """
-"""Large libraries are left out: the types of the ports are to be checked, in seconds."""
+"""Settings of the type check. Large libraries are left out, so that the types of the ports are checked in seconds."""
 CHECKED = """
 from pathlib import Path
 
@@ -131,7 +131,7 @@ async def test_the_engine_answers_the_client_of_an_actor(tmp_path: Path) -> None
 
 
 class Loading:
-    """The engine behind the transport: remembers the snapshots that it was given."""
+    """An engine behind the transport: records the snapshots that it was given."""
 
     url = "http://engine"
 

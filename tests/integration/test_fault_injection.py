@@ -1,4 +1,4 @@
-"""What an engine, a wire or a learner can do wrong, done on purpose: each trips an alarm within three steps, and a healthy run none.
+"""Faults of an engine, a wire or a learner, injected on purpose: each trips an alarm within three steps, and a healthy run none.
 
 The engine is the built-in one, the learner Megatron; the policy is half trained (reward about 0.8), where mistakes matter.
 """
@@ -24,7 +24,7 @@ from tests.megatron_world import one_rank
 
 TASK = Task(num_digits=3, minibatches=1, lr=1.5e-3)
 STEPS = 3
-"""Within which a fault must be seen."""
+"""Number of steps within which a fault must be detected."""
 
 Make = Callable[..., PinnedLoop]
 
@@ -37,7 +37,7 @@ def here() -> Iterator[Parallel]:
 
 @pytest.fixture(scope="module")
 def half_trained(here: Parallel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Alarm]]:
-    """A prepared directory whose model has learnt a part, and the alarms on the way there."""
+    """Return a prepared directory with a partly trained model, and the alarms raised during its training."""
     directory = tmp_path_factory.mktemp("half")
     loop = PinnedLoop(directory, AlgorithmConfig(), task=TASK, parallel=here)
     metrics = []
@@ -69,7 +69,7 @@ def watched(metrics: list[dict[str, float]], max_lag: int = 0) -> list[Alarm]:
 
 
 def log_probs(loop: PinnedLoop, samples: list[Sample]) -> list[np.ndarray[Any, Any]]:
-    """Of the learner's present weights, for each sample."""
+    """Return the log-probs of each sample under the learner's present weights."""
     batch = loop.batch(samples, loop.version + 1)
     found: dict[int, np.ndarray[Any, Any]] = {}
     for row, log_probs_T in zip(batch.micro_batches, loop.trainer.log_probs(batch), strict=True):
@@ -93,17 +93,17 @@ def of_another_sample(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
 
 
 def inverse(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
-    """As if the learner computed mu / pi."""
+    """Report the log-probs with which the learner would compute mu / pi."""
     return reported(samples, [2 * own - one.rollout_log_probs for own, one in zip(log_probs(loop, samples), samples, strict=True)])
 
 
 def untempered(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
-    """Raw log-probs, whatever the temperature of the sampling."""
+    """Report raw log-probs, without the temperature of the sampling."""
     return reported(samples, log_probs(loop, samples))
 
 
 def without_end(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
-    """The end-of-sequence token is lost on the way, the rest is right."""
+    """Remove the end-of-sequence token; the rest is right."""
     cut = []
     for one in samples:
         if int(one.tokens[-1]) in loop.engine.eos_ids and one.response_length > 1:
@@ -121,12 +121,12 @@ def without_end(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
 
 
 def old_weights(loop: PinnedLoop, version: int) -> Named:
-    """Those of three versions ago, under the new number."""
+    """Return the weights of three versions ago, under the new number."""
     return loop.kept[0]
 
 
 def torn_weights(loop: PinnedLoop, version: int) -> Named:
-    """Half of the tensors have not arrived."""
+    """Return weights of which half of the tensors have not arrived."""
     names = sorted(loop.past[-1])
     return {name: (loop.kept[0] if number % 2 else loop.past[-1])[name] for number, name in enumerate(names)}
 

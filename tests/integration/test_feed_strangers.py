@@ -1,4 +1,4 @@
-"""Sockets that are no rank of this start reach the feeder's port: they are refused, and the ranks go on."""
+"""Sockets that are no rank of this learner connect to the feeder's port: they are refused, and the ranks go on."""
 
 import asyncio
 import random
@@ -56,13 +56,13 @@ def dealer(url: str, keys: FeedKeys | None) -> Iterator["zmq.Socket[bytes]"]:
 
 
 def foreign() -> FeedKeys:
-    """The feeder's public key, and a pair of its own in place of the ranks'."""
+    """Return the feeder's public key, with a new pair in place of the ranks'."""
     own = FeedKeys.new()
     return FeedKeys(feeder_public=KEYS.feeder_public, ranks_public=own.ranks_public, ranks_secret=own.ranks_secret)
 
 
 def mutated(rng: random.Random) -> list[bytes]:
-    """Frames: a real message with bytes of it changed, taken away or added, or noise."""
+    """Return frames: a real message with bytes of it changed, removed or added, or noise."""
     data = bytearray(rng.choice(MESSAGES + ODD) or b"\0")
     for _ in range(rng.randrange(4)):
         at = rng.randrange(len(data))
@@ -109,7 +109,7 @@ async def test_noise_on_the_port_is_refused() -> None:
 
 
 async def test_what_holds_the_key_and_is_no_rank_yet_is_refused_whatever_it_sends() -> None:
-    """Without a hello, and with hellos of another layout: none is a rank."""
+    """Peers without a handshake, and with handshakes of another layout, are no ranks."""
     rng = random.Random(11)
     async with serving() as (server, running):
         with dealer(server.url, KEYS) as peer:
@@ -126,7 +126,7 @@ async def test_what_holds_the_key_and_is_no_rank_yet_is_refused_whatever_it_send
 
 
 async def test_mutated_messages_end_nothing_but_by_the_rules() -> None:
-    """A peer with the key: it is refused until its hello is whole; from then on what breaks the rules is an error that names it."""
+    """A peer with the key is refused until its handshake is valid; then a message that breaks the rules is an error that names it."""
     rng = random.Random(3)
     async with serving() as (server, running):
         with dealer(server.url, KEYS) as peer:

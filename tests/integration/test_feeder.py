@@ -67,14 +67,14 @@ def open_world(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Open
 
 
 async def finish(world: World) -> None:
-    """A feeder and ranks to the end of the run."""
+    """Run a feeder and ranks to the end of the run."""
     async with world.feeder() as (url, feeding):
         await asyncio.gather(*(world.train(url, rank=rank) for rank in range(world.learner.data_parallel)))
         await feeding
 
 
 async def check_history(world: World) -> list[Plan]:
-    """Every step planned once and done, nothing in two plans, the same batch at every serving."""
+    """Assert that every step is planned once and done, no sample is in two plans, and a batch is the same each time it is served."""
     records = await world.records()
     plans = [record for record in records if isinstance(record, Plan)]
     assert [plan.step for plan in plans] == list(range(1, world.learner.steps + 1))
@@ -123,7 +123,7 @@ async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWo
 @pytest.mark.parametrize("what", ["batch", "done", "checkpoint", "publish"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: str, step: int) -> None:
-    """Killed after it served a batch (plan recorded, no done), after the done, after the checkpoint, after the push."""
+    """It is killed after it served a batch (plan recorded, no done), after the done, after the checkpoint, after the push."""
     async with open_world() as world:
         async with world.actors():
             async with world.feeder() as (url, _):
@@ -150,7 +150,7 @@ async def test_recorded_batches_say_so_and_none_is_pushed_twice(open_world: Open
 
 
 async def record_step(world: World, *, reward: float) -> None:
-    """What an earlier start has left: two groups, one sample of which has this reward, and the plan of step 1 that names them all."""
+    """Write an earlier start's records: two groups, one sample of which has this reward, and the plan of step 1 that names them all."""
     epoch = await raise_epoch(world.bus)
     await world.bus.tasks.fence(epoch)
     await world.bus.plans.fence(epoch)
@@ -170,7 +170,7 @@ async def record_step(world: World, *, reward: float) -> None:
 
 
 async def test_a_recorded_sample_is_held_against_no_later_invariant(open_world: OpenWorld) -> None:
-    """A reward beyond float32 was recorded when nothing refused it: the plan is served again, as infinity, and readers get numbers."""
+    """A reward beyond float32 was recorded before it was refused: the plan is served again, as infinity, and readers get numbers."""
     async with open_world(steps=2) as world:
         await record_step(world, reward=1e39)
         async with world.actors():
@@ -211,7 +211,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "state.msgpack": lambda path: (path / "state.msgpack").unlink(),
     "manifest.json": lambda path: [file.unlink() for file in path.iterdir()],
 }
-"""By the file that is named: another byte, a file that is gone, an empty directory."""
+"""Damage by file name: a changed byte, a deleted file, an empty directory."""
 
 
 @pytest.mark.parametrize("file", DAMAGES)
@@ -264,7 +264,7 @@ async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
 
 
 async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_it(open_world: OpenWorld) -> None:
-    """The word is said while no feeder is there, and heard by every later one; the answer is a record, so it is given once."""
+    """The decision is stored while no feeder runs, and read by every later one; the requeue is a record, so it happens once."""
     async with open_world(max_lag=0, max_attempts=1, steps=6) as world:
         async with world.feeder() as (url, _):
             training = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("done", 1)))
@@ -311,11 +311,11 @@ async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(ope
 
 
 LONG_LEASE_S = 600.0
-"""Of tests in which nothing may wait for the end of a lease."""
+"""Lease time of tests in which nothing may wait for the end of a lease."""
 
 
 async def test_a_task_that_is_over_without_samples_is_issued_again_at_once(open_world: OpenWorld) -> None:
-    """Also while another actor keeps an earlier task for long, which holds back the queue's ack floor."""
+    """This holds also while another actor keeps an earlier task for long, which holds back the queue's ack floor."""
     async with open_world(max_lag=0, steps=1, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
@@ -350,7 +350,7 @@ async def test_acks_sent_while_no_feeder_was_there_are_found(open_world: OpenWor
 
 
 async def spoil(world: World, num_tasks: int) -> None:
-    """Be an actor whose samples break an invariant, and which acknowledges its tasks as docs/wire.md has it."""
+    """Act as an actor with samples that break an invariant, and acknowledge its tasks as docs/wire.md specifies."""
     for _ in range(num_tasks):
         lease = await world.bus.tasks.lease(10)
         assert lease is not None
@@ -364,7 +364,7 @@ async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_wor
     async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
-            await spoil(world, 6)  # three times as many as there are places
+            await spoil(world, 6)  # three times as many as may be unsettled
             row = await seen_row(world, lambda load: load.get("invalid", 0) == 12)
             assert row["invalid/rollout_log_probs"] == row["invalid_of/broken"] == row["invalid"]
             async with world.actors():
@@ -399,7 +399,7 @@ async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_send
 
 
 async def test_samples_that_name_versions_to_come_are_never_trained(open_world: OpenWorld) -> None:
-    """Not when the version exists later on, nor when a restart reads them again then."""
+    """They are not trained when the version exists later on, nor when a restart reads them again then."""
     async with open_world(max_lag=3, checkpoint_every=0) as world:
         lies: set[int] = set()
 
@@ -423,7 +423,7 @@ async def test_samples_that_name_versions_to_come_are_never_trained(open_world: 
 
 
 async def seen_row(world: World, wanted: Callable[[dict[str, float]], bool]) -> dict[str, float]:
-    """Counters of the feeder's live row once they are as wanted."""
+    """Wait until the counters of the feeder's live row satisfy ``wanted``. Returns them."""
     async for row in world.bus.rows("live").watch("feeder.feeder"):
         if row is not None and wanted(row[0]["load"]):
             return row[0]["load"]
@@ -547,7 +547,7 @@ async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
 
 
 async def wipe_weights(world: World) -> None:
-    """As a rollup, or a purge by hand, did."""
+    """Empty the weights bucket, as by a rollup or a purge by hand."""
     await world.bus.jet.call(f"STREAM.PURGE.{bucket_stream(world.run, 'weights')}")
     assert await VersionRegistry(world.bus).head() is None
 
@@ -578,7 +578,7 @@ async def test_versions_lost_while_no_learner_runs_are_written_again_and_none_is
 
 
 async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world: OpenWorld) -> None:
-    """From what the feeder remembers: engines and actors that start meanwhile find the head."""
+    """The feeder writes them from memory: engines and actors that start meanwhile find the head."""
     async with open_world(steps=6) as world, world.actors():
         loop, heads = asyncio.get_running_loop(), []
 
@@ -607,14 +607,14 @@ async def test_versions_lost_while_the_run_goes_on_are_written_again(open_world:
 
 
 async def remade(world: World, *names: str) -> None:
-    """These streams of the run are deleted, and made again empty: as after the loss of the server's store."""
+    """Delete these streams of the run and create them again empty, as after the loss of the server's store."""
     for name in names:
         await world.bus.jet.call(f"STREAM.DELETE.{name}")
     await world.bus.create_layout()
 
 
 async def checkpointed(world: World, **changes: Any) -> Start:
-    """A run that stops at its first checkpoint, of step 2; how it began."""
+    """Run until the first checkpoint, of step 2. Returns the start message."""
     async with world.actors(), world.feeder(**changes) as (url, _):
         start = await world.train(url, stop=lambda did, at: (did, at) == ("checkpoint", 2))
         async with asyncio.timeout(20):
@@ -673,7 +673,7 @@ async def test_checkpoints_that_are_gone_are_named_with_the_way_on(open_world: O
 
 
 async def test_plans_without_a_checkpoint_row_are_no_loss(open_world: OpenWorld) -> None:
-    """A learner killed between the name of its first checkpoint and the row begins at step 0 and takes the recorded steps again."""
+    """A learner killed between the rename of its first checkpoint and the row begins at step 0 and trains the recorded steps again."""
     async with open_world() as world, world.actors():
         await checkpointed(world)
         await world.bus.rows("run").delete(CHECKPOINT_KEY)
@@ -682,7 +682,7 @@ async def test_plans_without_a_checkpoint_row_are_no_loss(open_world: OpenWorld)
 
 
 async def test_a_run_from_a_checkpoint_begins_anew_with_its_weights(open_world: OpenWorld, tmp_path: Path) -> None:
-    """The ranks get the directory until the run has a checkpoint of its own; one that is damaged is refused."""
+    """The ranks get the directory until the run has a checkpoint of its own; a damaged one is refused."""
     first = checkpoints.staging(tmp_path / "other", step=9, epoch=1)
     (first / "weights.bin").write_bytes(b"9")
     path = checkpoints.commit(first, b"")

@@ -1,4 +1,4 @@
-"""`tidemill host`, with real processes: as many actors as are wanted, never two of one name, whatever is killed."""
+"""`tidemill host`, with real processes: the desired number of actors, never two of one name, through kills of any process."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ class RunningHost:
 
 @pytest.fixture
 def hosts(nats_server: EmbeddedServer, tmp_path: Path) -> Iterator[Hosts]:
-    """``hosts("name", "actors=2", "--pool", "p")`` starts one; each is ended with the test."""
+    """Return a function: ``hosts("name", "actors=2", "--pool", "p")`` starts one; each is ended with the test."""
     with ExitStack() as stack:
 
         def start(name: str, *arguments: str, directory: str = "") -> RunningHost:
@@ -63,12 +63,12 @@ def _running(url: str, name: str, tmp_path: Path, directory: str, arguments: tup
 
 
 async def configured(bus: Bus, **actor: Any) -> None:
-    """What a learner writes: the actors' settings."""
+    """Write the run's config row with the actors' settings, as a learner does."""
     await bus.rows("run").put("config", {"actor": {"reward": "digits", **actor}})
 
 
 async def actors(bus: Bus) -> dict[str, int]:
-    """Actors whose process is alive: id -> process id."""
+    """Return the actors with a live process: id -> process id."""
     rows = await LiveView(bus).refresh("actor")
     return {row.id: row.pid for row, _ in rows if alive(row.pid)}
 
@@ -87,7 +87,7 @@ async def gone(*pids: int) -> None:
 
 
 async def until_actors(bus: Bus, *names: str) -> dict[str, int]:
-    """Wait until exactly these are there, each by its own row. (Bounded by the test's own limit.)"""
+    """Wait until exactly these actors are alive, each by its own row. (Bounded by the test's own limit.)"""
     while True:
         there = await actors(bus)
         if sorted(there) == sorted(names):
@@ -118,11 +118,11 @@ async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, host
         await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 2)
         await wanted.change(bus, wanted.ALL, {"actor": 1})
         await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 1)
-        await wanted.change(bus, wanted.ALL, {"actor": 2})  # wanted again while it drains: never two of one name
+        await wanted.change(bus, wanted.ALL, {"actor": 2})  # scaled up while one drains: never two of one name
         await host_row(bus, "h", lambda row: row.load["draining"] == 0 and row.load["actors"] == 2)
         await wanted.change(bus, wanted.ALL, {"actor": 1})
         await until_actors(bus, "actor-h-0")
-        for how in (signal.SIGKILL, signal.SIGTERM):  # an end with code 0, too: it is wanted all the same
+        for how in (signal.SIGKILL, signal.SIGTERM):  # an actor that ended with code 0 is restarted, too
             os.kill(left["actor-h-0"], how)
             await gone(left["actor-h-0"])
             left = await until_actors(bus, "actor-h-0")
@@ -205,7 +205,7 @@ async def test_without_the_bus_all_stays_as_it_is(open_bus: BusOpener, hosts: Ho
         await wanted.change(bus, wanted.ALL, {"actor": 2})
         before = await until_actors(bus, "actor-a-0", "actor-b-0")
         nats_server.kill()
-        await asyncio.sleep(6)  # longer than it takes for a host to count as dead
+        await asyncio.sleep(6)  # longer than the time after which a host counts as dead
         nats_server.start()
         await bus.wait_connected(30)
         for name in ("a", "b"):

@@ -63,7 +63,7 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
     print(f"seed {seed}")
     hostile = Hostile(nats_server.url, run_id, seed)
     async with world(nats_server, run_id, tmp_path / "checkpoints") as run, AsyncExitStack() as stack:
-        await hostile.write(500, hostile.everything)  # there before the feeder starts
+        await hostile.write(500, hostile.everything)  # stored before the feeder starts
         row = LiveRow(role="host", id="here", host="h", pid=1, phase="working")
         await stack.enter_async_context(Heartbeat(run.bus, row, 0.2))
         watching = asyncio.create_task(Watch(run.bus, steps=8).run())
@@ -94,7 +94,7 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
 
 
 async def read_everything(run: World) -> None:
-    """What a person reads a run with."""
+    """Read the run with every command of an operator."""
     history = History(run.bus.jet)
     await history.at_version(3)
     assert [stored.seq async for stored in history.payloads(1, 300)]

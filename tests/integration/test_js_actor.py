@@ -1,4 +1,4 @@
-"""The JavaScript actor on a bus with a real engine: what it cannot process is dead, in a form that can be issued again."""
+"""The JavaScript actor on a bus with a real engine: tasks that it cannot process become dead letters that can be requeued."""
 
 import asyncio
 from pathlib import Path
@@ -14,7 +14,7 @@ from tests.js_kit import installed, js_actor
 
 @pytest.fixture(scope="module", autouse=True)
 def _model() -> None:
-    """Made here, where it blocks no loop."""
+    """Make the model here, where it blocks no event loop."""
     model_dir()
     prompt_tokens()
 

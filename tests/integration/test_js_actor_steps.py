@@ -1,4 +1,4 @@
-"""What docs/wire.md asks of an actor, asked of the JavaScript one: real nats-server, real engine, a learner played by the test."""
+"""The steps that docs/wire.md requires of an actor, for the JavaScript one: real nats-server, real engine, a scripted learner."""
 
 import asyncio
 import socket
@@ -52,7 +52,7 @@ def url_of(bus: Bus) -> str:
 
 
 def nobody() -> str:
-    """An address at which nobody listens."""
+    """Return an address without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         return f"http://127.0.0.1:{closed.getsockname()[1]}"
 
@@ -68,7 +68,7 @@ async def dead_until(bus: Bus, count: int) -> list[Dead]:
 
 
 async def test_what_cannot_be_worked_on_is_dead_and_the_rest_is_done(open_bus: BusOpener, js: Path) -> None:
-    """Three reports for a prompt that the engine refuses, none for what is no task; neither keeps the actor from the next one."""
+    """A prompt that the engine refuses gets three failure reports, an invalid task none; neither keeps the actor from the next one."""
     async with open_bus(lease_s=2.0) as bus, engine(bus), js_actor(js, url_of(bus), bus.run, "js-dead") as actor:
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
@@ -127,7 +127,7 @@ async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: Bus
 
 
 async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
-    """The same seeds and the same weights make the same response; what the engine says of it is in the sample."""
+    """Assert that each sample agrees with the engine's answer: the same seeds and the same weights make the same response."""
     client = HttpEngine(url)
     for sample in samples:
         told = await client.generate(prompt_tokens(), Sampling(max_new_tokens=8, seed=100 + sample.index))
@@ -140,7 +140,7 @@ async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
 
 
 async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js: Path) -> None:
-    """Its config says 2 s, so it renews every 0.67 s; the queue gives it 6 s, and holds it for 12 renewals."""
+    """Its config has a lease of 2 s, so it renews every 0.67 s; the queue grants 6 s, and the task is kept for 12 renewals."""
     async with open_bus(lease_s=6.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
@@ -170,7 +170,7 @@ async def test_what_is_not_done_in_time_is_handed_back(open_bus: BusOpener, js: 
 
 
 async def test_what_engines_break_off_is_asked_for_again(open_bus: BusOpener, js: Path) -> None:
-    """One engine is not there at all, the other aborts all four requests once."""
+    """One engine does not exist, the other aborts all four requests once."""
     async with open_bus(lease_s=60.0) as bus, engine(bus) as built, Heartbeat(bus, engine_row(nobody(), id="e0"), every_s=0.2):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
@@ -222,7 +222,7 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
 
 
 async def _issue_behind(bus: Bus, epoch: int) -> int:
-    """A task behind messages that the writer of this epoch did not write."""
+    """Publish a task behind messages that the writer of this epoch did not write."""
     return int((await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch), headers={"Tm-Epoch": str(epoch)})).seq)
 
 
@@ -236,5 +236,5 @@ def task_of(bus: Bus, epoch: int, *, prompt: str = "482=", tokens: int = 0) -> b
 
 
 def too_long_task(bus: Bus, epoch: int) -> bytes:
-    """Longer than the model's context."""
+    """Return a task longer than the model's context."""
     return task_of(bus, epoch, prompt="too long", tokens=300)

@@ -1,4 +1,4 @@
-"""The audit sees what is wrong: streams with defects made on purpose, on a real nats-server."""
+"""The audit detects defects: streams with faults made on purpose, on a real nats-server."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +158,7 @@ async def test_a_hole_in_the_stream_is_seen(open_bus: BusOpener) -> None:
 
 
 async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: BusOpener) -> None:
-    """A plan of half a group: the other half was published, is no duplicate of anything, and will never be trained."""
+    """In a plan of half a group, the other half was published, is no duplicate of anything, and will never be trained."""
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
@@ -200,7 +200,7 @@ async def test_what_nobody_can_train_is_invalid_and_not_lost(open_bus: BusOpener
 
 
 async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> None:
-    """The oldest samples are gone from the stream: PLAN knows them, and the cursor has them behind it. If not, they are lost."""
+    """The oldest samples are gone from the stream: PLAN contains them, and the cursor is past them. Otherwise they are lost."""
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(3)
@@ -320,7 +320,7 @@ def test_a_sample_survives_json() -> None:
 
 
 async def test_manifests_that_name_many_sequences_cost_the_audit_nothing(open_bus: BusOpener) -> None:
-    """29 of them, 2,999 sequences each, once took the books of a run five minutes: 87,000 messages were fetched."""
+    """29 of them, 2,999 sequences each, once made the accounting of a run take five minutes: 87,000 messages were fetched."""
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin()

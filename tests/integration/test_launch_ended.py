@@ -1,4 +1,4 @@
-"""A run that is over is looked at: the commands start its bus to be read, write nothing, stop it, and give way to the run itself."""
+"""Commands on a run that is over: they start its bus read-only, write nothing, stop it, and give way to the run itself."""
 
 import asyncio
 import fcntl
@@ -32,7 +32,7 @@ BOUND_S = 60.0
 
 
 async def make_ended(root: Path, *, written: bool = True, **settings: object) -> RunConfig:
-    """A run of seven samples, the last one long, in ``root`` whose processes have ended."""
+    """Make a run in ``root`` of seven samples, the last one long, with all processes ended."""
     config = RunConfig(run="over", directory=str(root), bus=BusConfig(**settings))  # type: ignore[arg-type]
     root.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
     (root / ended.CONFIG_FILE).write_text(yaml.safe_dump(to_map(config)))
@@ -55,7 +55,7 @@ async def make_ended(root: Path, *, written: bool = True, **settings: object) ->
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Messages and metadata of every stream; the server's own index of them is its business."""
+    """Return messages and metadata of every stream, without the server's own index of them."""
     streams = root / "bus" / "store" / "jetstream" / "$G" / "streams"
     return {
         str(path.relative_to(streams)): path.read_bytes()
@@ -123,7 +123,7 @@ async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run
 
 async def test_a_run_with_users_and_an_address_that_was_left_behind(tmp_path: Path) -> None:
     await make_ended(tmp_path, auth=True, auth_users=1)
-    (tmp_path / "bus.url").write_text("nats://127.0.0.1:1")  # everything was killed
+    (tmp_path / "bus.url").write_text("nats://127.0.0.1:1")  # as after a kill of all processes
     assert (tmp_path / "bus" / "store" / "jetstream" / ACCOUNT).is_dir()
     code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
     assert code == 0, errors
@@ -162,7 +162,7 @@ async def test_however_a_look_ends_its_server_ends_too(tmp_path: Path, how: sign
 
 @pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
 async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path, interrupt: signal.Handlers) -> None:
-    """Also from one that a script has put into the background, where shells have SIGINT ignored."""
+    """This includes a look from a script in the background, where shells ignore SIGINT."""
     config = await make_ended(tmp_path)
     look = await looker(tmp_path, interrupt)
     servers = EmbeddedBus(tmp_path / "bus", config.run, config.bus, tmp_path / AUTH_DIR)
@@ -180,7 +180,7 @@ async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path,
 
 @pytest.mark.parametrize("fresh", [True, False])
 async def test_a_directory_in_which_up_begins_is_looked_at_by_nothing(tmp_path: Path, fresh: bool) -> None:
-    """A server of before must not write into what is made anew."""
+    """A server of the earlier run must not write into the new files."""
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     with directory_of_one(tmp_path, resume=not fresh, fresh=fresh):
@@ -200,7 +200,7 @@ async def test_a_reader_of_the_output_that_ends_early_ends_the_look(tmp_path: Pa
 
 
 async def looker(root: Path, interrupt: signal.Handlers = signal.SIG_DFL) -> asyncio.subprocess.Process:
-    """A command that looks at an ended run and cannot go on: nothing reads what it prints, as behind a pager."""
+    """Start a command that looks at an ended run and blocks: its output is not read, as behind a pager."""
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "launch", "tail", "--run-dir", str(root), "--full"),
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""`tidemill status` and `tidemill tail` as a person calls them, against a run made by hand on a real nats-server."""
+"""`tidemill status` and `tidemill tail` as a user calls them, against a run made by hand on a real nats-server."""
 
 import asyncio
 import io
@@ -35,7 +35,7 @@ async def tidemill(*arguments: str) -> tuple[int, str, str]:
 
 
 async def make_run(bus: Bus) -> None:
-    """Three tasks of two samples: one trained in step 1, one given up, one waiting."""
+    """Make three tasks of two samples: one trained in step 1, one given up, one waiting."""
     await bus.tasks.fence(1)
     await bus.plans.fence(1)
     tasks = []
@@ -60,7 +60,7 @@ async def make_run(bus: Bus) -> None:
             chain="",
         )
     )
-    for epoch in (1, 1):  # taken again after a restart
+    for epoch in (1, 1):  # trained again after a restart
         await bus.plans.append(Done(epoch=epoch, step=1, metrics={"data/reward_mean": 0.25, "train/skipped_minibatches": 2.0}))
     await bus.plans.append(
         Settle(epoch=1, reason="stale", tasks=np.array([tasks[1].id], np.int64), seqs=np.array(seqs[2:4], np.int64), step=2)
@@ -86,7 +86,7 @@ async def test_status_says_where_everything_is(open_bus: BusOpener) -> None:
 
 
 async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpener) -> None:
-    """FAILED samples are in no record, so a dead task has none: it counts itself."""
+    """FAILED samples are in no record, so a dead task, which has none, counts as one failure itself."""
     reason = "reward 'r:raises': ValueError('no judge')"
     row = LiveRow(role="actor", id="a-0", host="h", pid=1, phase="working", trouble=f"2 of 2 samples failed, the last: {reason}")
     feeder = LiveRow(role="feeder", id="feeder", host="h", pid=2, phase="working", load={"failed": 2.0, "buffered": 0.0})

@@ -74,7 +74,7 @@ def test_a_crash_leaves_its_traceback_and_a_wrong_setting_nothing_but_its_messag
 
 
 def test_a_signal_that_follows_at_once_is_the_same() -> None:
-    """As from timeout(1), to the child and to its group. The drain goes on until it is done: here until a line comes."""
+    """timeout(1) does this, to the child and to its group. The drain goes on until it is done: here until a line arrives."""
     body = "await draining.wait(); print('drains', flush=True); await asyncio.to_thread(sys.stdin.readline)"
     child = start(body, drain_s=300, same_signal_s=3600)
     child.send_signal(signal.SIGTERM)
@@ -96,7 +96,7 @@ def test_a_second_signal_does_not_wait() -> None:
 
 
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
-    """kill -9 of the parent leaves no orphan: the kernel ends the child."""
+    """After kill -9 of the parent no orphan is left: the kernel ends the child."""
     code = (
         "import asyncio, pathlib\nfrom launch.run.process import launched\n"
         "async def main():\n"
@@ -136,7 +136,7 @@ async def test_a_process_that_keeps_failing_is_given_up_with_the_reason(tmp_path
 
 
 async def test_a_process_whose_settings_are_wrong_is_not_started_again(tmp_path: Path, nats_server: EmbeddedServer) -> None:
-    """Whatever its budget: here it is the grandchild, the feeder, that finds no model."""
+    """No restart happens, whatever the budget: here it is the grandchild, the feeder, that finds no model."""
     events: list[str] = []
     file = tmp_path / "wrong.yaml"
     file.write_text(f"run: wrong\ndirectory: {tmp_path}/run\nmodel: {{path: {tmp_path}/none}}\ndata: {{path: none.jsonl}}\n")
@@ -207,14 +207,14 @@ async def _until_exists(path: Path) -> None:
 
 
 async def _until(reached: Callable[[], bool]) -> None:
-    """What another process does has no event in this one: look at every turn of the loop, for half a minute."""
+    """Wait at most half a minute: another process has no event here, so check at every iteration of the loop."""
     async with asyncio.timeout(30):
         while not reached():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
 async def test_a_child_that_has_just_died_can_be_told_to_end(tmp_path: Path) -> None:
-    """The kernel knows that it is gone, and the event loop does not yet."""
+    """The process is already gone for the kernel, and not yet for the event loop."""
     child = Child("it", [], tmp_path / "log")
     child.process = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
     os.kill(child.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`tidemill tail`, `show`, `stats` and `replay` on a real nats-server, with samples whose every number is known."""
+"""`tidemill tail`, `show`, `stats` and `replay` on a real nats-server, with samples of which every number is known."""
 
 import argparse
 import asyncio
@@ -92,7 +92,7 @@ class Scene:
         return await self.bus.samples.publish(sample)
 
     async def found(self, *words: str) -> list[int]:
-        """Sequences that ``tidemill tail`` shows with these arguments."""
+        """Return the sequences that ``tidemill tail`` shows with these arguments."""
         args = arguments("tail", *words)
         return [found.line.seq async for found in tail(Search(self.bus, filter_of(args)), args)]
 
@@ -157,7 +157,7 @@ async def test_every_filter_and_every_beginning(open_bus: BusOpener) -> None:
 
 
 async def test_headers_of_another_program_are_not_needed(open_bus: BusOpener) -> None:
-    """Only the message id decides anything: what the headers do not tell, the payload does."""
+    """Only the message id is needed: everything that the headers lack is in the payload."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         sample = replace(scene.samples[1], attempt="other", reward={"form": 0.25, "score": 0.5})
@@ -191,7 +191,7 @@ async def test_a_search_is_bounded_and_says_so(open_bus: BusOpener, capsys: pyte
 
 
 async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
-    """It looks through one stretch of the stream after the other: at first 256 messages, then more."""
+    """The search reads one stretch of the stream after the other: at first 256 messages, then more."""
     async with open_bus() as bus:
         scene = await Scene(bus).begin()
         task = replace(data_kit.task(1, group_size=900), run=bus.run)
@@ -204,7 +204,7 @@ async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
 
 
 async def test_samples_in_parts_and_broken_ones(open_bus: BusOpener, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
-    """The newest message is a part: nothing waits for it to become a sample."""
+    """The newest message is a part: the search does not wait for it to become a sample."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         big = replace(scene.samples[0], attempt="big", metadata={"much": "x" * 9_000_000})
@@ -337,7 +337,7 @@ async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixt
 
 
 async def test_stats_follow_what_comes(open_bus: BusOpener) -> None:
-    """As a process: what it prints grows with the stream, and a pipe that is closed ends it quietly."""
+    """It runs as a process: its output grows with the stream, and a pipe that is closed ends it quietly."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         command = (sys.executable, "-m", "launch", "stats", "--bus", scene.url, "--run", bus.run, "--window", "4", "--json", "--follow")
@@ -381,7 +381,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
         kept.close()
         to = ("--to-bus", scene.url, "--to-run", "copy")
         await replay_file(arguments("replay", "--from", str(file), *to))
-        await replay_file(arguments("replay", "--from", str(part), *to))  # again: message ids keep it from being there twice
+        await replay_file(arguments("replay", "--from", str(part), *to))  # a second time: message ids prevent duplicates
         async with connect(scene.url, "copy", name="copy") as other:
             copied = [stored async for stored in History(other.jet).payloads(1, 99)]
             assert [encode_sample(replace(await other.samples.fetch(stored.seq), run=bus.run)) for stored in copied] == [
@@ -392,7 +392,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             assert (await fate_of(other, 1, scene.samples[0])).state == "unplanned"
             assert await discovery.find_run(scene.url, name="look", wait_s=5) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
-                await other.create_layout()  # no learner can take it for its own
+                await other.create_layout()  # no learner can use it as its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]
     assert [msgpack.unpackb(stored.data)["attempt"] for stored in there if isinstance(stored.data, bytes)] == ["a"] * 6 + ["big"]
     await replayed_elsewhere(file, tmp_path, run_id, there)
@@ -431,7 +431,7 @@ async def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(open_bus: 
 
 
 async def test_looking_leaves_nothing_behind(open_bus: BusOpener, tmp_path: Path) -> None:
-    """No durable consumer, no message, nothing acknowledged; the readings' own consumers are gone."""
+    """No durable consumer, no message and no ack is left; the consumers of the readings are gone."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         before = [await bus.jet.state(subjects.stream(bus.run, name)) for name in ("TASKS", "SAMPLES", "PLAN", "DEAD")]

@@ -1,4 +1,4 @@
-"""`tidemill up` and the scripts as a user calls them: what cannot work is said at once, and what was only drained is not called done."""
+"""`tidemill up` and the scripts as a user calls them: errors appear at once, and a drained run is not reported as done."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ from tests.whole.running import ROOT, SMOKE, live, until_step, up
 
 
 def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    """With a model and prompts that are there, and nothing else."""
+    """Run `tidemill up` with an existing model and prompts, and nothing else."""
     write_model(tmp_path / "model")
     write_prompts(tmp_path / "prompts.jsonl")
     command = [sys.executable, "-m", "launch", "up", str(SMOKE)]
@@ -46,14 +46,14 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     ids=["no-model", "no-prompts", "prepare", "bus"],
 )
 def test_what_cannot_work_is_said_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
-    (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # by somebody else: refused by prepare
+    (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # not made by prepare, which refuses it
     result = run_up(tmp_path, *settings, "up.restarts=0")
     assert result.returncode == code, result.stdout + result.stderr
     assert complaint in result.stdout + result.stderr, result.stdout + result.stderr
 
 
 def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path, nats_server: EmbeddedServer) -> None:
-    """A bus of one's own outlives the directory that --fresh throws away."""
+    """An external bus outlives the directory that --fresh deletes."""
 
     async def leave_a_run() -> None:
         async with connect(nats_server.url, "smoke", BusConfig(lease_s=10), name="test") as bus:
@@ -80,7 +80,7 @@ async def test_a_learner_that_somebody_drained_has_not_finished(tmp_path: Path) 
 
 
 async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
-    """Copied, told where the bus is, and started with the actor first: each waits for what it needs."""
+    """They are copied, given the bus's address, and started with the actor first: each waits for its dependencies."""
     config = tmp_path / "smoke.yaml"
     config.write_text(SMOKE.read_text() + f"directory: {tmp_path}/run\n")
     with KeptPort() as kept:
@@ -118,7 +118,7 @@ async def test_what_is_at_work_still_is_named_when_it_was_not_drained_in_time(tm
     work = asyncio.create_task(run.run(asyncio.Event()))
     while "bus" not in run._supervisor.running:  # noqa: ASYNC110 - another process has no event here
         await asyncio.sleep(0.01)
-    work.cancel()  # as the second SIGTERM does, and the deadline
+    work.cancel()  # as at the second SIGTERM, and at the deadline
     with pytest.raises(asyncio.CancelledError):
         await work
     assert run.failure == "not drained in time; at work still: bus"

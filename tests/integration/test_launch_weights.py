@@ -1,4 +1,4 @@
-"""``tidemill weights``: real engines on a real bus; the one that lost a bit is named, by majority, and by both when there are two."""
+"""``tidemill weights`` on real engines: one with a flipped bit is named by majority; of two that differ, both are named."""
 
 import argparse
 import asyncio

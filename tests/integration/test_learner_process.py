@@ -1,4 +1,4 @@
-"""The learner's parent: a child that ends badly ends them all, and its last words are repeated."""
+"""The learner's parent: a child that fails ends them all, and its last error message is repeated."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ async def test_a_child_that_no_restart_can_cure_ends_the_learner_with_its_code_a
 
 
 async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A feeder that waits for a dead rank to leave would wait for ever: here it does not even notice that it is told to end."""
+    """A feeder that waits for a dead rank to leave would wait without end: here it does not even notice the stop signal."""
     monkeypatch.setattr(process, "STOP_S", 0.1)
     deaf = await process._start("feeder", [sys.executable, "-c", DEAF], {}, KEYS)
     killed = await process._start("rank 0", [sys.executable, "-c", DEAF], {}, KEYS)
@@ -67,7 +67,7 @@ async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_wa
 
 
 async def test_the_message_of_a_child_that_ends_last_is_read() -> None:
-    """A rank that heard of the feeder's error may end before the feeder does: the feeder's message counts."""
+    """A rank that receives the feeder's error may end before the feeder does: the feeder's message counts."""
     feeder = await process._start("feeder", [sys.executable, "-c", LATE], {}, KEYS)
     assert feeder.process is not None and feeder.process.stdout is not None
     assert await feeder.process.stdout.readline() == b"late\n"
@@ -85,7 +85,7 @@ async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
     draining.set()
     try:
         await run_learner(["--no-such-option"], num_ranks=1, draining=draining)
-    except ChildFailed as error:  # it was quick enough to read its arguments
+    except ChildFailed as error:  # the child had time to read its arguments
         assert error.code == 2
     assert _children() == before
 

@@ -1,4 +1,4 @@
-"""The learner's pushes on a real bus, of a rank that cannot gather its weights alone: what has failed is pushed again as it was staged."""
+"""The learner's pushes on a real bus, of a rank that cannot gather its weights alone: a failed push is repeated with the staged weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_s
 
 @dataclass
 class Sharded:
-    """A policy on two tensor-parallel ranks, of which this is one: ``export`` is collective, so it may be called as often as asked only."""
+    """A policy on two tensor-parallel ranks, of which this is one: ``export`` is collective, so its number of calls must be exact."""
 
     step: int = 0
     exports: int = 0
@@ -76,7 +76,7 @@ def test_a_push_that_failed_is_made_again_with_what_was_staged(bus_url: str, run
         pushes.publish()
         assert pushes._handle is not None
         pushes._handle.wait()
-        pushes.collect()  # nobody has taken it
+        pushes.collect()  # no engine has taken it
         policy.step = pushes.step = 2  # a step is made meanwhile
         with receivers(bus_url, run_id, {"e1": GOOD}) as engines:
             pushes.collect(wait=True)

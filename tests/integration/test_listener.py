@@ -1,4 +1,4 @@
-"""The HTTP server that all of ours are: requests that never arrive whole are ended, bodies stay bounded, URLs can be used."""
+"""The one HTTP server of all roles: incomplete requests are ended, bodies stay bounded, URLs can be used."""
 
 import asyncio
 import re
@@ -30,7 +30,7 @@ async def listening(*, headers_s: float = LIMIT_S, body_s: float = LIMIT_S) -> A
 
 
 async def said_to(url: str, sent: bytes) -> bytes:
-    """Everything that comes back until the server closes the connection, on which nothing more is sent."""
+    """Send bytes and no more. Returns everything received until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     try:
         writer.write(sent)

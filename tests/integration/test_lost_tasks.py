@@ -1,4 +1,4 @@
-"""Which acknowledged tasks are lost, on a real queue: judged when everything that was stored before has been read, and only then."""
+"""Lost tasks among the acknowledged ones, on a real queue: decided only when everything stored before has been read."""
 
 import asyncio
 from dataclasses import replace
@@ -13,7 +13,7 @@ from tests.bus_fixtures import BusOpener
 
 
 async def issued(bus: Bus, source: DataSource, number: int) -> Lease:
-    """A task that the DataSource knows, leased."""
+    """Issue a task that the DataSource knows, and lease it."""
     task: Task = replace(data_kit.task(number), run=bus.run)
     task = replace(task, id=await bus.tasks.issue(task))
     source.issued(task, 0.0)

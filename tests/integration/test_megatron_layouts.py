@@ -1,4 +1,4 @@
-"""Loss, gradient norm and every metric are the same however a step is split: one table of layouts, one of algorithms."""
+"""Loss, gradient norm and every metric are the same for every split of a step: one table of layouts, one of algorithms."""
 
 import json
 import math
@@ -23,7 +23,7 @@ LAYOUTS = {
     "unpacked, every case": Layout(max_tokens=1),
 }
 SLOW = {"unpacked, every case"}
-"""24 micro-batches a step instead of the four that every case has anyway."""
+"""Layouts with 24 micro-batches a step instead of the four that every case has anyway."""
 TIMES = {"train/step_seconds", "train/tokens_per_second"}
 
 Results = dict[str, dict[str, Any]]
@@ -31,7 +31,7 @@ Results = dict[str, dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Results]]:
-    """``trained(layout)``: what each rank of it says of every case; each layout runs once."""
+    """Return a function: ``trained(layout)`` gives each rank's results of every case; each layout runs once."""
     model_dir = write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
     done: dict[str, list[Results]] = {}
 
@@ -70,7 +70,7 @@ def test_the_layouts_are_what_they_are_called(trained: Callable[[str], list[Resu
 
 
 def test_the_algorithms_are_not_all_the_same(trained: Callable[[str], list[Results]]) -> None:
-    """Each setting changes the second step's numbers: none of them is a dead letter."""
+    """Each setting changes the second step's numbers: none of them is without effect."""
     results = trained(WHOLE)[0]
     norms: dict[float, list[str]] = {}
     for case in CASES:
@@ -90,5 +90,5 @@ LOOSER = {"offpolicy/entropy_gap": 2e-5, "offpolicy/entropy_gap_sigmas": 1e-4}
 
 
 def _close(name: str, one: float, other: float) -> bool:
-    """1e-5 relative; 1e-6 absolute for what is a difference of nearly equal numbers."""
+    """Compare within 1e-5 relative; 1e-6 absolute for differences of nearly equal numbers."""
     return math.isclose(one, other, rel_tol=LOOSER.get(name, 1e-5), abs_tol=1e-6)

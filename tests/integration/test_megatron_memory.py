@@ -1,4 +1,4 @@
-"""The learner's memory between steps: what is given up is all there is, comes back as it was, and is never used meanwhile."""
+"""The learner's memory between steps: all of it is released, restored with its contents, and not used meanwhile."""
 
 import gc
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from tests.tiny_models import write_tiny_model
 
 
 class LossyMemory(PlainMemory):
-    """Loses what was allocated in its regions at a release, as a device does: every byte becomes 255, which makes NaNs of floats.
+    """Memory that loses the contents of its regions at a release, as a device does: every byte becomes 255, which makes NaNs of floats.
 
-    At a resume what is to be kept comes back.
+    Contents that are to be kept come back at a resume.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class LossyMemory(PlainMemory):
 
     @contextmanager
     def region(self, *, scratch: bool = False) -> Iterator[None]:
-        gc.collect()  # what has yet to be collected lies at places that may be used anew
+        gc.collect()  # uncollected objects lie at addresses that may be used again
         before = set(storages())
         with super().region():
             yield
@@ -58,7 +58,7 @@ class LossyMemory(PlainMemory):
 
 
 def storages() -> dict[int, torch.UntypedStorage]:
-    """Of all tensors that this process has."""
+    """Return the storages of all tensors of this process."""
     found = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided]
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 

@@ -44,12 +44,12 @@ class Learner:
     weights: dict[str, Any]
     algorithm: dict[str, Any]
     respond: Callable[[Task, int], Sample] | None = None
-    """Of the scripted actors; None = the world's own."""
+    """Response of the scripted actors; None = the world's own."""
     ranks: list[Forked] = field(default_factory=list)
 
     @asynccontextmanager
     async def started(self) -> AsyncIterator[None]:
-        """Feeder, actors and ranks; all are gone when the block is left."""
+        """Run feeder, actors and ranks; all are gone when the block is left."""
         with KeptPort() as kept:
             async with self.world.actors(self.respond), self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
                 yield
@@ -83,7 +83,7 @@ class Learner:
                 if rank.returncode is None:
                     rank.kill()
             await self.ended()
-            print(*(log.read_text() for log in logs), sep="\n")  # a failure shows it
+            print(*(log.read_text() for log in logs), sep="\n")  # shown when a test fails
 
     async def ended(self) -> list[int]:
         return list(await asyncio.gather(*(rank.ended() for rank in self.ranks)))
@@ -94,14 +94,14 @@ class Learner:
             await self.feeding
 
     async def until(self, step: int) -> None:
-        """The step's outcome stands in the log."""
+        """Wait until the step's outcome is in the log."""
         async with asyncio.timeout(60):
             async for _, record in self.world.bus.plans.follow():
                 if isinstance(record, Done) and record.step >= step:
                     return
 
     async def digests(self) -> dict[int, list[str | None]]:
-        """Digests of the weights after each step, as often as it was done."""
+        """Return the digests of the weights after each step, one for each time it was done."""
         found: dict[int, list[str | None]] = {}
         for record in await self.world.records():
             if isinstance(record, Done):
@@ -146,7 +146,7 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
 
 
 async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path) -> None:
-    """Every step is done, every version is of a step, the final model is the last digest's and loads in transformers."""
+    """Every step is done, every version is of a step, the final model has the last digest and loads in transformers."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     async with open_learner(data_parallel=2) as learner:
@@ -167,7 +167,7 @@ async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner
 
 @pytest.mark.parametrize(("staleness", "push_every"), [({"max_lag": 0}, 1), ({"max_lag": 2}, 2)], ids=["synchronous", "every-second-step"])
 async def test_a_killed_rank_resumes_with_the_same_bits(open_learner: OpenLearner, staleness: dict[str, Any], push_every: int) -> None:
-    """Killed after step 11, resumed from the checkpoint of step 8: what was done is done again, with the digests it had."""
+    """It is killed after step 11 and resumed from the checkpoint of step 8: the steps are repeated, with the same digests."""
     async with open_learner(staleness=staleness, weights={"push_every": push_every}, steps=24, checkpoint_every=8) as learner:
         async with learner.started():
             await learner.until(11)
@@ -187,7 +187,7 @@ async def test_a_killed_rank_resumes_with_the_same_bits(open_learner: OpenLearne
 
 
 async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_taken(open_learner: OpenLearner) -> None:
-    """Killed behind it and before any checkpoint: the next start takes it from its plan, skips it, and has the bits it had."""
+    """It is killed after the step and before any checkpoint: the next start takes it from its plan, skips it, and has the same bits."""
 
     def respond(task: Task, index: int) -> Sample:
         marked = (task.prompt_epoch, task.offset, index) == (0, 2, 0)  # in step 2
@@ -229,7 +229,7 @@ async def test_drained_between_two_steps(open_learner: OpenLearner) -> None:
 
 
 async def test_an_engine_lost_in_mid_bucket_holds_up_no_tensor_parallel_rank(open_learner: OpenLearner, tmp_path: Path) -> None:
-    """Gathering over the ranks is over before anything is sent: one rank sends, the other has nothing to wait for."""
+    """Gathering over the ranks is over before anything is sent: one rank sends, and the other does not wait."""
     write_tiny_model(tmp_path / "model", vocab_size=300)
     lost = {"killed": Behaviour(fails="kill", at="bucket", once_served=1), "stopped": Behaviour(fails="stop", at="bucket", once_served=2)}
     weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 2.0}

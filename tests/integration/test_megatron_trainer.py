@@ -1,4 +1,4 @@
-"""The real Megatron on the CPU: it computes what transformers computes, however the step is split, and goes on after a restart."""
+"""The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a restart."""
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[parallel.Parallel]:
-    """A world of one in this process."""
+    """Yield a world of one in this process."""
     with one_rank() as joined:
         yield joined
 
@@ -45,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(here: parallel.Parallel, model_dir: Path) -> Any:
-    """``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
+    """Return a function: ``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
 
     def build(
         *, with_proximal: bool = True, dtype: str = "float32", model: Path = model_dir, **algorithm: Any
@@ -114,7 +114,7 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
 
 
 def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:
-    """Close to float32, and its weights travel in bfloat16."""
+    """Training stays close to float32, and its weights travel in bfloat16."""
     trainer, policy, _, _ = make(dtype="bfloat16")
     for step, wanted in zip(_train(trainer), _train(make()[0]), strict=True):
         assert step["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.05)
@@ -123,7 +123,7 @@ def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:
 
 
 def test_the_step_is_that_of_plain_torch(make: Any, model_dir: Path) -> None:
-    """Loss and gradient norm against ten lines of transformers and torch, sequence by sequence."""
+    """Loss and gradient norm agree with ten lines of transformers and torch, sequence by sequence."""
     samples = make_samples(vocab=VOCAB)
     metrics = make(with_proximal=False, entropy_coef=0.0)[0].train(make_batches(samples)[0])
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
@@ -166,7 +166,7 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, 
 
 
 def _assert_skipped_together(ranks: list[dict[str, Any]]) -> None:
-    """One rank alone had what is not finite, the loss in one step and a gradient in another: all skip, and the next step is as without."""
+    """Assert that all ranks skip where one alone had a non-finite loss or gradient, and that the next step is as without."""
     for rank in ranks:
         assert rank["skipped"] == [0, 1, 0]
         assert rank["digests"][0] == rank["digests"][1] != rank["digests"][2]
@@ -218,7 +218,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(make: Any, tmp_path: Path, dtype: str) -> None:
-    """As a run does whose model has these weights from the beginning: also in the main weights of the optimizer."""
+    """The run equals one with a model of these weights from the beginning: also in the main weights of the optimizer."""
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4)]
     trainer, policy, optimizer, proximal = make(dtype=dtype)
     trainer.train(batches[0])
@@ -280,7 +280,7 @@ def test_every_correction_trains_and_names_its_metrics(make: Any, correction: st
 
 
 def test_weight_decay_shrinks_matrices_and_leaves_norms_alone(make: Any) -> None:
-    """Equal rewards give no gradient: what changes is the decay alone."""
+    """Equal rewards give no gradient: only the decay changes weights."""
     trainer, policy, _, _ = make(entropy_coef=0.0)
     before = {name: tensor.clone() for name, tensor in policy.export()}
     batch = make_batches(make_samples(vocab=VOCAB))[0]
@@ -325,7 +325,7 @@ SPOILT = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPOILT)
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make: Any, case: str, dtype: str) -> None:
-    """The step after it ends with the bits of a run that never saw it: weights, moments and step counts are those of before."""
+    """The step after it ends with the bits of a run without it: weights, moments and step counts are those of before."""
     good, bad, last = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5))
     changes = dict(SPOILT[case])
     bad.rewards_N[0] = changes.pop("reward")
@@ -348,7 +348,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make: Any, cas
 
 
 def test_the_first_step_of_a_run_may_be_skipped(make: Any) -> None:
-    """Adam has no state yet, and its first step is its first."""
+    """Adam has no state yet, and the next step is its first."""
     bad, good = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4))
     bad.rewards_N[0] = np.inf
     (trainer, policy, _, _), (undisturbed, other, _, _) = make(), make()

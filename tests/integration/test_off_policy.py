@@ -32,7 +32,7 @@ def here() -> Iterator[Parallel]:
 
 @pytest.fixture
 def make(here: Parallel, tmp_path: Path) -> Iterator[Make]:
-    """``make(algorithm settings, **loop settings)``; closed at the end."""
+    """Return a function ``make(algorithm settings, **loop settings)``; the loops are closed at the end."""
     with ExitStack() as stack:
 
         def made(algorithm: dict[str, Any] | None = None, **settings: Any) -> PinnedLoop:
@@ -44,7 +44,7 @@ def make(here: Parallel, tmp_path: Path) -> Iterator[Make]:
 
 
 def log_probs_of(loop: PinnedLoop, weights: Named, samples: list[Sample], temperature: float = 1.0) -> list[np.ndarray[Any, Any]]:
-    """Of every response's tokens under some weights, by transformers, one sample at a time."""
+    """Return the log-probs of every response's tokens under some weights, by transformers, one sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(loop.directory / "model", dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     found = []
@@ -95,7 +95,7 @@ def test_fresh_data_needs_no_correction_to_the_last_bit(make: Make) -> None:
 
 @pytest.mark.parametrize("lag", [1, 3])
 def test_weights_are_the_ratio_of_two_versions(make: Make, lag: int) -> None:
-    """S4: what the learner weighs old tokens with is what transformers says of the two checkpoints."""
+    """S4: the learner's weights of old tokens are the ratios that transformers computes from the two checkpoints."""
     loop = make({"weight_high": 1.3}, lag=lag, task=replace(SMALL, lr=5e-3))
     for _ in range(6):
         loop.step()
@@ -114,7 +114,7 @@ def test_weights_are_the_ratio_of_two_versions(make: Make, lag: int) -> None:
 
 
 def test_rejecting_changes_the_update_and_not_what_is_measured(make: Make) -> None:
-    """S10: diagnostics are of all trainable tokens, also of those that a rule has thrown out."""
+    """S10: diagnostics cover all trainable tokens, including those rejected by a rule."""
 
     def noisy(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
         generator = np.random.default_rng(0)
@@ -129,7 +129,7 @@ def test_rejecting_changes_the_update_and_not_what_is_measured(make: Make) -> No
 
 
 def test_the_loop_is_the_same_every_time(make: Make) -> None:
-    """Everything that follows in this file and in tests/bench/staleness compares runs: a run must depend on its seed alone."""
+    """The later tests in this file and tests/bench/staleness compare runs: a run must depend on its seed alone."""
     runs = []
     for _ in range(2):
         loop = make(lag=2, task=replace(SMALL, minibatches=2))

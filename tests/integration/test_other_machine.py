@@ -1,4 +1,4 @@
-"""An engine on another machine, which a network namespace is: it joins over the bus, is pushed to, and actors of the first one reach it."""
+"""An engine on another machine, here a network namespace: it joins over the bus, gets pushes, and is reached by the first one's actors."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The closed loop of tests/bench/pinned: the lag is the one asked for, and looking at a run changes nothing. And the sweep's verdicts."""
+"""The closed loop of tests/bench/pinned: the lag is the requested one, and evaluations change nothing. And the sweep's conclusions."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ def make(here: Parallel, tmp_path: Path) -> Iterator[Make]:
 
 
 def greedy_accuracy(loop: PinnedLoop, weights: Named) -> float:
-    """Of some weights on the prompts that are held out, by transformers, without a cache; all prompts are of one length."""
+    """Return the accuracy of greedy decoding on the held-out prompts, by transformers, without a cache; all prompts are of one length."""
     model = AutoModelForCausalLM.from_pretrained(loop.directory / "model", dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
     rows = [json.loads(line) for line in (loop.directory / "prompts.jsonl").read_text().splitlines()][-loop.task.held_out :]
@@ -56,7 +56,7 @@ def greedy_accuracy(loop: PinnedLoop, weights: Named) -> float:
 
 
 def test_the_lag_is_reached_and_kept(make: Make) -> None:
-    """In numbers; that the weights behind them are those of that version is shown in test_off_policy."""
+    """The version numbers have that lag; test_off_policy shows that the weights belong to them."""
     loop = make(lag=3)
     seen = []
     for _ in range(6):

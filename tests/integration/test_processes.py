@@ -1,4 +1,4 @@
-"""Child processes: their output, and their end with all that they have started."""
+"""Child processes: their output, and their end with all processes that they have started."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""``tidemill router`` as a process: it finds an engine on the bus, says so in its live row, answers a chat, and drains."""
+"""``tidemill router`` as a process: it finds an engine on the bus, reports it in its live row, answers a chat, and drains."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The keeper of a server's processes, on one that is called like SGLang's and has its parts: which deaths end all of it."""
+"""The keeper of a server's processes, on one with the names and parts of SGLang's: the deaths that end all of it."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from tests.whole.running import ROOT
 PARTS = "(exec -a {scheduler}) & (exec -a helper sleep 600) & (exec -a sglang::detokenizer sleep 600) & echo up; wait"
 PROGRAM = PARTS.format(scheduler="sglang::scheduler_TP0 sleep 600")
 FORKING = PARTS.format(scheduler="""sglang::scheduler_TP0 bash -c '(sleep 2; :) & wait; echo copied; sleep 600; :'""")
-"""Its scheduler has a copy of itself for two seconds, as between a fork and an exec."""
+"""Program with a scheduler that has a copy of itself for two seconds, as between a fork and an exec."""
 WAIT_S = 60.0
 
 
@@ -34,7 +34,7 @@ def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
 
 
 def parts(keeper: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
-    """All below it, by the first word of their command line, once all have one of their own, and it watches two of them."""
+    """Wait until all parts have a command line of their own, and the keeper watches two of them. Returns them by the first word of it."""
     deadline = time.monotonic() + WAIT_S
     while True:
         below = {(one.cmdline() or [""])[0]: one for one in psutil.Process(keeper.pid).children(recursive=True)}
@@ -45,7 +45,7 @@ def parts(keeper: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
 
 
 def watched(pid: int) -> int:
-    """How many processes it has a descriptor of; others come and go while they are looked at."""
+    """Return the number of processes that it has a descriptor of; others appear and disappear during the listing."""
     found = []
     for one in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -54,7 +54,7 @@ def watched(pid: int) -> int:
 
 
 def told(keeper: "subprocess.Popen[str]") -> str:
-    """What it says, once it has ended; its input stays open till then, or it would end all at once."""
+    """Return its error output, once it has ended; its input stays open till then, or it would end all at once."""
     keeper.wait(timeout=WAIT_S)
     assert keeper.stderr is not None
     return keeper.stderr.read()
@@ -78,7 +78,7 @@ def test_others_come_and_go_and_an_end_that_was_asked_for_is_no_failure(keeper: 
     keeper.send_signal(signal.SIGTERM)
     whole["sglang::scheduler_TP0"].kill()
     with pytest.raises(subprocess.TimeoutExpired):
-        keeper.wait(timeout=3)  # it waits for the server, which was asked to end, too
+        keeper.wait(timeout=3)  # it waits for the server, which got the signal, too
     whole["bash"].terminate()
     said = told(keeper)
     assert "is gone" not in said

@@ -1,4 +1,4 @@
-"""Process groups of two and three: bytes, deadlines with dead and silent peers, and a peer made the way SGLang makes it."""
+"""Process groups of two and three: bytes, deadlines with dead and silent peers, and a peer built like SGLang's."""
 
 import asyncio
 import multiprocessing
@@ -24,7 +24,7 @@ from weightstore.push.member import GroupChannel
 from weightstore.transport.broadcast import BroadcastGroup
 
 SMALL, LARGE = 1000, 16_000_000
-"""Bytes: what fits into socket buffers, and what does not."""
+"""Bytes: below and above the size of socket buffers."""
 
 
 def pattern(size: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def join_in_vain(port: int, rank: int, world_size: int, deadline_s: float, pipe:
 
 
 def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> None:
-    """A group by torch's own constructors: a rendezvous, the store under the group's name, then a group for every device."""
+    """Join a group by torch's own constructors: a rendezvous, the store under the group's name, then a group for every device."""
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 
     timeout = timedelta(seconds=20)
@@ -70,7 +70,7 @@ def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> Non
 
 
 def send_then_wait(pipe: Any) -> None:
-    """A learner that sends once and is then killed or stopped by the test."""
+    """Act as a learner that sends once and is then killed or stopped by the test."""
     group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
     pipe.send(group.port)
     group.meet()
@@ -142,7 +142,7 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
 
 
 async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
-    """Several wait in a channel's thread: each would block for a deadline of its own, and the process wait for them at its end."""
+    """Several messages wait in a channel's thread: each would block for a deadline of its own, and the process wait for them at its end."""
     group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", 20)
     with child(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
@@ -187,7 +187,7 @@ def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
 
 
 def test_who_waits_for_the_others_of_a_group_that_is_closed_is_told_at_once() -> None:
-    """One member of three never comes: neither the learner's thread nor the member that came waits for the deadline."""
+    """One member of three never joins: neither the learner's thread nor the member that joined waits for the deadline."""
     began, deadline_s = time.monotonic(), 300.0
     group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", deadline_s)
     with child(join_in_vain, group.port, 1, 3, deadline_s) as (pipe, _), ThreadPoolExecutor(1) as thread:
@@ -220,7 +220,7 @@ print(asked, flush=True)
 
 
 def test_what_blocks_for_ever_is_aborted_at_the_deadline_and_keeps_no_process_from_ending() -> None:
-    """NCCL in its first broadcast, where the peer has died; its abort may block, too."""
+    """NCCL blocks in its first broadcast if the peer has died; its abort may block, too."""
     done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(["abort", "not done within 0.2 s"] * 2)

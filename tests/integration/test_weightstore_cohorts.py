@@ -1,4 +1,4 @@
-"""Cohorts: engines that share a process group, and one of them killed, stopped or refusing in each phase of a push."""
+"""Push groups: engines that share a process group, with one of them killed, stopped or refusing in each phase of a push."""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ __all__ = ["bus_url"]
 
 PHASES = ("join", "begin", "bucket", "checksums", "end")
 DEADLINES = 12
-"""What a push may take with an engine lost in any phase: few deadlines, and what a busy machine adds."""
+"""Number of deadlines that a push may take with an engine lost in any phase: a few, with a margin for a busy machine."""
 
 
 def push(publisher: Publisher, step: int) -> PushReport:
@@ -27,7 +27,7 @@ def push(publisher: Publisher, step: int) -> PushReport:
 
 
 def test_engines_are_put_together_as_the_setting_says(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    """Also those of several ranks; who comes later fills a gap, and who leaves makes one."""
+    """This includes engines of several ranks; a later engine fills a gap, and one that leaves makes one."""
     with receivers(bus_url, run_id, {"a": GOOD, "b": Behaviour(ranks=2), "c": GOOD, "d": GOOD}) as engines:
         with publishing(bus_url, run_id, tmp_path, group="3") as publisher:
             assert push(publisher, 1).engines == ("a", "b", "c", "d")
@@ -69,7 +69,7 @@ def _asked(at_once: bool) -> str:
 
 
 def _named(at: str, at_once: bool, *, alone: bool = False) -> tuple[str, ...]:
-    """How the eviction begins of an engine lost there."""
+    """Return the possible beginnings of the eviction reason of an engine lost at that phase."""
     if at == "checksums":
         return ("verify",)
     if at_once and at != "join":
@@ -117,7 +117,7 @@ def test_several_lost_in_several_phases_of_one_push(bus_url: str, run_id: str, t
                 assert why.startswith(_named(name.partition("-")[2], at_once, alone=True)), report.evicted
             for id in "amz":
                 assert state(engines[id][0])["ended"] == [1, 2]
-            for at in ("begin", "bucket", "end"):  # refused, and alive: it serves what it served
+            for at in ("begin", "bucket", "end"):  # refused, and alive: it serves the earlier version
                 assert state(engines[f"refuse-{at}"][0])["digest"] == digest(tiny_tensors(1))
 
 

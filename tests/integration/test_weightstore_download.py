@@ -17,7 +17,7 @@ from weightstore.store import snapshot
 
 @asynccontextmanager
 async def served(directory: Path, requests: list[tuple[str, str]], *, ranges: bool = True) -> AsyncIterator[str]:
-    """An HTTP server on the directory; it writes down what it is asked for. Without ``ranges`` it always sends all."""
+    """Serve the directory over HTTP and record the requests. Without ``ranges`` whole files are always sent."""
 
     async def get(request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]

@@ -1,4 +1,4 @@
-"""Pushes by handles: who gets them, what of the learner's memory is left when somebody is killed, and what an engine refuses."""
+"""Pushes by handles: the engines that get them, the learner's memory after deaths, and the requests that an engine refuses."""
 
 import asyncio
 import logging
@@ -41,7 +41,7 @@ MEMFD = "memfd:tidemill-staging"
 
 
 def maps_of(pid: int) -> int:
-    """Mappings of any learner's memory in a process."""
+    """Count the mappings of any learner's memory in a process."""
     return Path(f"/proc/{pid}/maps").read_text().count(MEMFD)
 
 
@@ -88,7 +88,7 @@ def test_an_engine_that_cannot_read_handles_is_pushed_to_by_broadcast_from_the_n
 
 
 def test_a_stopped_engine_that_wakes_up_later_serves_no_torn_weights(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    """It goes on with a bucket of a push that was given up, from memory that has been written anew since."""
+    """It continues with a bucket of an abandoned push, from memory that has been overwritten since."""
     slow = Behaviour(fails="stop", at="bucket", once_served=1, only_once=True)
     with receivers(bus_url, run_id, {"slow": slow, "good": GOOD}) as engines:
         with publishing(bus_url, run_id, tmp_path, transport="handles", phase_deadline_s=3.0) as publisher:
@@ -125,7 +125,7 @@ for step in range(1, 1_000_000):
 
 
 def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    """Its memory has no name, and the engines that have mapped it let go by themselves; the next learner goes on with them."""
+    """Its memory has no name, and the engines that have mapped it unmap it by themselves; the next learner goes on with them."""
     with receivers(bus_url, run_id, {"a": GOOD, "b": GOOD}) as engines:
         pids = [process.pid for _, process in engines.values() if process.pid is not None]
         words = [sys.executable, "-c", PUSHES_FOR_EVER, bus_url, run_id, str(tmp_path)]
@@ -208,7 +208,7 @@ async def test_one_flipped_byte_is_caught(directory: Path) -> None:
         await receiver.begin(1)
         for bucket, flat in staging.buckets:
             await receiver.bucket(bucket.specs, flat)
-        staging.buckets[1][1][7] ^= 1  # as if it had been read before it was whole
+        staging.buckets[1][1][7] ^= 1  # as if it had been read before it was complete
         told = await receiver.checksums()
         assert told is not None and len(staging.differences(told)) == 1
         assert served.engine.version == 0
@@ -234,14 +234,14 @@ async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
                 with pytest.raises(Fenced, match="epoch 4 is fenced off by epoch 5"):
                     await verb()
             with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
-                await new.end()  # what the old one has begun is not the new one's
+                await new.end()  # the old learner's push is not the new one's
             await push(new, staging, 3)
             assert (served.engine.version, served.engine.epoch) == (3, 5)
     memory.close()
 
 
 async def test_what_comes_late_from_before_a_join_is_refused(directory: Path) -> None:
-    """The same learner, after it has evicted the engine and taken it in again: two sockets, whose requests may come in any order."""
+    """The same learner has evicted the engine and taken it in again: requests of the two sockets may arrive in any order."""
     memory = HostMemory()
     old_weights, staging = (staged(dict(tiny_model(seed=seed).state_dict()), memory) for seed in (1, 2))
     async with serving(directory) as served, pushing(served, memory) as old:
@@ -279,7 +279,7 @@ async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
 
 
 async def test_what_is_not_understood_is_refused_and_the_socket_lives_on(directory: Path) -> None:
-    """Also: nobody else can enter the socket's directory, and who has not joined gets nothing."""
+    """Only the owner can enter the socket's directory, and a client that has not joined gets nothing."""
     context = zmq.asyncio.Context()
     async with serving(directory) as served:
         mode = await asyncio.to_thread(os.stat, os.path.dirname(served.engine.handles.removeprefix("ipc://")))
@@ -322,7 +322,7 @@ async def test_what_is_not_understood_is_refused_and_the_socket_lives_on(directo
 
 
 class Late:
-    """Memory of a learner that can be read when ``come`` is set, and not before."""
+    """Memory of a learner that cannot be read until ``come`` is set."""
 
     def __init__(self, message: torch.Tensor) -> None:
         self._message: torch.Tensor | None = message

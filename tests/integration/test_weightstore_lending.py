@@ -1,4 +1,4 @@
-"""Engines that come late take their weights from engines that are there: bodies of processes on a real bus, and what goes wrong."""
+"""Late engines take their weights from engines that are there: bodies of processes on a real bus, and their failures."""
 
 import asyncio
 import threading
@@ -81,7 +81,7 @@ async def until(reached: Callable[[], Awaitable[bool]]) -> None:
 async def engine(
     bus_url: str, run: str, model_dir: Path, id: str, dtype: str = "float32", kind: type[BuiltinEngine] = BuiltinEngine
 ) -> AsyncIterator[list[BuiltinEngine]]:
-    """The body of an engine process, in this loop; the engine, once it is made."""
+    """Run the body of an engine process in this loop. Yields a list with the engine, once it is made."""
     made: list[BuiltinEngine] = []
 
     def factory(*args: Any, **settings: Any) -> BuiltinEngine:
@@ -122,13 +122,13 @@ async def test_a_late_engine_asks_another_engine_and_not_the_learner(bus_url: st
                 await until(lambda: serves("second", 1))
                 assert await same(second[0], weights(1))
             assert list(shelf.iterdir()) == [] and (await asyncio.to_thread(look, bus_url, run_id, "row", 1)).snapshot == ""
-            # One that keeps other types has not what the learner published, so nobody asks it for that.
+            # An engine with other dtypes lacks the learner's exact weights, so none fetches them from it.
             async with engine(bus_url, run_id, model_dir, "rounded", dtype="bfloat16") as rounded:
                 await until(lambda: serves("rounded", 1))
                 assert list(shelf.iterdir()) == []
                 with pytest.raises(SnapshotUnavailable, match="HTTP 404"):
                     await fetch(f"{rounded[0].url}/snapshots/v1-{digest_of(weights(1))}", tmp_path / "x")
-        # With no engine there, the learner is asked.
+        # Without an engine, the weights come from the learner.
         async with engine(bus_url, run_id, model_dir, "third") as third:
             await until(lambda: serves("third", 1))
             assert await same(third[0], weights(1))
@@ -160,7 +160,7 @@ async def there(bus_url: str, run: str, id: str) -> bool:
 
 
 class LossyUpdates(WeightUpdates):
-    """Memory that loses a bit of what the first push brought."""
+    """Updates that lose a bit of the first push."""
 
     lost = False
 
@@ -235,7 +235,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
         return snapshot.write(*args, **settings)
 
     async with serving(directories[0], version=0) as served, joined(served) as push:
-        if way == "push":  # until both copies lie in memory as pushes come
+        if way == "push":  # until both copies are laid out like a push
             for _ in range(3):
                 await push.whole(tiny_model(seed=0), 0)
         served.engine.lending = Lending(served.engine.updates.served, directories[0], write=slowly)
@@ -277,7 +277,7 @@ async def test_what_nobody_reads_is_removed_and_only_so_many_are_kept(tmp_path: 
 
 
 async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_path: Path) -> None:
-    """Or the next file of the same snapshot would be gone, should a push have come meanwhile."""
+    """Otherwise the next file of the same snapshot would be gone after a push in between."""
     directory, name = write_tiny_model(tmp_path / "model"), f"v0-{digest_of(weights(0))}"
     size = 64 << 20
 

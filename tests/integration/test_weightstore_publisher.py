@@ -35,7 +35,7 @@ from weightstore.transport.port import Rendezvous, WeightReceiver
 DEADLINE_S = 2.0
 BUCKET_BYTES = 16_000
 SLACK_S = 20.0
-"""What a busy machine may add; a push that waits for a hung engine without a deadline takes far longer."""
+"""Seconds that a busy machine may add; a push that waits for a hung engine without a deadline takes far longer."""
 GOOD = Behaviour()
 over_both = pytest.mark.parametrize("transport", ["broadcast", "handles"])
 
@@ -69,7 +69,7 @@ def state(url: str) -> dict[str, Any]:
 
 
 def look(bus_url: str, run: str, what: str, *args: Any) -> Any:
-    """One question to the registry."""
+    """Call one method of the registry."""
 
     async def ask() -> Any:
         async with connect(bus_url, run, BusConfig(), name="look", wait_s=10) as bus:
@@ -132,7 +132,7 @@ def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(
                 assert second.evicted[f"{how}-{at}"].startswith(("transfer", "bucket") if at_once else at), second.evicted
         for id in second.engines:
             assert state(engines[id][0])["digest"] == digest(tiny_tensors(2))
-        for at in ("begin", "bucket", "end"):  # refused, and alive: it serves what it served
+        for at in ("begin", "bucket", "end"):  # refused, and alive: it serves the earlier version
             assert state(engines[f"refuse-{at}"][0])["digest"] == digest(tiny_tensors(1))
 
 
@@ -292,7 +292,7 @@ def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_u
     assert look(bus_url, run_id, "row", 2).snapshot == ""
     assert look(bus_url, run_id, "head").snapshot.endswith("/v4")
 
-    # The learner is gone, so its server is too; the next one finds the snapshot on its disk, and puts it up again.
+    # The learner's server has ended with it; the next learner finds the snapshot on its disk, and serves it again.
     loader.version = -1
     with pytest.raises(CatchUpTimeout, match="a snapshot of version 4 from the learner"):
         catch_up(bus_url, run_id, tmp_path / "late", loader, deadline_s=1)
@@ -347,7 +347,7 @@ def test_the_copy_that_a_snapshot_is_written_from_is_not_overwritten(bus_url: st
     with publishing(bus_url, run_id, tmp_path) as publisher:
         publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert publisher._pusher is not None and publisher._pusher._head_staging is not None
-        held = publisher._pusher._head_staging.hold()  # what the writer of a snapshot does
+        held = publisher._pusher._head_staging.hold()  # as the writer of a snapshot does
         publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
         third = threading.Thread(target=lambda: publisher.publish(3, tiny_tensors(3).items(), wait=True))
         third.start()
@@ -378,7 +378,7 @@ def test_snapshots_taken_while_versions_fly_by_are_each_of_one_version(bus_url: 
         try:
             for _ in range(4):
                 loader.version = -1
-                with suppress(CatchUpTimeout):  # the head may run away
+                with suppress(CatchUpTimeout):  # the head may move on faster than the download
                     catch_up(bus_url, run_id, tmp_path / "late", loader, deadline_s=1.5)
                 if loader.version > 0:
                     assert loader.loaded == digest(tiny_tensors(loader.version, scale=20))

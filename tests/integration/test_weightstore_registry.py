@@ -25,7 +25,7 @@ async def test_the_head_moves_only_by_publishing(open_bus: BusOpener) -> None:
         published = await registry.publish(row)
         assert await registry.head() == published == await registry.row(1)
         assert published.state == "published"
-        assert await registry.publish(row) == published  # its first answer may have been lost
+        assert await registry.publish(row) == published  # the first answer may have been lost
         assert (await registry.publish_initial("/model", 1)).version == 1
 
 
@@ -42,7 +42,7 @@ async def test_a_number_is_never_used_twice(open_bus: BusOpener) -> None:
 
 
 async def test_a_learner_at_work_goes_on_with_its_numbers_when_the_rows_are_lost(open_bus: BusOpener) -> None:
-    """Also one that has taken none yet, but has seen those of the learner before it."""
+    """This includes a learner that has taken none yet, but has seen those of the learner before it."""
     async with open_bus() as bus:
         first, second = VersionRegistry(bus), VersionRegistry(bus)
         await first.publish(await first.reserve(1, 1))
@@ -145,7 +145,7 @@ async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener
         for step in (1, 2, 3):
             await registry.publish(await registry.reserve(step, 1))
         await registry.set_snapshot(2, "http://two")
-        await registry.set_snapshot(1, "http://one")  # older: of no use to anybody who looks for the newest
+        await registry.set_snapshot(1, "http://one")  # older: of no use to a search for the newest
         found, head, one = await registry.snapshot(), await registry.head(), await registry.row(1)
         assert found is not None and (found.version, found.step, found.snapshot) == (2, 2, "http://two")
         assert one is not None and one.snapshot == "http://one"
@@ -160,7 +160,7 @@ async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener
 
 
 async def test_a_version_comes_after_the_samples_there_are(open_bus: BusOpener) -> None:
-    """The first to set it counts: the publisher before it pushes, or the feeder, for a sample that names what is not pushed yet."""
+    """The first to write it counts: the publisher before it pushes, or the feeder, for a sample that names a version not pushed yet."""
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         initial = await registry.publish_initial("model", 1)

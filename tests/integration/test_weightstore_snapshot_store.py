@@ -1,4 +1,4 @@
-"""Snapshots on the learner's disk: what stands there from another life is neither served nor counted."""
+"""Snapshots on the learner's disk: those of another run are neither served nor counted."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOpener, directory: Path) -> None:
-    """Same names, and higher ones: what is put is written, and stays."""
+    """They have the same names, and higher ones: the new snapshot is written, and stays."""
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         for version, step in ((1, 1), (90, 90), (91, 91)):
@@ -49,7 +49,7 @@ async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOp
             assert not names(directory)
             for step in (1, 2, 3):
                 row = await registry.reserve(step, 1)
-                write(directory, row.version, step)  # by whom ever, while this one lives
+                write(directory, row.version, step)  # by any other process while this store is open
                 assert await store.put(staged(OURS, version=row.version, step=step)) == f"{store.url}/v{row.version}"
                 assert torch.equal(load_file(directory / f"v{row.version}" / "model.safetensors")["w"], OURS["w"])
             assert names(directory) == ["v2", "v3"]
@@ -60,7 +60,7 @@ async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOp
 
 
 async def test_what_has_just_been_put_is_never_removed(open_bus: BusOpener, directory: Path) -> None:
-    """A version that failed may be put behind a later one."""
+    """A failed version may be stored after a later one."""
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         rows = [await registry.reserve(step, 1) for step in range(3)]
@@ -80,7 +80,7 @@ async def test_only_the_newest_snapshot_of_this_registry_is_put_up_again(open_bu
         digest = Manifest.of(OURS.items()).digest
         row = await registry.reserve(5, 1, digest=digest)
         await registry.set_snapshot(row.version, f"http://127.0.0.1:1/v{row.version}")
-        for step, found in ((5, True), (6, False)):  # the same version of another step: another life
+        for step, found in ((5, True), (6, False)):  # the same version of another step: another run
             write(directory, row.version, step)
             write(directory, row.version + 7, step)
             store = SnapshotStore(directory, registry, keep=2, model_dir=None)

@@ -1,4 +1,4 @@
-"""Engines, and rows, that say strange things to the publisher: they are named and left out, and the learner goes on."""
+"""Engines, and rows, with invalid content for the publisher: they are named and left out, and the learner goes on."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ def told(**strange: Any) -> bytes:
 
 @asynccontextmanager
 async def member_of(path: str, answer: dict[str, Any]) -> AsyncIterator[Member]:
-    """An engine that answers so at one path, and well at the others."""
+    """Yield an engine with this answer at one path, and valid ones at the others."""
 
     async def handle(request: web.Request) -> web.Response:
         well = {"body": told() if request.path == "/weights_checksums" else b'{"success": true}'}
@@ -131,7 +131,7 @@ def test_a_want_without_a_version_is_passed_over_and_the_next_one_answered(bus_u
         async with connect(bus_url, run_id, BusConfig(), name="odd", wait_s=10) as bus:
             await bus.rows("weights").put("want", row)
 
-    asyncio.run(want(by="odd"))  # there at the start
+    asyncio.run(want(by="odd"))  # stored before the start
     model, loader = write_tiny_companions(tmp_path / "model"), Loader()
     with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model) as publisher:
         publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)

@@ -10,7 +10,7 @@ from weightstore.push.turns import AcceleratorLease
 
 
 class HeldRows(Rows):
-    """Real rows over a network that lets a write go when it is told to."""
+    """Real rows over a network that delays a write until the test releases it."""
 
     def __init__(self, rows: Rows) -> None:
         self.__dict__.update(vars(rows))

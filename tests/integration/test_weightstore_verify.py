@@ -27,7 +27,7 @@ from weightstore.push.member import Member, Updated
 from weightstore.transport.http_receiver import HttpReceiver
 
 publishing = functools.partial(test_weightstore_publisher.publishing, phase_deadline_s=20.0)
-"""Nobody is late here."""
+"""Publisher with a long phase deadline: no engine is late here."""
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_
             "verify: version 1 differs from what was sent in 1 tensors: model.scale (float32): want sum64 "
         )
         assert state(engines["flips"][0])["version"] == 0
-        # It comes back with the next push, as new; who has been verified is not asked again.
+        # It comes back with the next push, as new; a verified engine is not checked again.
         second = publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
         assert (second.engines, second.verified) == (("flips", "good"), ("flips",))
         assert [state(engines[id][0])["asked"] for id in ("good", "flips")] == [1, 2]
@@ -83,7 +83,7 @@ def test_an_engine_that_cannot_tell_serves_and_is_not_called_verified(
 
 
 class Flipping(HttpReceiver):
-    """The built-in engine with memory that loses a bit between the last bucket and the question."""
+    """The built-in engine with memory that loses a bit between the last bucket and the checksum request."""
 
     def __init__(self, served: Served, session: aiohttp.ClientSession, flipped: str) -> None:
         super().__init__(session, served.engine.url, epoch=1, deadline_s=20.0)
@@ -99,7 +99,7 @@ class Flipping(HttpReceiver):
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), [("qwen3", False, "float32"), ("qwen2", True, "bfloat16")])
 async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
-    """Also where it keeps another type than was sent, and the output projection is the embedding under another name."""
+    """This holds also where it keeps another dtype than was sent, and the output projection is the embedding under another name."""
     directory = write_tiny_model(tmp_path / "model", family, tied=tied)
     staging = staged(tiny_model(family, seed=1, tied=tied).state_dict())
     assert ("lm_head.weight" in staging.manifest.by_name) and staging.manifest.by_name["model.norm.weight"].dtype == "float32"
@@ -126,4 +126,4 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
         status, answer = await served.post("/weights_checksums", {"of": "served"})
         assert (status, answer["weight_version"]) == (200, "1")
         assert await asyncio.to_thread(staging.differences, ChecksumReport.parse(answer)) == []
-        assert (await served.post("/weights_checksums", {"of": "update"}))[0] == 400  # there is none
+        assert (await served.post("/weights_checksums", {"of": "update"}))[0] == 400  # there is no update
