@@ -1,4 +1,4 @@
-"""What `tidemill prepare` makes of a configuration, made once by this process and copied into the directories of its runs."""
+"""Output of `tidemill prepare` for a configuration, made once by this process and copied into the directories of its runs."""
 
 import atexit
 import functools
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def put_prepared(config: Path, run: Path) -> None:
-    """Model and prompts of ``config`` into a run's directory, which need not be there: the run finds them prepared."""
+    """Put model and prompts of ``config`` into a run's directory, which need not exist: the run finds them prepared."""
     shutil.copytree(_made(config) / "prepared", run / "prepared")
 
 

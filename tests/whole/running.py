@@ -1,4 +1,4 @@
-"""Starts `tidemill up` as a user would, watches it over the bus, kills what it started, and reads what it leaves."""
+"""Starts `tidemill up` as a user would, watches it over the bus, kills processes of it, and reads the files it leaves."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Up:
 
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[Bus]:
-        """A connection to its bus, once the address stands in the run directory."""
+        """Connect to its bus, once the address is in the run directory."""
         address = self.directory / "bus.url"
         deadline = time.monotonic() + 60
         while not address.exists():
@@ -62,7 +62,7 @@ class Up:
 
 
 def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ()) -> Up:
-    """`tidemill up` with its run directory under ``tmp_path``; to be ended by its caller.
+    """Start `tidemill up` with its run directory under ``tmp_path``; the caller ends it.
 
     Without ``flags`` (--fresh, --resume) the run finds its model and prompts prepared.
     """
@@ -80,7 +80,7 @@ def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE,
 
 @contextlib.contextmanager
 def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ()) -> Iterator[Up]:
-    """The same, ended with all its children when the block is left."""
+    """Start `tidemill up` likewise; it ends with all its children when the block is left."""
     run = start(tmp_path, *settings, config=config, flags=flags)
     try:
         yield run
@@ -95,7 +95,7 @@ def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, fl
 
 
 async def steps_done(bus: Bus) -> AsyncIterator[Done]:
-    """Outcomes of steps as they stand in, and come to, the log PLAN."""
+    """Yield the outcomes of steps in the log PLAN, present and future ones."""
     async for _, record in bus.plans.follow():
         if isinstance(record, Done):
             yield record
@@ -109,7 +109,7 @@ async def until_step(bus: Bus, step: int) -> None:
 
 
 async def live(bus: Bus, role: str) -> LiveRow:
-    """The row of the process of this role that is there."""
+    """Return the row of a living process of this role."""
     view = LiveView(bus)
     while True:
         for row in await view.alive(role):
@@ -136,7 +136,7 @@ async def records(bus: Bus) -> tuple[list[Plan], list[Done]]:
 
 
 def assert_books_balance(summary: dict[str, Any], *, max_lag: int) -> None:
-    """The guarantees that hold for every run, whatever was killed in it."""
+    """Assert the guarantees that hold for every run, with any process killed in it."""
     assert summary["samples_lost"] == 0, summary
     assert summary["samples_trained_twice"] == 0, summary
     assert summary["requests_aborted_by_pushes"] == 0, summary

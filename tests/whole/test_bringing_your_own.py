@@ -1,4 +1,4 @@
-"""docs/bringing_your_own.md does what it says: its files are those of the example, its commands run, its defaults are the program's."""
+"""docs/bringing_your_own.md is true: its files are those of the example, its commands run, its defaults are the program's."""
 
 import dataclasses
 import os
@@ -80,7 +80,7 @@ async def test_the_rewards_of_the_page_score(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    """From a directory of its own with a small random Qwen2, its own tokenizer, data and reward; looked at when it is over."""
+    """They run in a directory of its own with a small random Qwen2, its own tokenizer, data and reward; then the run is inspected."""
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     write_tiny_model(tmp_path / "my-model", "qwen2")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

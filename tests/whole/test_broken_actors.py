@@ -27,7 +27,7 @@ def broken(kind: str, task: Task, index: int) -> Sample:
 
 
 async def spoil(run: Up, kind: str, stored: Counter[str]) -> None:
-    """Be an actor of this kind for some tasks; counts the samples that are stored for certain."""
+    """Act as an actor of this kind for some tasks. Counts the samples that are stored for certain."""
     async with run.bus() as bus:
         for _ in range(TASKS_EACH):
             lease = None
@@ -54,7 +54,7 @@ async def test_broken_actors_hold_nothing_up(tmp_path: Path) -> None:
         spoiling = [asyncio.create_task(spoil(run, kind, stored)) for kind in KINDS]
         try:
             assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
-        finally:  # one that is not through its tasks when the run ends waits for a bus that has gone
+        finally:  # an actor with tasks left when the run ends waits for a bus that has gone
             for task in spoiling:
                 task.cancel()
             await asyncio.gather(*spoiling, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""`tidemill up` with learner and engines on one accelerator: never both at work, nothing aborted, whoever is killed in whose turn."""
+"""`tidemill up` with learner and engines on one accelerator: never both at work, nothing aborted, with kills in either one's turn."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ RESUMED = re.compile(r"memory resumed tags=kv_cache version=(\d+) tokens_generat
 
 
 def events(log: Path) -> list[tuple[float, str]]:
-    """Unix time and text of the lines of a log."""
+    """Return Unix time and text of the lines of a log."""
     found = []
     for line in log.read_text().splitlines():
         if (match := LINE.search(line)) is not None:
@@ -30,7 +30,7 @@ def events(log: Path) -> list[tuple[float, str]]:
 
 
 def turns_of_the_engine(run: Up, name: str) -> list[tuple[float, float]]:
-    """When it had no memory: (from, until). No token was generated meanwhile."""
+    """Return the intervals (from, until) in which the engine had no memory. Asserts that no token was generated meanwhile."""
     found: list[tuple[float, float]] = []
     released: tuple[float, int] | None = None
     for at, line in events(run.directory / "logs" / f"{name}.log"):
@@ -47,7 +47,7 @@ def turns_of_the_engine(run: Up, name: str) -> list[tuple[float, float]]:
 
 
 def turns_of_the_learner(run: Up) -> list[tuple[float, float]]:
-    """When it worked on steps: (from, until)."""
+    """Return the intervals (from, until) in which the learner worked on steps."""
     found, began = [], None
     for at, line in events(run.directory / "logs" / "learner.log"):
         if "learner.ranks.turns: turn of the learner" in line:
@@ -133,7 +133,7 @@ async def test_an_engine_started_in_the_learners_turn_waits_for_its_end(tmp_path
 
 @pytest.mark.slow
 async def test_the_bus_killed_between_turns_ends_nothing(tmp_path: Path) -> None:
-    """Turns are taken, and versions that are staged are pushed, when it is back."""
+    """Turns are taken, and staged versions are pushed, when it is back."""
     with up(tmp_path, *COLOCATED, "learner.steps=120", "learner.checkpoint_every=40") as run:
         async with run.bus() as bus:
             for step in (10, 40, 70):
@@ -146,7 +146,7 @@ async def test_the_bus_killed_between_turns_ends_nothing(tmp_path: Path) -> None
 
 
 async def frozen_in_its_turn(bus: Bus) -> int:
-    """Stop the learner's children in the middle of a step; the process id of the learner, which says on that it lives."""
+    """Stop the learner's children in the middle of a step. Returns the process id of the learner, which keeps sending heartbeats."""
     rows = bus.rows("weights")
     while True:
         turn, head = await rows.get("turn"), await rows.get("head")
@@ -165,7 +165,7 @@ async def frozen_in_its_turn(bus: Bus) -> int:
 
 
 async def _settled_row(bus: Bus) -> dict[str, float]:
-    """What the engine says of itself when it has told it twice since now."""
+    """Return the engine's load after two further heartbeats from now."""
     rows, seen = bus.rows("live"), set[int]()
     while True:
         found = await rows.get("engine.engine-0")

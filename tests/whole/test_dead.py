@@ -1,4 +1,4 @@
-"""Poisoned prompts: given up with the reason, never a stall, and issued again when somebody says so."""
+"""Poisoned prompts: given up with the reason, never a stall, and issued again on an operator's decision."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from tests.whole.running import ROOT, up
 
 
 async def dead_tasks(bus: Bus, count: int) -> list[Dead]:
-    """Wait for so many."""
+    """Wait for that many dead tasks. Returns them."""
     found: list[Dead] = []
     async for _, told in bus.dead.follow():
         if isinstance(told, Dead):

@@ -1,4 +1,4 @@
-"""A run whose bus has users and three servers: nobody is refused what it needs, and no password leaves its file."""
+"""A run on a bus with users and three servers: no process is refused the access it needs, and no password leaves its file."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_a_run_on_a_cluster_with_users(tmp_path: Path) -> None:
 
 
 def test_who_looks_into_a_run_is_its_viewer(tmp_path: Path) -> None:
-    """Without a running bus: the address is all that is made."""
+    """No bus is running: only the address is made."""
     (tmp_path / "auth").mkdir()
     credentials_file(tmp_path / "auth", "viewer").write_text("TIDEMILL_BUS_USER=viewer\nTIDEMILL_BUS_PASSWORD=p\n")
     (tmp_path / "config.yaml").write_text("run: r\nbus: {url: '', auth: true, tls_ca: ca.pem}\n")

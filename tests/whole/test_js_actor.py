@@ -1,4 +1,4 @@
-"""A whole run whose only actors are those of docs/examples/js-actor: one drains, one is killed, one works to the end."""
+"""A whole run with only the actors of docs/examples/js-actor: one drains, one is killed, one works to the end."""
 
 import asyncio
 from pathlib import Path

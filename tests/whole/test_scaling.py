@@ -1,4 +1,4 @@
-"""Workers come and go while a run goes on: by `tidemill scale`, by hand, and on a machine that has nothing but the bus."""
+"""Workers come and go while a run goes on: by `tidemill scale`, by hand, and on a machine with access to the bus alone."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from tests.whole.running import ROOT, assert_books_balance, live, until_step, up
 
 @contextlib.asynccontextmanager
 async def senders(bus: Bus) -> AsyncIterator[Counter[str]]:
-    """Samples by actor, counted as they pass."""
+    """Count the samples of each actor as they are published."""
     seen: Counter[str] = Counter()
 
     async def count(message: object) -> None:
@@ -64,7 +64,7 @@ async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
 
 
 async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_path: Path) -> None:
-    """No configuration, no shared directory: settings from the bus, the model from the learner."""
+    """It has no configuration and no shared directory: settings come from the bus, the model from the learner."""
     with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=30") as run:
         async with run.bus() as bus:
             await live(bus, "learner")

@@ -32,7 +32,7 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -
 
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory: pytest.TempPathFactory) -> Up:
-    """A run of four steps at lag 0 that has ended."""
+    """Return a run of four steps at lag 0 that has ended."""
     with up(tmp_path_factory.mktemp("synchronous"), "learner.steps=4", "staleness.max_lag=0") as run:
         assert run.wait() == 0, run.log[-4000:]
     return run
@@ -48,7 +48,7 @@ def test_at_lag_0_all_is_on_policy_and_both_sides_agree(synchronous: Up) -> None
 
 
 def test_two_data_parallel_ranks_train_the_same_steps_as_one(synchronous: Up, tmp_path: Path) -> None:
-    """First step: same samples (same seeds, same weights), so the same loss and gradient norm."""
+    """In the first step: same samples (same seeds, same weights), so the same loss and gradient norm."""
     with up(tmp_path, "learner.steps=4", "staleness.max_lag=0", "learner.data_parallel=2") as run:
         assert run.wait() == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=0)
