@@ -1,4 +1,4 @@
-"""Runs a command in a session of its own and kills the whole session when the starter has ended, in whatever way.
+"""Runs a command in a process group of its own and kills the whole group when the starter has ended, in whatever way.
 
 ``python -m actors.serving.sglang.keeper COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's scheduler and
 detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies. The server
