@@ -1,6 +1,6 @@
 """The Engine port over SGLang's HTTP API: for the built-in engine and for SGLang itself. Knows no bus.
 
-What only the built-in engine understands (``min_version``, ``continued_tokens``) is sent only when asked for.
+Fields that only the built-in engine supports (``min_version``, ``continued_tokens``) are sent only when they are used.
 """
 
 import json
@@ -21,14 +21,14 @@ from bus.wire.messages import Sampling, Span
 from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
 
 COMMAND_S = 30.0
-"""Bound on everything but generating."""
+"""Time limit in seconds of every call but generation."""
 
 
 class HttpEngine:
-    """A client of one engine; connections are opened on first use, as many as there are requests.
+    """A client of one engine. Connections are opened on first use, one per concurrent request.
 
     ``join``: requests for one prompt that start together are sent as one (``joined.py``).
-    ``keys``: of the run, for engines that ask for one.
+    ``keys``: keys of the run, for engines that require one.
     """
 
     def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
@@ -115,7 +115,7 @@ class HttpEngine:
 def _error(failed: CallFailed) -> EngineError:
     url, reason = failed.url, failed.reason
     match failed.failure:
-        case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: it wants another key; the request may be right
+        case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right
             return EngineUnavailable(url, reason)
         case Failure.UNAVAILABLE:
             wanted = failed.answer.get("unavailable") == VersionUnavailable.__name__
@@ -158,18 +158,18 @@ def _request(
         body["continued_tokens"] = len(begun.tokens)
         params["max_new_tokens"] -= len(begun.tokens)
     if min_version > 0:
-        # A little earlier than our own bound, so that the engine's reason arrives.
+        # A little earlier than our own time limit, so that the engine's reason arrives.
         body |= {"min_version": min_version, "min_version_timeout_s": 0.9 * timeout_s}
     return body
 
 
 def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) -> Generation:
-    """What the engine answered, put behind what it was to continue. Raises EngineFailed when that cannot be understood."""
+    """Return the answer, appended to the response it continues. Raises EngineFailed if it cannot be parsed or runs past a stop string."""
     generation = _generation(url, answer)
     if begun is None or not len(begun.tokens):
         return generation
     text = generation.text
-    if not answer["meta_info"].get("continued_tokens"):  # it took all for the prompt: SGLang
+    if not answer["meta_info"].get("continued_tokens"):  # SGLang: all tokens were its prompt
         text = begun.text + text
         if (crossing := next((stop for stop in sampling.stop if stop in text), None)) is not None:
             raise EngineFailed(url, f"it went past the stop string {crossing!r}, which began in what was to be continued")
@@ -185,7 +185,7 @@ def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) 
 
 
 def _merged(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Neighbours of one version as one."""
+    """Merge neighbouring spans of the same version."""
     merged: list[Span] = []
     for span in spans:
         if merged and merged[-1].version == span.version:
@@ -214,7 +214,7 @@ def _generation(url: str, answer: Any) -> Generation:
             finish=finish.get("type"),
             matched=finish.get("matched"),
             text=answer.get("text") or "",
-            prompt_tokens=meta.get("prompt_tokens") or 0,  # SGLang does not say it of one that was aborted before it was begun
+            prompt_tokens=meta.get("prompt_tokens") or 0,  # SGLang omits it for a request aborted before it began
             cached_tokens=meta.get("cached_tokens") or 0,
             retractions=meta.get("num_retractions") or 0,
             duration_s=meta.get("e2e_latency") or 0.0,

@@ -1,8 +1,8 @@
 """Requests that start together, sent as one: SGLang's batch form of /generate.
 
 For short responses an HTTP request costs as much as its tokens do. Requests of the same turn of the loop, for the same prompt and minimum
-version, travel together; each caller gets its own answer, all at the same time. A caller that leaves takes nothing from the others; when
-all have left, the request is dropped and the engine ends it.
+version, are sent together; each caller gets its own answer, all at the same time. A cancelled caller does not affect the others; when all
+are cancelled, the request is dropped and the engine ends it.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ _BY_REQUEST = ("rid", "input_ids", "sampling_params")
 
 
 class Joined:
-    """Collects bodies for one engine."""
+    """Collects requests for one engine and sends them in batches."""
 
     def __init__(self) -> None:
         self._waiting: dict[Any, Waiting] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     async def ask(self, body: dict[str, Any], send: Send) -> Any:
-        """The answer to ``body``. Raises what ``send`` raises, each caller alike."""
+        """Return the answer to ``body``. An exception of ``send`` is raised in every caller of the batch."""
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
         answer: asyncio.Future[Any] = loop.create_future()
@@ -35,7 +35,7 @@ class Joined:
         return await answer
 
     async def close(self) -> None:
-        """Drop what is under way."""
+        """Cancel the batches in flight."""
         for task in self._sending:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
@@ -47,13 +47,13 @@ class Joined:
         task = asyncio.get_running_loop().create_task(_carry(waiting, send), name="joined request")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
-        task.add_done_callback(lambda _: [answer.cancel() for _, answer in waiting])  # of one that was cancelled before it began
+        task.add_done_callback(lambda _: [answer.cancel() for _, answer in waiting])  # for a batch that was cancelled before it began
         for _, answer in waiting:
             answer.add_done_callback(lambda _: task.cancel() if all(other.cancelled() for _, other in waiting) else None)
 
 
 async def _carry(waiting: Waiting, send: Send) -> None:
-    """Send, and give everyone its part."""
+    """Send a batch and give each caller its part of the answer."""
     first = waiting[0][0]
     body = first if len(waiting) == 1 else first | {name: [one[name] for one, _ in waiting] for name in _BY_REQUEST}
     try:
@@ -61,7 +61,7 @@ async def _carry(waiting: Waiting, send: Send) -> None:
         for (_, answer), part in zip(waiting, [answers] if len(waiting) == 1 else answers, strict=True):
             if not answer.done():
                 answer.set_result(part)
-    except Exception as error:  # every caller's own
+    except Exception as error:  # raised in every caller
         for _, answer in waiting:
             if not answer.done():
                 answer.set_exception(error)

@@ -1,6 +1,6 @@
-"""How an actor or engine process belongs to a run: its name, its connection, what the run's config says.
+"""Connection of an actor, engine or router process to a run: its name, its bus connection, the run's config.
 
-Knows the bus; not what the process does.
+Knows the bus, not the work of the process.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from bus.wire.messages import LiveRow
 logger = logging.getLogger(__name__)
 
 BUS_WAIT_S = 300.0
-"""Longest wait for the bus, and for the config of the run, at the start."""
+"""Longest wait in seconds for the bus, and for the config of the run, at the start."""
 STEP_S = 1.0
-"""How often such a wait looks whether it is to end."""
+"""Longest time in seconds between two checks of ``draining`` during such a wait."""
 CONFIG_KEY = "config"
 """Row of the bucket ``run`` with the config of the run: ``{"actor": {...}, "bus": {...}, ...}``."""
 
@@ -34,22 +34,22 @@ Config = TypeVar("Config")
 
 
 def default_id() -> str:
-    """Give a name that no other process alive has: host and process id."""
+    """Return a name that no other live process has: host and process id."""
     return f"{host_name()}-{os.getpid()}"
 
 
 def host_name() -> str:
-    """Give this machine's name, fit for the bus."""
+    """Return this machine's name, in characters that the bus accepts."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", socket.gethostname().partition(".")[0])
 
 
 def first_row(role: str, id: str) -> LiveRow:
-    """Give the live row of a process that starts."""
+    """Return the live row of a process that starts."""
     return LiveRow(role=role, id=id, host=socket.gethostname(), pid=os.getpid(), phase="starting")
 
 
 async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event) -> Bus | None:
-    """Give a connection, closed with ``stack``; None when ``draining`` is set before there is one.
+    """Return a connection, closed with ``stack``; None when ``draining`` is set before there is one.
 
     Raises BusUnavailable after ``BUS_WAIT_S``.
     """
@@ -67,8 +67,8 @@ async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig
 async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> dict[str, Any] | None:
     """Read the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
-    ``allowed``: settings that name code, programs, environment or files, as ``actors/allowed.py`` wants them. Raises NotAllowed for one
-    that is not in it, NotFound after ``BUS_WAIT_S``.
+    ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``. Raises NotAllowed for
+    a setting that fits none of them, NotFound after ``BUS_WAIT_S``.
     """
     deadline = time.monotonic() + BUS_WAIT_S
     while not draining.is_set():

@@ -1,6 +1,6 @@
-"""Which engine a request goes to: one that serves, has the version asked for, and has the least to do.
+"""Choice of the engine for a request: one that serves the requested version and has the fewest requests in flight.
 
-Knows where engines are (URLs of the config, or live rows on the bus) and how they have behaved; not what is asked of them.
+Knows the addresses of engines (URLs of the config, or live rows on the bus) and their failures, not the content of requests.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from bus.liveness.live import LiveView
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""Time between two looks at the engines."""
+"""Seconds between two reads of the engines' states."""
 LOOK_EVERY_WAITING_S = 0.1
-"""The same while somebody waits for one (at max_lag 0 every step waits for the new version), if no change is noticed before."""
+"""Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is notified."""
 ANSWER_S = 5.0
-"""Time an engine has to say what it is."""
+"""Time limit in seconds of an engine's health check."""
 QUARANTINE_S = (0.5, 10.0)
-"""Time without requests after the first failure in a row, doubled with each, and its bound."""
+"""Seconds without requests after the first failure in a row, doubled with each further one; and their bound."""
 
 
 class NoEngine(EngineError):
-    """No engine that would do was found in time; the request was not made."""
+    """No suitable engine was found in time; the request was not made."""
 
     def __init__(self, wanted: str, waited_s: float) -> None:
         super().__init__(wanted, waited_s)
@@ -43,36 +43,36 @@ class NoEngine(EngineError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """An engine, as it was seen just now."""
+    """Observed state of an engine."""
 
     url: str
     id: str
     serving: bool
     version: int
     remark: str = ""
-    """Why it does not serve."""
+    """Reason for which it does not serve; else empty."""
     process: str = ""
-    """Which one it is, of all that were ever at this URL; empty = not known."""
+    """Identity of the process that is now at this URL; empty = unknown."""
 
 
 class Lookout(Protocol):
-    """Finds engines."""
+    """Discovery of engines."""
 
     async def look(self) -> list[Sighting]:
-        """All engines there are, serving or not. Raises nothing but BusError."""
+        """Return all engines, serving or not. Raises only BusError."""
         ...
 
     def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, ``wake`` is called when an engine has changed, as far as that can be noticed."""
+        """While entered, ``wake`` is called when an engine has changed. Some changes may be missed."""
         ...
 
     async def close(self) -> None:
-        """Free what it holds."""
+        """Close the clients."""
         ...
 
 
 class LiveLookout:
-    """Finds engines by their rows on the bus."""
+    """Discovers engines by their live rows on the bus."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
@@ -99,7 +99,7 @@ class LiveLookout:
 
 
 class UrlLookout:
-    """Asks the engines at given URLs."""
+    """Checks the health of the engines at given URLs."""
 
     def __init__(self, urls: Sequence[str], engine: Callable[[str], Engine]) -> None:
         self._engines = {url: engine(url) for url in urls}
@@ -125,16 +125,16 @@ class UrlLookout:
 
 @dataclass(slots=True, kw_only=True)
 class _Place:
-    """One engine, as this actor knows it."""
+    """State of one engine in the pool."""
 
     engine: Engine
     sighting: Sighting
     in_flight: int = 0
     failures: int = 0
-    """In a row."""
+    """Number of failures in a row."""
     quarantined_until: float = 0.0
     chosen: int = 0
-    """When it was chosen last, as a count of all choices."""
+    """Number of the pool's choice that last selected it."""
 
     def remark(self, min_version: int) -> str:
         if not self.sighting.serving:
@@ -145,9 +145,9 @@ class _Place:
 
 
 class Engines:
-    """All engines of an actor. Least in-flight first; one that fails is left alone for a while, twice as long each time.
+    """The known engines. The one with the fewest requests in flight is chosen; one that fails is quarantined, twice as long each time.
 
-    ``run`` keeps looking; it must be running while requests are made.
+    ``run`` reads the engines' states; it must be running while requests are made.
     """
 
     def __init__(
@@ -158,29 +158,29 @@ class Engines:
         quarantine_s: tuple[float, float] = QUARANTINE_S,
         in_turn: bool = False,
     ) -> None:
-        """``engine(url)`` gives a client; it is closed when its engine is gone, and by ``run`` at the end.
+        """``engine(url)`` returns a client; it is closed when its engine is gone, and by ``run`` at the end.
 
-        ``in_turn``: of equally busy ones the one chosen longest ago, else the first by id.
+        ``in_turn``: of equally busy engines choose the one chosen longest ago, else the first by id.
         """
         self._lookout, self._engine, self._quarantine_s, self._in_turn = lookout, engine, quarantine_s, in_turn
         self._places: dict[str, _Place] = {}
         self._changed = Waiter()
         self._tickets, self._choices = itertools.count(), itertools.count(1)
         self._waiting: dict[int, tuple[int, float]] = {}
-        """Ticket -> (version asked for, since when)."""
+        """Ticket -> (requested version, monotonic time of the request)."""
         self._look_now = Waiter()
         self._looks = 0
         self._closing = False
 
     async def run(self) -> None:
-        """Look for engines, for ever; sooner while somebody waits."""
+        """Background loop: read the engines' states, more often while a request waits."""
         try:
             async with AsyncExitStack() as stack:
                 await self._notice(stack)
                 while True:
                     try:
                         await self._update(await self._lookout.look())
-                    except BusError as error:  # what was seen last is still the best guess
+                    except BusError as error:  # the last known states are still the best guess
                         logger.debug("engines not seen error=%s", error)
                     self._looks += 1
                     self._changed.wake()
@@ -191,7 +191,7 @@ class Engines:
                 await place.engine.close()
 
     async def _notice(self, stack: AsyncExitStack) -> None:
-        """Look at once when an engine changes and somebody waits for one."""
+        """Read the states at once when an engine changes while a request waits for one."""
 
         def wake() -> None:
             if self._waiting:
@@ -204,11 +204,11 @@ class Engines:
 
     @asynccontextmanager
     async def one(self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = "") -> AsyncIterator[tuple[str, Engine]]:
-        """Give (id, client) of an engine that serves ``min_version`` or newer: rather not the one with the id ``avoid``, then
-        ``prefer`` if that one can, else one with the fewest requests.
+        """Yield (id, client) of an engine that serves ``min_version`` or newer: the id ``avoid`` only if there is no other, ``prefer`` if
+        possible, else the one with the fewest requests.
 
         EngineUnavailable and EngineFailed that leave the block put the engine into quarantine (not when only its version is too old).
-        Raises NoEngine when there is none within ``timeout_s``, or none at once and ``give_up`` was called.
+        Raises NoEngine when there is none within ``timeout_s``, or none at once after ``give_up``.
         """
         place = await self._wait(min_version, timeout_s, avoid, prefer)
         place.in_flight += 1
@@ -226,28 +226,28 @@ class Engines:
             self._changed.wake()
 
     async def look_again(self) -> None:
-        """Return when what the lookout says now is known; at once, whoever waits."""
+        """Read the engines' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
         async with asyncio.timeout(ANSWER_S):
-            for _ in range(2):  # the first may have begun before
+            for _ in range(2):  # the first may have begun before this call
                 seen = self._looks
                 self._look_now.wake()
                 while self._looks == seen:
                     await self._changed.wait()
 
     def give_up(self) -> None:
-        """From now on nobody waits: who finds no engine at once gets NoEngine."""
+        """From now on ``one`` raises NoEngine instead of waiting."""
         self._closing = True
         self._changed.wake()
 
     def waits_for(self) -> str:
-        """Say what is waited for and since when; empty when nobody waits."""
+        """Return a description of the wait for an engine and its duration; empty when no request waits."""
         if not self._waiting:
             return ""
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
         return f"{self._wanted(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
 
     def overview(self) -> list[dict[str, Any]]:
-        """What is known of each engine, for onlookers."""
+        """Return the state of each engine, for status answers and totals."""
         now = time.monotonic()
         return [
             {
@@ -293,7 +293,7 @@ class Engines:
         return min(able, key=rank, default=None)
 
     def _next_return_s(self) -> float:
-        """Time until the next engine leaves quarantine; long when none is in it."""
+        """Return the seconds until the next engine leaves quarantine; about ``LOOK_EVERY_S`` when none is in it."""
         now = time.monotonic()
         ends = [place.quarantined_until - now for place in self._places.values() if place.quarantined_until > now]
         return min(ends, default=LOOK_EVERY_S) + 0.001
@@ -313,7 +313,7 @@ class Engines:
         logger.warning("engine quarantined id=%s pause_s=%.1f failures=%d error=%s", place.sighting.id, pause_s, place.failures, error)
 
     async def _update(self, sightings: Sequence[Sighting]) -> None:
-        """Take in what was seen. An engine that serves again after it did not is trusted again."""
+        """Apply the observed states. An engine that serves again after it did not leaves quarantine."""
         seen = {sighting.url: sighting for sighting in sightings}
         gone = [url for url, place in self._places.items() if url not in seen and not place.in_flight]
         for place in [self._places.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
