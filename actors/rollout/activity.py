@@ -1,32 +1,32 @@
-"""What an actor does, in numbers: for its live row and its tests."""
+"""Counters of an actor's work, for its live row and its tests."""
 
 import time
 from dataclasses import asdict, dataclass
 from typing import Self
 
 REASON_SIZE = 300
-"""Characters of a reason that fit into a live row; the sample's own metadata has all of it."""
+"""Characters of a reason that fit into a live row; the sample's own metadata has the whole reason."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """What an actor did since its start."""
+    """Counts since the start of an actor."""
 
     samples_published: int = 0
     tokens_generated: int = 0
-    """Of finished responses, published or not, whoever had begun them."""
+    """Tokens of finished responses, published or not, including those that another actor had generated."""
     tasks_done: int = 0
     tasks_handed_back: int = 0
     failures: int = 0
     """Samples that could not be generated or scored."""
     partials_stored: int = 0
-    """Unfinished responses left to others."""
+    """Unfinished responses stored for other actors."""
     partials_continued: int = 0
-    """Finished responses that others had begun."""
+    """Finished responses that another actor had begun."""
     samples_found: int = 0
-    """Samples of leased tasks that others had stored: not made again."""
+    """Samples of leased tasks that another actor had stored; they are not generated again."""
     requests_aborted: int = 0
-    """Requests that an engine, or its death, ended before their time."""
+    """Requests that ended early because the engine failed, aborted them or died."""
 
 
 class Activity:
@@ -56,12 +56,12 @@ class Activity:
 
     @property
     def busy(self) -> int:
-        """Requests and rewards that run now."""
+        """Number of requests and rewards that run now."""
         return self._busy
 
     @property
     def waiting_share(self) -> float:
-        """0 = always busy, 1 = never."""
+        """Share of wall time since the start without generation or scoring: 0 = always busy, 1 = never."""
         now = time.monotonic()
         idle_s = self._idle_s + (0.0 if self._busy else now - self._idle_since_s)
         return idle_s / max(now - self._began_s, 1e-9)
@@ -73,10 +73,10 @@ class Activity:
 
     @property
     def trouble(self) -> str:
-        """Failures in words, for the live row; empty while there are none."""
+        """Summary of the failures, for the live row; empty while there are none."""
         failures, published = self.counters.failures, self.counters.samples_published
         return f"{failures} of {published} samples failed, the last: {self._last_failure}" if failures else ""
 
     def load(self) -> dict[str, float]:
-        """For the live row."""
+        """Return the counters and the waiting share for the live row."""
         return {**{name: float(value) for name, value in asdict(self.counters).items()}, "waiting_share": self.waiting_share}

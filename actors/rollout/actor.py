@@ -5,14 +5,14 @@
     TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (settled when all n are stored)
                        |                          |
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
-                       +-- no engine, or told to leave: what there is goes into PARTIALS, then the task is handed back
+                       +-- no engine, or drained: the work so far goes into PARTIALS, then the task is handed back
 
 Consumes tasks of every kind, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
 Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
-answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (for ever).
-Keeps nothing: whatever it holds when it dies is leased again by another actor, and samples made twice count once. What it leaves when it
-drains is not made twice: the next actor finds finished samples and unfinished responses in PARTIALS, and does what is missing.
+answer and the reward (each with a time limit), room in SAMPLES (by the learner's trim), and the bus (without a limit).
+Keeps no state: tasks that it holds when it dies are leased again by another actor, and samples made twice count once. The work that it
+stores when it drains is not repeated: the next actor finds finished samples and unfinished responses in PARTIALS, and makes the rest.
 """
 
 import asyncio
@@ -41,30 +41,30 @@ from rewards.port import RewardRequest, Scorer
 logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 1.0
-"""Longest wait of one request for a task; also how late a drain may be noticed."""
+"""Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
 HAND_BACK_DELAY_S = 1.0
-"""Pause before a task that found no engine is given out again."""
+"""Seconds before a task that found no engine is delivered again."""
 GOODBYE_DELAY_S = 0.5
-"""The same when this actor is told to stop at once: until then its own last request for a task may still be waiting at the bus, and a
-task given to that would be held by nobody until its lease ends."""
+"""Seconds of that delay when this actor is cancelled: until then its own last request for a task may still wait at the bus, and a task
+delivered to that request would be idle until its lease ends."""
 GOODBYE_S = 2.0
-"""Time to hand a task back when this process is told to stop at once."""
+"""Time limit in seconds for handing a task back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fate:
-    """What became of one sample of a leased task."""
+    """Outcome of one sample of a leased task."""
 
     failed: str = ""
-    """Why it is a FAILED one."""
+    """Reason for which the sample is FAILED; else empty."""
     unfinished: str = ""
-    """Why it was not made."""
+    """Reason for which the sample was not generated; else empty."""
     left: Partial | None = None
-    """What the next one to lease the task should know of it."""
+    """Partial for the next actor that leases the task: the unfinished response, or the place of the finished sample."""
 
 
 class Actor:
-    """Works on tasks until it is drained. ``run`` once."""
+    """Works on tasks until it is drained. Call ``run`` once."""
 
     def __init__(self, bus: Bus, *, id: str, config: ActorConfig, generation: SingleTurn, score: Scorer, activity: Activity) -> None:
         self.id = id
@@ -76,7 +76,7 @@ class Actor:
         self._idle_since_s = time.monotonic()
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Lease and work; returns when ``draining`` is set and all that was held is stored or handed back."""
+        """Lease tasks and work on them. Returns when ``draining`` is set and every held task is done or handed back."""
         async with asyncio.TaskGroup() as work:
             work.create_task(self._note_drain(draining))
             for kind in Kind:
@@ -84,11 +84,11 @@ class Actor:
 
     @property
     def held(self) -> int:
-        """Samples of leased tasks that are not done."""
+        """Number of samples of leased tasks that are not done."""
         return self._held
 
     def phase(self) -> tuple[str, str]:
-        """Give the phase for the live row, and what is waited for."""
+        """Return the phase for the live row, and a description of the current wait; empty when there is none."""
         waits_for = self._generation.waits_for() if self._held else ""
         if self._held and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
@@ -108,7 +108,7 @@ class Actor:
             await self._finish_or_leave()
 
     async def _finish_or_leave(self) -> None:
-        """Go on for a while; cut short what is still under way then."""
+        """Work on for ``drain_finish_s``, then cut short the responses that are not finished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_finish_s):
                 while self._held:
@@ -132,7 +132,7 @@ class Actor:
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _next_lease(self, kind: Kind) -> Lease | None:
-        """Wait for a task for a second or so; None when there is none, or no bus."""
+        """Wait up to ``LEASE_WAIT_S`` for a task. Returns None when there is none, or no bus."""
         begin = time.monotonic()
         try:
             lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=kind)
@@ -144,7 +144,7 @@ class Actor:
         return lease
 
     async def _work(self, lease: Lease) -> None:
-        """Make and store what is missing of a task, and say to the queue how it ended."""
+        """Generate and store the missing samples of a task, then ack it, hand it back or report the failure."""
         task = lease.task
         try:
             async with lease.kept():
@@ -171,17 +171,17 @@ class Actor:
             await self._fail(lease, repr(error))
 
     async def _left_by_others(self, lease: Lease) -> dict[int, Partial]:
-        """What those who had the task before have left of it, by index."""
+        """Return the partials that earlier actors stored for the task, by sample index."""
         if lease.deliveries == 1 or not self._config.partials:
             return {}
         try:
             return await self._bus.partials.of(lease.task.id)
-        except BusError as error:  # then all of it is made again
+        except BusError as error:  # then all samples are generated again
             logger.warning("partials unknown task=%d error=%s", lease.task.id, error)
             return {}
 
     async def _leave(self, fates: Sequence[_Fate]) -> None:
-        """Store what the next one should know, while the task is still held."""
+        """Store the partials for the next actor while the task is still held."""
         left = [replace(fate.left, actor=self.id) for fate in fates if fate.left is not None] if self._config.partials else []
         for partial, stored in zip(left, await asyncio.gather(*map(self._store, left)), strict=True):
             self._activity.counters.partials_stored += stored and not partial.sample_seq
@@ -194,7 +194,7 @@ class Actor:
             return False
 
     async def _group(self, lease: Lease, left: dict[int, Partial]) -> list[_Fate]:
-        """Make and store the samples of a task side by side."""
+        """Generate and store the samples of a task concurrently."""
         making: list[asyncio.Task[_Fate]] = []
         try:
             async with asyncio.TaskGroup() as group:
@@ -206,7 +206,7 @@ class Actor:
         return [done.result() for done in making]
 
     async def _sample(self, lease: Lease, index: int, left: Partial | None) -> _Fate:
-        """Make, score and store one sample, if it is missing."""
+        """Generate, score and store one sample, if it is missing."""
         task, counters = lease.task, self._activity.counters
         if left is not None and left.sample_seq:
             counters.samples_found += 1
@@ -234,7 +234,7 @@ class Actor:
         return _Fate(failed=reason)
 
     async def _scored(self, task: Task, sample: Sample) -> Sample:
-        """Give the sample with its reward, or FAILED with the reason; its tokens stay either way."""
+        """Return the sample with its reward, or FAILED with the reason; its tokens stay either way."""
         request = RewardRequest(
             prompt=task.prompt,
             response=sample.response,
@@ -266,7 +266,7 @@ class Actor:
             logger.warning("failure not reported task=%d error=%s", lease.task.id, error)
 
     async def _hand_back(self, lease: Lease, delay_s: float) -> None:
-        """Let others have it; if the bus does not hear it, the lease runs out instead."""
+        """Nak the task. If the nak does not reach the bus, the lease runs out instead."""
         self._activity.counters.tasks_handed_back += 1
         with suppress(BusError, TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
@@ -280,7 +280,7 @@ class Actor:
 
 
 def _stored(sample: Sample, seq: int) -> Partial:
-    """Note where a finished sample stands."""
+    """Return a partial with the stream sequence of a finished sample."""
     return Partial(
         run=sample.run,
         task=sample.task,

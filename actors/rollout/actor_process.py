@@ -1,4 +1,4 @@
-"""The body of an actor process: connect, say that it lives, work until drained. Needs nothing but the URL of the bus."""
+"""The body of an actor process: connect, send heartbeats, work until drained. Needs only the URL of the bus."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from rewards.registry import load
 
 TELL_EVERY_S = 1.0
 REFUSAL_EVERY_S = 5.0
-"""A refusal whose wake-up was missed is found so late at the latest."""
+"""Seconds after which a refusal is found at the latest, if its notification was missed."""
 
 
 async def run_actor(
@@ -37,11 +37,11 @@ async def run_actor(
     allowed: Sequence[str] = (),
     engine: Callable[[str], Engine] | None = None,
 ) -> None:
-    """Work on the tasks of ``run`` until ``draining`` is set and what was held is done.
+    """Work on the tasks of ``run`` until ``draining`` is set and every held task is done or handed back.
 
-    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``), waited for if need be; ``allowed``: see
-    ``config_of_run``. Cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, BadRow,
-    NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
+    A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``) once it is written; ``allowed``: see
+    ``config_of_run``. When cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, NotFound
+    when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
@@ -75,7 +75,7 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
 
 
 async def _heed_refusal(bus: Bus, id: str) -> None:
-    """Raise ActorRefused when the learner refuses this actor; a row that was there before is about an earlier process of this name."""
+    """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process of this name."""
     before: int | None = None
     async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
         revision = 0 if row is None else row[1]
@@ -86,7 +86,7 @@ async def _heed_refusal(bus: Bus, id: str) -> None:
 
 
 async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:
-    """Keep the live row true."""
+    """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
         load = {**activity.load(), "in_flight": float(actor.held)}

@@ -1,4 +1,4 @@
-"""Single turn: one response of one engine to one prompt, as a sample that holds all promises but its reward.
+"""Single turn: generates one response to one prompt, as a valid sample with reward 0.
 
 Knows the Engine port and the shape of a sample; not where tasks come from or where samples go.
 """
@@ -22,16 +22,16 @@ from bus.wire.messages import Partial, Sample, Sampling, Status, Task, Timings
 logger = logging.getLogger(__name__)
 
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
-"""Of what an engine calls its finish; everything else is no finished response."""
+"""Sample status by an engine's finish reason. A response with any other reason is unfinished."""
 
 
 CUT_SHORT_S = 5.0
 ABORT_EVERY_S = 0.2
-"""An abort that comes before its request is heard by nobody: it is said again."""
+"""Seconds between two aborts. An engine ignores an abort that arrives before its request, so it is repeated."""
 
 
 class GenerationFailed(Exception):
-    """A response could not be generated, and trying on is no use."""
+    """A response could not be generated, and no further attempt is made."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class GenerationFailed(Exception):
 
 
 class Unfinished(Exception):
-    """There is no whole response, and that is not the task's fault: no engine was found, or this process is leaving."""
+    """There is no complete response, for a reason outside the task: no engine was found, or this process is leaving."""
 
     def __init__(self, reason: str, partial: Partial | None) -> None:
         super().__init__(reason, partial)
@@ -54,41 +54,41 @@ class Unfinished(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class _Tries:
-    """What has been tried for one response."""
+    """The attempts at one response so far."""
 
     began_s: float = field(default_factory=time.monotonic)
     broken: int = 0
-    """Requests that an engine took and did not finish."""
+    """Number of requests that an engine accepted and did not finish."""
     begun: Generation | None = None
-    """What there is of it already."""
+    """The unfinished response so far; None = none."""
     queued_s: float = 0.0
     generating_s: float = 0.0
-    """Spent on what is begun."""
+    """Seconds spent on ``begun``."""
     avoid: str = ""
-    """Engine that broke the last one."""
+    """Engine of the last attempt."""
     last: str = ""
 
     def begin_again(self) -> None:
-        """Forget what is begun."""
+        """Discard the unfinished response."""
         self.begun, self.generating_s = None, 0.0
 
 
 class SingleTurn:
-    """Generates samples on whatever engine there is."""
+    """Generates samples on any engine of the pool."""
 
     def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S) -> None:
-        """``timeout_s`` bounds one response with all its tries and waits; ``retries`` the requests broken by engines; ``cut_short_s`` what
-        an engine may take to say what it has of the responses that are cut short."""
+        """``timeout_s`` bounds one response with all its attempts and waits, ``retries`` the requests that engines broke off,
+        ``cut_short_s`` the time that an engine has to return the unfinished responses when they are cut short."""
         self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
         self._asking: dict[str, tuple[Engine, asyncio.Timeout]] = {}
-        """Requests under way, by id."""
+        """Requests in flight by id, each with its engine and time limit."""
         self._leaving, self._cut_short_s = False, cut_short_s
 
     async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
-        """Generate sample ``index`` of a task, going on from ``partial`` if that fits; checked, its reward 0.
+        """Generate sample ``index`` of a task, continued from ``partial`` if that fits. The sample is checked and its reward is 0.
 
-        A request that its engine broke off is made again, elsewhere if there is an elsewhere, from what the engine gave of it on; engines
-        that are away, full or not serving are waited for. Raises GenerationFailed, Unfinished.
+        A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits for engines that
+        are away, full or not serving. Raises GenerationFailed, Unfinished.
         """
         tries = _Tries()
         if partial is not None and fits(partial, task, index):
@@ -115,15 +115,15 @@ class SingleTurn:
         raise Unfinished("this actor leaves", _partial(task, index, attempt, tries))
 
     def waits_for(self) -> str:
-        """Say what is waited for; empty when nothing is."""
+        """Return a description of the wait for an engine; empty when no request waits."""
         return self._engines.waits_for()
 
     def give_up_waiting(self) -> None:
-        """Who finds no engine at once gets NoEngine, from now on."""
+        """End samples as Unfinished from now on, instead of waiting for an engine."""
         self._engines.give_up()
 
     async def leave(self) -> None:
-        """Cut short what is under way: from now on every ``sample`` ends with a whole response or in Unfinished, within ``cut_short_s``."""
+        """Abort the requests in flight. Every ``sample`` now returns a complete response or raises Unfinished within ``cut_short_s``."""
         self._leaving = True
         end = asyncio.get_running_loop().time() + self._cut_short_s
         for _, limit in self._asking.values():
@@ -135,7 +135,7 @@ class SingleTurn:
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _try(self, task: Task, index: int, attempt: str, tries: _Tries) -> Sample | None:
-        """Make one request; None when it was cut short. Raises EngineFailed too when the engine broke it off."""
+        """Make one request. Returns None when it was cut short. Raises EngineFailed also when the engine broke it off."""
         begin = time.monotonic()
         left_s = tries.began_s + self._timeout_s - begin
         if tries.last and left_s <= 0:
@@ -163,7 +163,7 @@ class SingleTurn:
             return sample
 
     async def _ask(self, name: str, engine: Engine, task: Task, index: int, attempt: str, tries: _Tries) -> Generation | None:
-        """Give the engine's answer, whole or broken off; None when this process leaves and has none."""
+        """Return the engine's answer, complete or broken off; None when this process leaves without one."""
         if self._leaving:
             return None
         now = time.monotonic()
@@ -185,14 +185,14 @@ class SingleTurn:
         except (BadRequest, EngineFailed) as error:
             if tries.begun is None:
                 raise
-            tries.begin_again()  # what was to be continued may be the reason
+            tries.begin_again()  # the continued response may be the reason
             raise EngineFailed(name, f"did not continue a response: {error}") from error
         finally:
             del self._asking[id]
 
 
 def fits(partial: Partial, task: Task, index: int) -> bool:
-    """Whether this response can be continued as if it had never been interrupted."""
+    """Return whether this response can be continued as if it had never been interrupted."""
     num_tokens, sampling = len(partial.tokens), _sampling(task.sampling, index)
     return (
         (partial.run, partial.task, partial.index, partial.seed) == (task.run, task.id, index, sampling.seed)
@@ -214,7 +214,7 @@ def _begun(partial: Partial) -> Generation:
 
 
 def _partial(task: Task, index: int, attempt: str, tries: _Tries) -> Partial | None:
-    """What there is of a response; None when that is nothing."""
+    """Return the unfinished response as a partial; None when it has no tokens."""
     begun = tries.begun
     if begun is None or not len(begun.tokens):
         return None
@@ -239,12 +239,12 @@ async def _abort(engine: Engine, id: str) -> None:
 
 
 def failed(sample: Sample, reason: str) -> Sample:
-    """Give the sample as FAILED, with the reason; what it has stays."""
+    """Return the sample as FAILED, with the reason in its metadata; its tokens stay."""
     return replace(sample, status=Status.FAILED, reward=0.0, metadata={**sample.metadata, "error": reason})
 
 
 def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
-    """Give the FAILED sample of a response that does not exist."""
+    """Return the FAILED sample of a response that does not exist."""
     nothing = Generation(
         id="",
         tokens=np.zeros(0, np.int32),
@@ -283,5 +283,5 @@ def _sample(task: Task, index: int, attempt: str, answer: Generation, *, engine:
 
 
 def _sampling(sampling: Sampling, index: int) -> Sampling:
-    """Give each sample of a group a seed of its own; the same one every time."""
+    """Return the parameters with a separate seed for each sample of a group, the same in every attempt."""
     return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
