@@ -1,4 +1,4 @@
-"""Responses that called tools, as they were said: clients give back what they understood, which a chat template would spell anew."""
+"""Original texts of responses with tool calls: clients send back parsed calls, which a chat template would render differently."""
 
 import json
 from collections import OrderedDict
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class CalledTexts:
-    """Holds at most ``max_text`` characters; the oldest go first."""
+    """Original texts by call id, at most ``max_text`` characters; the oldest are evicted first."""
 
     def __init__(self, max_text: int) -> None:
         self._max_text, self._size = max_text, 0
         self._by_id: OrderedDict[str, tuple[Any, str]] = OrderedDict()
-        """Id of the first call -> what the client was told, and the text it was made of."""
+        """Id of the first call -> the message sent to the client, normalised, and the text it was parsed from."""
 
     def note(self, message: Mapping[str, Any], text: str) -> None:
-        """A finished response; one without calls is passed over."""
+        """Remember a finished response; one without calls is ignored."""
         if not message.get("tool_calls"):
             return
         self._by_id[message["tool_calls"][0]["id"]] = (_understood(message), text)
@@ -25,7 +25,7 @@ class CalledTexts:
             self._size -= len(oldest)
 
     def as_said(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-        """The messages, with those that are given back unchanged as texts without ``tool_calls``."""
+        """Return the messages; those that the client sent back unchanged have the original text and no ``tool_calls``."""
         return tuple(map(self._one, messages))
 
     def _one(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -37,7 +37,7 @@ class CalledTexts:
 
 
 def _understood(message: Mapping[str, Any]) -> Any:
-    """What must be the same: spelling of JSON and further fields need not."""
+    """Return the parts of a message that must be equal; formatting of JSON and other fields may differ."""
     calls = [(call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message["tool_calls"]]
     return message.get("role"), message.get("content") or "", calls
 

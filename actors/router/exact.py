@@ -1,10 +1,10 @@
 """Middleware that keeps multi-turn clients token-exact: text that an engine has sampled is sent back to it as the very ids it sampled.
 
-A client that works with text puts an earlier response into its next prompt. Tokenised anew, that text seldom has the ids that were sampled:
-the model then reads what it never wrote, and what is trained on is not what was generated. Here the prompt is made of what is remembered
-(``actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines are asked by token ids.
+A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the sampled ids: the
+model then reads tokens that it never generated, and training uses other tokens than were sampled. Here the prompt is made of the remembered
+ids (``actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token ids.
 
-``/retrieve_from_text`` gives the token ids, log-probs and versions of a text, for whoever trains on it.
+``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """
 
 import bisect
@@ -30,13 +30,13 @@ from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 
 MAX_CONTEXT = 1 << 15
-"""Tokens, where neither engine nor model says."""
+"""Context length in tokens, where neither the engine nor the model's config states one."""
 CONTEXT_S = 60.0
-"""What an engine has said of its context is taken for so long."""
+"""Seconds for which the context length reported by an engine is used."""
 
 
 class TokenExact:
-    """A ``Middleware``; one for all requests of a router. Texts of one session are not mixed up with those of another."""
+    """A ``Middleware``; one for all requests of a router. Texts of different sessions are kept apart."""
 
     def __init__(self, config: RouterConfig) -> None:
         """Raises ValueError for a model directory without a tokenizer.json."""
@@ -63,7 +63,7 @@ class TokenExact:
         return await answering(request, handler)
 
     def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
-        """A text as what is known of it and, tokenised, the rest."""
+        """Return a text as its remembered pieces and, tokenised, the rest."""
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
             return known
@@ -95,7 +95,7 @@ class TokenExact:
             return answer.with_(raw)
 
     async def _listening(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
-        """The chunks as they are; the last state of each response is remembered."""
+        """Yield the chunks unchanged, and remember the last state of each response."""
         rest = b""
         async for chunk in chunks:
             *events, rest = (rest + chunk).split(b"\n\n")
@@ -114,18 +114,18 @@ class TokenExact:
             self.remember(prompt, answer, session)
 
     def remember(self, prompt: Sequence[Piece], answer: Mapping[str, Any], session: str = "") -> None:
-        """Take in a finished response; one that does not tell its ids and log-probs is passed over."""
+        """Remember a prompt with its finished response; a response without ids and log-probs is left out."""
         self.tree.remember([*prompt, *self._sampled(answer)], session)
 
     def _sampled(self, answer: Mapping[str, Any]) -> list[Piece]:
-        """A response as what the client sees of it, and what ended it and may be put back by the client: ``<|im_end|>``, a stop string."""
+        """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""
         ids, meta = list(answer.get("output_ids") or ()), answer["meta_info"]
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
         if not ids or len(log_probs) != len(ids) or None in log_probs:
             return []
         versions = _versions(meta, len(ids))
         cut, seen, tail = self._cut(ids, str(answer.get("text") or ""), (meta.get("finish_reason") or {}).get("matched"))
-        if cut and not seen:  # ids that show nothing belong to what shows
+        if cut and not seen:  # ids without visible text belong to the text that is visible
             cut, seen, tail = len(ids), tail, ""
         columns = (tuple(ids), tuple(log_probs), tuple(versions))
         first, second = (tuple(column[:cut] for column in columns), tuple(column[cut:] for column in columns))
@@ -133,7 +133,7 @@ class TokenExact:
         return [*pieces, Piece(text=tail, tokens=second[0], log_probs=second[1], versions=second[2])] if second[0] else pieces
 
     def _cut(self, ids: list[int], seen: str, matched: object) -> tuple[int, str, str]:
-        """(tokens that are seen, their text, the text of the others)."""
+        """Return (number of visible tokens, their text, the text of the others)."""
         if isinstance(matched, int) and ids[-1] == matched:
             return len(ids) - 1, seen, self._text.decode(ids[-1:], skip_special=False)
         whole = self._text.decode(ids)
@@ -183,7 +183,7 @@ class TokenExact:
             return answer.with_(json.dumps(told.whole(answers)).encode())
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
-        """Tokens of prompt and response at an engine, which may take fewer than its model; an answer when none serves."""
+        """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
         if time.monotonic() < self._told_until:
             return self._told_context
         answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b""))
@@ -231,7 +231,7 @@ class TokenExact:
     # -- /retrieve_from_text --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
-        """Of ``text``, or of ``messages`` as the template renders them."""
+        """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
         body = json_map(request.body)
         text, add_special = body.get("text"), True
         if text is None and "messages" in body:
@@ -260,7 +260,7 @@ def _ids(pieces: Sequence[Piece]) -> list[int]:
 
 
 class _Owners:
-    """The prompt of each response: ``n`` of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
+    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
 
     def __init__(self, prompts: Sequence[list[Piece]], params: Any) -> None:
         each = params if isinstance(params, list) else [params] * len(prompts)
@@ -269,13 +269,13 @@ class _Owners:
         self._ends = list(itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts))
 
     def prompt(self, place: int) -> list[Piece] | None:
-        """None for a place that was not asked for."""
+        """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
 
 
 def _state(line: bytes) -> dict[str, Any] | None:
-    """A response as far as it is; None for what is none ([DONE], an error)."""
+    """Return the response state in an event; None for an event without one ([DONE], an error)."""
     if (data := data_of(line)) is None or not data.startswith(b"{"):
         return None
     state = json.loads(data)
@@ -283,7 +283,7 @@ def _state(line: bytes) -> dict[str, Any] | None:
 
 
 def _versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
-    """Of each token; -1 where it is not told as a number."""
+    """Return the version of each token; -1 where it is not reported as a number."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
     versions = [-1] * num_tokens
     for span in spans:
@@ -293,7 +293,7 @@ def _versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
 
 
 async def _refused(answer: Answer) -> Answer:
-    """An engine's refusal in OpenAI's shape."""
+    """Return an engine's refusal in OpenAI's format."""
     raw = await answer.read()
     try:
         told = json.loads(raw)["error"]["message"]

@@ -1,7 +1,7 @@
 """A proxied request and its answer, as middleware sees them. Knows no engine.
 
-A middleware is ``async (request, handler) -> Answer``: it may change the request, ask the handler any number of times, change the answer,
-or give one of its own. Who gets an Answer leaves it by ``async with``, read or not: that frees the engine.
+A middleware is ``async (request, handler) -> Answer``: it may change the request, call the handler any number of times, change the answer,
+or return one of its own. The receiver of an Answer must leave it by ``async with``, read or not: that releases the engine.
 """
 
 import json
@@ -21,22 +21,22 @@ REQUEST_HEADER = "X-Request-Id"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a client asked for."""
+    """A client's request."""
 
     method: str
     path: str
-    """Begins with a slash; decoded, without the query."""
+    """Path that begins with a slash; decoded, without the query."""
     query: str = ""
-    """Encoded."""
+    """Query string, encoded."""
     headers: Mapping[str, str]
-    """Case does not matter."""
+    """Headers; the case of their names does not matter."""
     body: bytes = b""
     session: str = ""
-    """Requests of one session go to one engine, as long as it serves; empty = none."""
+    """Session id. Requests of one session go to one engine, as long as it serves; empty = none."""
 
     @property
     def map(self) -> dict[str, Any]:
-        """Its body as a JSON map; empty when it is none, or one that engines refuse."""
+        """The body as a JSON map; empty when it is no map, or one that engines refuse."""
         if not self.body.lstrip().startswith(b"{"):
             return {}
         try:
@@ -45,11 +45,11 @@ class Request:
             return {}
 
     def field(self, name: str) -> Any:
-        """One field of the map; None when it has not. A large body is parsed only if the name is in it."""
+        """Return one field of the map; None when it is absent. A large body is parsed only if the name is in it."""
         return self.map.get(name) if f'"{name}"'.encode() in self.body else None
 
     def asking(self, body: Mapping[str, Any], path: str | None = None) -> "Request":
-        """The same with another body."""
+        """Return the same request with another body, and another path if given."""
         return replace(self, body=json.dumps(body).encode(), path=self.path if path is None else path)
 
 
@@ -57,26 +57,26 @@ class Answer:
     """Status, headers, and chunks that can be read once."""
 
     def __init__(self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None) -> None:
-        """``held`` is closed, with the error if there was one, when the answer is left."""
+        """``held`` has the resources, closed with the error, if there was one, when the answer is left."""
         self.status, self.headers, self.chunks = status, headers, chunks
         self._held = held or AsyncExitStack()
 
     @classmethod
     def of(cls, status: int, content: Any) -> "Answer":
-        """JSON."""
+        """Return an answer with a JSON body."""
         return cls(status, {"Content-Type": "application/json"}, _once(json.dumps(content).encode()))
 
     @property
     def streamed(self) -> bool:
-        """Server-sent events."""
+        """True when the content is a stream of server-sent events."""
         return self.headers.get("Content-Type", "").startswith("text/event-stream")
 
     async def read(self) -> bytes:
-        """All of it."""
+        """Return the whole content."""
         return b"".join([chunk async for chunk in self.chunks])
 
     def with_(self, chunks: AsyncIterator[bytes] | bytes) -> "Answer":
-        """The same with other content; leaving it leaves this one."""
+        """Return the same answer with other content. It takes over the resources: leaving it releases the engine."""
         headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
         return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, self._held.pop_all())
 
@@ -94,7 +94,7 @@ Middleware = Callable[[Request, Handler], Awaitable[Answer]]
 
 
 def wrapped(handler: Handler, middleware: list[Middleware]) -> Handler:
-    """The handler inside all of them, the first one outermost."""
+    """Return the handler inside all middleware, the first one outermost."""
     for layer in reversed(middleware):
         handler = _around(layer, handler)
     return handler
@@ -108,7 +108,7 @@ def _around(layer: Middleware, inner: Handler) -> Handler:
 
 
 def refusal(status: int, message: str, kind: str) -> Answer:
-    """An error in a shape that SGLang's and OpenAI's clients read."""
+    """Return an error in a format that SGLang's and OpenAI's clients read."""
     return Answer.of(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 

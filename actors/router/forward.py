@@ -1,11 +1,11 @@
-"""One request to one engine, and to another where repeating is safe. Knows HTTP both ways; nothing of what is asked.
+"""Forwards a request to one engine, and to another where repeating is safe. Knows HTTP on both sides, not the content of requests.
 
-Repeated is, before anything was answered:
+As long as nothing was answered, these requests are repeated:
 - a request that was never sent (connection refused, or not made in time): always;
 - one answered 503, when it is GET, HEAD, a generation, or carries a request id: the engine has not begun it;
-- one whose connection broke: only when it is GET or HEAD, or carries a request id.
-(The HTTP client asks the same engine a second time by itself, for methods that HTTP calls idempotent: GET, HEAD, OPTIONS, PUT, DELETE.)
-Not repeated is what took too long: the engine may be at work on it. After the first byte nothing is repeated.
+- one with a broken connection: only when it is GET or HEAD, or carries a request id.
+(The HTTP client itself sends a second request to the same engine for idempotent methods: GET, HEAD, OPTIONS, PUT, DELETE.)
+A request that timed out is not repeated: the engine may still work on it. After the first byte nothing is repeated.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ MAX_REFUSAL_BYTES = 1 << 16
 
 
 class NotSent(EngineUnavailable):
-    """There was no connection: the engine knows nothing of the request."""
+    """There was no connection, so the engine has not received the request."""
 
 
 class Refused(EngineUnavailable):
@@ -56,15 +56,15 @@ class Refused(EngineUnavailable):
 
 
 class RefusedVersion(Refused, VersionUnavailable):
-    """The engine answered 503 because it has not the version asked for: no reason for a quarantine."""
+    """The engine answered 503 because it does not serve the requested version: no reason for a quarantine."""
 
 
 class TookTooLong(EngineError):
-    """A bound on the time of a request was passed; whether the engine is well is for its health checks to find out."""
+    """A time limit of a request has passed. Only the health checks decide whether the engine is healthy."""
 
 
 class Sessions:
-    """Which engine a session is at; the longest unused are forgotten."""
+    """Engine id of each session; the sessions unused for longest are forgotten."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -74,7 +74,7 @@ class Sessions:
         return len(self._engines)
 
     def engine(self, session: str) -> str:
-        """Its id; empty when the session is new."""
+        """Return the engine id of a session; empty when the session is new."""
         return self._engines.get(session, "") if session else ""
 
     def note(self, session: str, engine: str) -> None:
@@ -87,12 +87,12 @@ class Sessions:
 
 
 class Forwarder:
-    """The innermost handler. ``async with`` it."""
+    """The innermost handler. Call ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, engines: Engines, keys: RunKeys | None = None) -> None:
         self._config, self._engines, self._keys = config, engines, keys
         self.sessions = Sessions(config.max_sessions)
-        # A connection a request: one that was kept may be dead, and to find that out looks like an engine that broke off its work.
+        # One connection per request: a kept one may be dead, which looks the same as an engine that broke off its work.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_s),
@@ -103,7 +103,7 @@ class Forwarder:
         await self._session.close()
 
     async def handle(self, request: Request) -> Answer:
-        """The engine's answer, or the reason why there is none."""
+        """Return the engine's answer, or an error with the reason why there is none."""
         deadline, avoid = time.monotonic() + self._config.timeout_s, ""
         for left in range(self._config.retries, -1, -1):
             try:
@@ -119,7 +119,7 @@ class Forwarder:
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: Request, deadline: float, avoid: str) -> Answer:
-        """Raises EngineUnavailable with the engine's id, NoEngine, TookTooLong."""
+        """Forward the request once. Raises EngineUnavailable with the engine's id, NoEngine, TookTooLong."""
         config = self._config
         wait_s = min(config.wait_s, deadline - time.monotonic())
         min_version = request.field("min_version")
@@ -137,13 +137,13 @@ class Forwarder:
             return Answer(response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all())
 
     async def _open(self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float) -> aiohttp.ClientResponse:
-        """A response whose status and headers are there."""
-        # Encoded here, so that the engine sees this very path: nothing in it is taken for a query, or for a way up to another path.
+        """Send the request and return the response with its status and headers. Raises NotSent, Refused, EngineGone, TookTooLong."""
+        # Encoded here, so that the engine sees exactly this path: nothing in it is read as a query or as a step to a parent path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
-        if self._keys is not None:  # the client has shown its key here; without a run's, engines named by hand may ask for the client's own
+        if self._keys is not None:  # the client's key was checked here; without keys of a run, engines added by hand may require it
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"} | await self._keys.headers()
-        headers["Accept-Encoding"] = "identity"  # an engine's words come as they are, each when it is said
+        headers["Accept-Encoding"] = "identity"  # chunks are passed on unchanged, each at once
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 response = await stack.enter_async_context(
@@ -160,7 +160,7 @@ class Forwarder:
             raise EngineGone(id, f"{type(error).__name__}: {error}") from error
 
     async def _chunks(self, response: aiohttp.ClientResponse, id: str, deadline: float) -> AsyncIterator[bytes]:
-        """As they come. Raises EngineGone when the connection breaks, TookTooLong."""
+        """Yield the chunks as they arrive. Raises EngineGone when the connection breaks, TookTooLong."""
         while True:
             try:
                 async with asyncio.timeout(min(self._config.idle_s, deadline - time.monotonic())):
@@ -175,13 +175,13 @@ class Forwarder:
 
 
 class Asker:
-    """Asks an engine whether it serves, and which version."""
+    """Health check of an engine: whether it serves, and which version."""
 
     def __init__(self, session: aiohttp.ClientSession, keys: RunKeys | None = None) -> None:
         self._session, self._keys = session, keys
 
     async def __call__(self, url: str) -> int:
-        """Raises NotServing, EngineUnavailable."""
+        """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable."""
         try:
             async with self._session.get(url + "/health") as response:
                 if response.status != HTTPStatus.OK:

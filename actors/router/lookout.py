@@ -1,4 +1,4 @@
-"""Which engines a router knows: those on the bus and those added by hand, each asked again and again whether it serves."""
+"""Discovery of a router's engines: those on the bus and those added by hand, each with periodic health checks."""
 
 import asyncio
 import logging
@@ -15,25 +15,26 @@ from bus.liveness.live import LiveView
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""A bus that does not answer is not waited for: what the checks of engines have shown is told meanwhile."""
+"""Time limit in seconds of one read from the bus. After it, the last known rows and the health checks are used."""
 Ask = Callable[[str], Awaitable[int]]
-"""Gives the version that the engine at a URL serves. Raises NotServing when it says that it does not, EngineError when it is silent."""
+"""Function that returns the version served at a URL. Raises NotServing when the engine reports that it does not serve, EngineError when it
+does not answer."""
 
 
 class NotServing(EngineUnavailable):
-    """The engine is there, and says that it does not serve now."""
+    """The engine answers, and reports that it does not serve now."""
 
 
 @dataclass(slots=True)
 class _Health:
-    """What the checks of one engine have shown."""
+    """Results of the health checks of one engine."""
 
     version: int = -1
-    """-1 = it has never answered."""
+    """Version at the last answer; -1 = it has never answered."""
     failures: int = 0
-    """Checks in a row without an answer."""
+    """Number of checks in a row without an answer."""
     said: str = ""
-    """Why it does not serve, by its own word."""
+    """Reported reason for which it does not serve; else empty."""
 
 
 class WorkerLookout:
@@ -43,22 +44,22 @@ class WorkerLookout:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
         self._removed: dict[str, str] = {}
-        """By hand: URL -> its process; until it is added again, or another process is there. Its row may come and go."""
+        """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may disappear and return."""
         self._on_bus = LiveLookout(view) if view is not None else None
         self._rows: dict[str, Sighting] = {}
-        """By URL, as last seen."""
+        """Last known rows by URL."""
         self._health: dict[str, _Health] = {}
         self._wake: Callable[[], None] = lambda: None
 
     async def add(self, url: str) -> None:
-        """Know an engine; asked at once, so that it serves from now on if it can."""
+        """Add an engine and check it at once, so that it gets requests from now on if it serves."""
         self._removed.pop(url, None)
         self._by_hand[url] = None
         await self._check(url)
         self._wake()
 
     def remove(self, url: str) -> bool:
-        """Give an engine no more requests, wherever it is known from; False when it is not known."""
+        """Send an engine no more requests, wherever it is known from. Returns False when it is not known."""
         known = url in self.urls()
         self._by_hand.pop(url, None)
         if known:
@@ -67,7 +68,7 @@ class WorkerLookout:
         return known
 
     def urls(self) -> list[str]:
-        """Of all engines known."""
+        """Return the URLs of all known engines."""
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
     async def look(self) -> list[Sighting]:
@@ -75,13 +76,13 @@ class WorkerLookout:
             try:
                 async with asyncio.timeout(LOOK_S):
                     self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.look()}
-            except (BusError, TimeoutError) as error:  # what was seen last is still the best guess, and the checks go on
+            except (BusError, TimeoutError) as error:  # the last known rows are still the best guess, and the checks go on
                 log.debug("engines on the bus not seen error=%s", error or "time-out")
         self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
         return [self._sighting(url) for url in self.urls()]
 
     def _another(self, url: str, process: str) -> bool:
-        """Another process than that one is at a URL."""
+        """Return whether another process than this one is at a URL."""
         return bool(process) and url in self._rows and self._rows[url].process != process
 
     @asynccontextmanager
@@ -95,7 +96,7 @@ class WorkerLookout:
         pass
 
     async def check_for_ever(self) -> None:
-        """Ask every engine every ``health_every_s``; one that is silent delays no other's requests."""
+        """Check every engine every ``health_every_s``; one that does not answer delays no requests to others."""
         while True:
             urls = self.urls()
             await asyncio.gather(*(self._check(url) for url in urls))

@@ -20,9 +20,9 @@ TELL_EVERY_S = 1.0
 
 
 async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
-    """Without ``bus_url`` it knows the engines it is told of, no others, and no keys.
+    """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no keys.
 
-    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that there is not.
+    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
     """
     async with AsyncExitStack() as stack:
         view, heartbeat, keys = None, None, None
@@ -33,7 +33,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             view, keys = LiveView(bus), admin_keys(bus)
             heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("router", id or default_id())))
             route = await asyncio.to_thread(route_to, bus_url)
-            at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may be for this machine alone
+            at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
             config = replace(config, host=at.bind, advertise=at.advertised)
         router = Router(config, view, keys)
         url = await router.start()

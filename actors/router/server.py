@@ -1,4 +1,4 @@
-"""The router's own paths, and every other one passed on to an engine. Knows no bus.
+"""The router's own paths; every other one is forwarded to an engine. Knows no bus.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
 client -> Router --- |
@@ -32,16 +32,16 @@ from weightstore.listener import Access, Listener
 log = logging.getLogger(__name__)
 
 CONTROL = COMMANDS | {"/weights_checker"}
-"""Besides ``/update_weight...``: what is asked of one engine, by its learner itself."""
+"""Paths, besides ``/update_weight...``, that a learner requests of an engine directly; the router refuses them."""
 OWN_COMMANDS = ("/add_worker", "/remove_worker")
 HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "keep-alive"))
 
 
 class Router:
-    """``start``, and ``close`` at the end."""
+    """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
-        """``keys``: of the run, asked for here and presented to engines. Raises ValueError for a middleware that there is not."""
+        """``keys``: keys of the run, required of clients and sent to engines. Raises ValueError for a middleware that does not exist."""
         self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
@@ -58,7 +58,7 @@ class Router:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Look for engines and listen; gives the URL. Raises ValueError for an address that others reach without a key, OSError."""
+        """Start discovery and listen; return the URL. Raises ValueError for an address that other machines reach without a key, OSError."""
         config = self._config
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
         self.lookout = WorkerLookout(config, Asker(self._session, self._keys), self._view)
@@ -79,11 +79,11 @@ class Router:
         return self.url
 
     async def failed(self) -> None:
-        """Return or raise when it looks for engines no more."""
+        """Return or raise when discovery or the health checks end."""
         await first_of(*map(asyncio.shield, self._works))
 
     async def close(self, drain_s: float = 0.0) -> None:
-        """Take nothing more, let what is under way end within ``drain_s``, break off the rest, stop listening."""
+        """Refuse new requests, let those in flight end within ``drain_s``, break off the rest, stop listening."""
         self._draining = True
         try:
             async with asyncio.timeout(drain_s):
@@ -100,7 +100,7 @@ class Router:
 
     @property
     def in_flight(self) -> int:
-        """Requests at engines."""
+        """Number of requests at engines."""
         return sum(each["in_flight"] for each in self.engines.overview())
 
     # -- its own paths --------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Router:
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
     async def _look_again(self) -> None:
-        with suppress(TimeoutError):  # it is done, and seen to a little later
+        with suppress(TimeoutError):  # the change is made, and takes effect a little later
             await self.engines.look_again()
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -138,7 +138,7 @@ class Router:
         return {url: seen.get(url, 0) for url in self.lookout.urls()}
 
     async def _abort(self, request: web.Request) -> web.Response:
-        """To all engines: which of them has the request is not known here."""
+        """Send the abort to all engines: the router does not know which of them has the request."""
         body = await body_of(request)
         if body.get("abort_all"):
             await self._access.want(request, admin=True)
@@ -152,11 +152,11 @@ class Router:
         try:
             async with self._session.post(url + "/abort_request", json=body, headers=headers) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:  # ValueError: no URL at all, from a row
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:  # ValueError: the address in a row is no URL
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
-    # -- what is passed on ----------------------------------------------------------------------------------------------
+    # -- forwarding -----------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
         path = given.path
@@ -174,7 +174,7 @@ class Router:
         return await self._give(given, answer)
 
     async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
-        """Chunk by chunk. When the engine breaks off, so does this: the client must not take half an answer for a whole one."""
+        """Send the answer chunk by chunk. When the engine breaks off, so does this: the client must not accept half an answer."""
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
         try:
@@ -185,13 +185,13 @@ class Router:
                         await response.write(chunk)
         except (EngineError, TimeoutError) as error:
             log.warning("answer broken off path=%s error=%s", given.path, error or "the client does not read")
-            raise ConnectionResetError("answer broken off") from error  # the client sees that there is no end
+            raise ConnectionResetError("answer broken off") from error  # the client sees that the answer is incomplete
         await response.write_eof()
         return response
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """``package.module:factory``, called with the settings."""
+    """Return the result of ``package.module:factory``, called with the settings. Raises ValueError when it does not exist."""
     module, _, name = path.partition(":")
     try:
         factory: Callable[[RouterConfig], Middleware] = getattr(importlib.import_module(module), name)
@@ -201,7 +201,7 @@ def load_middleware(path: str, config: RouterConfig) -> Middleware:
 
 
 def _request(given: web.Request, body: bytes) -> Request:
-    """The session is taken out of header or body: engines know nothing of it."""
+    """Return the request with its session, taken out of header or body: engines do not receive it."""
     request = Request(method=given.method, path=given.path, query=given.rel_url.raw_query_string, headers=given.headers, body=body)
     session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):

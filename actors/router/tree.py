@@ -1,7 +1,7 @@
-"""Text -> the token ids that engines were given and have sampled for it. Pure: knows no tokenizer, no HTTP.
+"""Map from text to the token ids that engines received and sampled for it. Pure: knows no tokenizer, no HTTP.
 
-A radix tree over characters. A node that ends a *piece* (a prompt, a response, what ended the response) has the piece's tokens; only whole
-pieces are ever found again: text that leaves a piece in its middle is another text, and is tokenised as such.
+A radix tree over characters. A node that ends a *piece* (a prompt, a response, the ending of a response) has the piece's tokens; only whole
+pieces are found again: text that leaves a piece in its middle is another text, and is tokenised as such.
 
     "1+1=" -> [16, 10, 16, 28]  --+-- " 2" -> [220, 17] ---- "<|im_end|>" -> [151645]
                                   +-- " two" -> [1378]
@@ -19,9 +19,9 @@ class Piece:
     text: str
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
-    """Of sampled tokens; empty for those that were given."""
+    """Log-probs of sampled tokens; empty for those that were given."""
     versions: tuple[int, ...] = ()
-    """Of the weights that made each; empty for those that were given."""
+    """Version of the weights that generated each; empty for tokens that were given."""
 
     def __post_init__(self) -> None:
         if self.log_probs and not len(self.log_probs) == len(self.versions) == len(self.tokens):
@@ -39,30 +39,30 @@ class _Node:
         self.edge, self.parent = edge, parent
         """Characters between the parent and this node."""
         self.children: dict[str, _Node] = {}
-        """By the first character of their edges."""
+        """Children by the first character of their edges."""
         self.piece: Piece | None = None
         """The piece that ends here; it begins where the one before it on the way from the root ends."""
 
 
 class TokenTree:
-    """Holds at most ``max_text`` characters and as many tokens; what was not asked for longest goes first."""
+    """Holds at most ``max_text`` characters and tokens in all; the pieces unused for longest are evicted first."""
 
     def __init__(self, max_text: int) -> None:
         self._max_text = max_text
         self._roots: dict[str, _Node] = {}
-        """By scope."""
+        """Roots by scope."""
         self._ends: OrderedDict[_Node, str] = OrderedDict()
-        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands behind its ancestors' pieces."""
+        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its ancestors."""
         self.size = 0
-        """Characters, and tokens, of all pieces."""
+        """Number of characters plus number of tokens of all pieces."""
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def remember(self, pieces: Sequence[Piece], scope: str = "") -> None:
-        """A text from its beginning, as pieces. A piece known before is replaced: its ids were sampled later.
+        """Remember a text from its beginning, as pieces. A known piece is replaced: the new ids were sampled later.
 
-        ``scope``: texts of different scopes are not mixed up.
+        ``scope``: texts of different scopes are kept apart.
         """
         shown = [piece for piece in pieces if piece.text]  # ids without text cannot be found again by themselves
         if not shown:
@@ -78,7 +78,7 @@ class TokenTree:
         self._shrink()
 
     def find(self, text: str, scope: str = "") -> tuple[list[Piece], int]:
-        """The longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
+        """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
         node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
         while node is not None and at < len(text):
             node = node.children.get(text[at])
@@ -92,7 +92,7 @@ class TokenTree:
         return [node.piece for node in path if node.piece is not None], best
 
     def _descend(self, node: _Node, text: str) -> _Node:
-        """The node at the end of ``text`` below ``node``; edges are split where they must be."""
+        """Return the node at the end of ``text`` below ``node``; edges are split where needed."""
         while text:
             child = node.children.get(text[0])
             if child is None:
@@ -114,7 +114,7 @@ class TokenTree:
         return middle
 
     def _touch(self, path: Sequence[_Node]) -> None:
-        for node in reversed(path):  # deeper ones are older: they go before what they stand on
+        for node in reversed(path):  # deeper nodes count as older: they are evicted before their ancestors
             self._ends.move_to_end(node)
 
     def _shrink(self) -> None:
@@ -126,7 +126,7 @@ class TokenTree:
             self._prune(node, scope)
 
     def _prune(self, node: _Node, scope: str) -> None:
-        """Take out nodes that lead nowhere, and join one that only leads on."""
+        """Remove nodes without piece and children, and merge a node without piece into its only child."""
         while node.parent is not None and node.piece is None and not node.children:
             del node.parent.children[node.edge[0]]
             node = node.parent
@@ -144,14 +144,14 @@ def _cost(piece: Piece) -> int:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters that both begin with."""
+    """Return the length of the common prefix."""
     if other.startswith(one):
         return len(one)
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def columns(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, int, int]]:
-    """(token id, log-prob, version, 1 where it was sampled) of all pieces; 0.0 and -1 where it was given."""
+    """Yield (token id, log-prob, version, 1) of every sampled token, (token id, 0.0, -1, 0) of every given one."""
     for piece in pieces:
         given = ((token, 0.0, -1, 0) for token in piece.tokens)
         made = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
