@@ -1,9 +1,9 @@
-"""OpenAI's requests as bodies of /generate, and the answers to those as OpenAI's. Pure: knows no HTTP and no engine.
+"""Translation of OpenAI's requests into bodies of /generate, and of the answers back. Pure: knows no HTTP and no engine.
 
     {"messages": [...], "max_tokens": 9}  ->  Asked  ->  {"input_ids": [...], "sampling_params": {...}}
     {"choices": [...], "usage": {...}}    <-  Told   <-  {"output_ids": [...], "meta_info": {...}}
 
-Besides OpenAI's own there are fields that engines' servers have in common: top_k, min_tokens, stop_token_ids, ignore_eos, rid, min_version,
+Besides OpenAI's own fields it takes those common among inference servers: top_k, min_tokens, stop_token_ids, ignore_eos, rid, min_version,
 chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and versions with each choice).
 """
 
@@ -35,7 +35,7 @@ SAMPLING = {
     **{same: same for same in ("top_k", "stop_token_ids", "ignore_eos", "skip_special_tokens", "frequency_penalty", "presence_penalty")},
     **{same: same for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex")},
 }
-"""OpenAI's name, or the common one -> SGLang's."""
+"""Name in OpenAI's API, or the common one -> SGLang's name."""
 OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in reversed(SAMPLING.items())}
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
 COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"}
@@ -45,22 +45,22 @@ WITHOUT_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("parallel_tool_calls", "reasoning_effort", "verbosity"),
 }
-"""Taken and passed over: they change nothing here, and clients send them."""
+"""Fields that are accepted and ignored: clients send them, and they have no effect here."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (None, 0),
     "echo": (None, False),
     "suffix": (None, ""),
     "tool_choice": (None, "none", "auto"),
 }
-"""What cannot be done here, with the values at which it does nothing."""
+"""Unsupported fields, with the values at which they have no effect."""
 OF_TEMPLATE = {"self", "messages", "tools", "documents", "add_generation_prompt"}
-"""What a template is given besides ``chat_template_kwargs``, by the request's own fields."""
+"""Template arguments that are set here, not by ``chat_template_kwargs``."""
 INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A checked request."""
+    """A validated request."""
 
     chat: bool
     model: str
@@ -68,28 +68,28 @@ class Asked:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template."""
     prompts: tuple[str | list[int], ...] = ()
-    """Of a completion."""
+    """Prompts of a completion, as texts or token ids."""
     sampling: Mapping[str, Any]
     passed_on: Mapping[str, Any]
     stream: bool
     usage: bool
-    """A streamed answer ends with the counts."""
+    """True when a streamed answer ends with the token counts."""
     logprobs: bool
     token_ids: bool
-    """Token ids, log-probs and versions with each choice."""
+    """True when each choice has token ids, log-probs and versions."""
 
     @property
     def n(self) -> int:
         return int(self.sampling.get("n", 1))
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> dict[str, Any]:
-        """The body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
+        """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
         params = dict(self.sampling)
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
             params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
         ids, each = [list(prompt) for prompt in prompts], None
-        if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # or a server might give one response n times
+        if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # else a server might return one response n times
             each = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
             ids = [prompt for prompt in ids for _ in range(self.n)]
         return {
@@ -102,7 +102,7 @@ class Asked:
 
 
 def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
-    """Check what is OpenAI's; what becomes SGLang's is checked by the engine. Raises BadRequest."""
+    """Validate OpenAI's own fields; the engine validates those that become SGLang's. Raises BadRequest."""
     known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
     for name, value in body.items():
         if name not in known | WITHOUT_EFFECT:
@@ -142,19 +142,19 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
 
 
 def chat_text(asked: Asked, template: ChatTemplate | None) -> str:
-    """The prompt of a chat. Raises BadRequest."""
+    """Return the prompt of a chat as text. Raises BadRequest."""
     if template is None:
         raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
     return template.render(asked.messages, **asked.template)
 
 
 def form_of_calls(asked: Asked, template: ChatTemplate | None) -> str | None:
-    """Format of tool calls in the answer (``actors.text.tool_calls``); None = the request names none, or the model's format is unknown."""
+    """Return the format of tool calls in the answer (``actors.text.tool_calls``); None = no tools in the request, or an unknown format."""
     return template.form_of_calls if template is not None and asked.template.get("tools") else None
 
 
 def prompt_ids(asked: Asked, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
-    """The prompts as token ids. Raises BadRequest."""
+    """Return the prompts as token ids. Raises BadRequest."""
     if asked.chat:
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
@@ -165,7 +165,7 @@ def prompt_ids(asked: Asked, text: Text | None, template: ChatTemplate | None) -
 
 
 def error(message: str, status: int) -> dict[str, Any]:
-    """In OpenAI's shape."""
+    """Return an error in OpenAI's format."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     where, found, what = message.partition(":")
     if where.startswith("sampling_params."):
@@ -176,28 +176,28 @@ def error(message: str, status: int) -> dict[str, Any]:
 
 
 class Told:
-    """One answer in the making. Places of responses: those of the first prompt, then those of the second, ..."""
+    """Builder of one answer. Responses are numbered by place: those of the first prompt, then those of the second, ..."""
 
     def __init__(
         self, asked: Asked, *, id: str, model: str, created: int, piece: Callable[[int], str] | None, form_of_calls: str | None = None
     ) -> None:
-        """``created``: Unix time, s. ``piece``: the text of one token; None = there is no tokenizer. ``form_of_calls``: see there."""
+        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``form_of_calls``: its result."""
         self._asked, self._id, self._piece, self._form = asked, id, piece, form_of_calls
         kind = "chat.completion" if asked.chat else "text_completion"
         self._head = {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{id}", "created": created, "model": asked.model or model}
         self._whole, self._part = kind, f"{kind}.chunk" if asked.chat else kind
         self._shown: dict[int, int] = {}
-        """Place -> characters that were streamed."""
+        """Place -> number of characters streamed."""
         self._called: dict[int, int] = {}
-        """Place -> calls that were streamed."""
+        """Place -> number of calls streamed."""
         self._counted: dict[int, int] = {}
-        """Place -> tokens that were streamed."""
+        """Place -> number of tokens streamed."""
         self._offsets: dict[int, int] = {}
-        """Place -> characters of the tokens whose log-probs were told."""
+        """Place -> number of characters of the tokens with log-probs sent."""
         self._metas: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """All responses at once."""
+        """Return the answer with all responses."""
         choices = []
         for place, answer in enumerate(answers):
             self._metas[place] = answer["meta_info"]
@@ -210,7 +210,7 @@ class Told:
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
 
     def message(self, answer: Mapping[str, Any]) -> dict[str, Any]:
-        """What an assistant has said and called in a finished chat."""
+        """Return the assistant's message of a finished chat: content and tool calls."""
         said = self._said(_text(answer), finished=True)
         message: dict[str, Any] = {"role": "assistant", "content": said.content}
         if said.calls:
@@ -219,7 +219,7 @@ class Told:
         return message
 
     def parts(self, answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """What is new in a streamed state, which has everything so far."""
+        """Yield the chunks for the new part of a streamed state, which has the whole response so far."""
         place = answer.get("index", 0)
         first = place not in self._shown
         self._metas[place] = answer["meta_info"]
@@ -241,7 +241,7 @@ class Told:
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
 
     def last(self) -> Iterator[dict[str, Any]]:
-        """What comes when all have ended."""
+        """Yield the chunks that follow when all responses have ended."""
         if self._asked.usage:
             yield {**self._head, "object": self._part, "choices": [], "usage": self._usage()}
 
@@ -265,7 +265,7 @@ class Told:
         return (stop,) if isinstance(stop, str) else stop
 
     def _usage(self) -> dict[str, Any]:
-        """Prompts count once, however many responses they have."""
+        """Return the token counts. A prompt counts once, however many responses it has."""
         metas = list(self._metas.values())
         prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._asked.n == 0]
         completion, cached = sum(meta["completion_tokens"] for meta in metas), sum(meta.get("cached_tokens") or 0 for meta in metas)
@@ -310,12 +310,12 @@ def _finish(answer: Mapping[str, Any]) -> str | None:
 
 
 def _bytes(piece: str) -> list[int] | None:
-    """None for a token that is a part of a character."""
+    """Return the bytes of a token's text; None for a token that is a part of a character."""
     return None if INCOMPLETE in piece else list(piece.encode())
 
 
 def _settled(text: str, stops: Sequence[str]) -> int:
-    """Characters of an unfinished text that will not be taken back: neither a part of a character nor of a stop string."""
+    """Return the number of characters of an unfinished text that are final: no part of a character or of a stop string."""
     text = text.rstrip(INCOMPLETE)
     held = 0
     for stop in stops:
@@ -335,7 +335,7 @@ def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
 
 
 def _count(logprobs: object) -> bool:
-    """A completion's ``logprobs``: how many others are told besides the sampled one's."""
+    """Return whether a completion requests log-probs. ``logprobs`` is the number of alternatives to each token; only 0 is supported."""
     if logprobs is None or logprobs is False:
         return False
     if logprobs is True or logprobs == 0:
@@ -377,7 +377,7 @@ def _template(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _grammar(response_format: object) -> dict[str, str]:
-    """What holds a response to JSON, among sampling parameters."""
+    """Return the sampling parameters that constrain a response to JSON."""
     match response_format:
         case None | {"type": "text"}:
             return {}
@@ -390,7 +390,7 @@ def _grammar(response_format: object) -> dict[str, str]:
 
 
 def _prompts(given: object) -> tuple[str | list[int], ...]:
-    """A string, a list of strings, token ids, or lists of token ids."""
+    """Return the prompts, given as a string, a list of strings, token ids, or lists of token ids."""
     if isinstance(given, str):
         return (given,)
     if isinstance(given, list) and given:

@@ -1,4 +1,4 @@
-"""OpenAI's paths of an engine, whichever it is: /v1/models, /v1/completions, /v1/chat/completions, by what it answers to /generate."""
+"""OpenAI's paths of any engine (/v1/models, /v1/completions, /v1/chat/completions), built on its implementation of /generate."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ State = Mapping[str, Any]
 
 
 class Engine(Protocol):
-    """What is to be known of an engine."""
+    """Properties of an engine that the routes need."""
 
     @property
     def url(self) -> str: ...
@@ -35,22 +35,22 @@ class Engine(Protocol):
 
 
 class Generating(Protocol):
-    """An engine's own way to answer /generate."""
+    """An engine's implementation of /generate."""
 
     def states(self, body: Mapping[str, Any]) -> AsyncGenerator[State, None]:
-        """Of a body of /generate: SGLang's JSON of all responses in order; or, streamed, of each as it grows, with its ``index``.
+        """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows, with its ``index``.
 
-        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Whoever closes it early wants no more of it.
+        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the unfinished responses.
         Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
         """
         ...
 
 
 class OpenAiRoutes:
-    """The paths of one engine."""
+    """OpenAI's paths of one engine."""
 
     def __init__(self, engine: Engine, generating: Generating) -> None:
-        """Raises ValueError for a chat template that is none."""
+        """Raises ValueError for an invalid chat template."""
         self._engine, self._generating = engine, generating
         self._model = engine.model_dir.resolve().name
         self._template = ChatTemplate.read(engine.model_dir)
@@ -106,7 +106,7 @@ class OpenAiRoutes:
         return web.json_response(told.whole(answers))
 
     async def _stream(self, request: web.Request, states: AsyncGenerator[State, None], told: openai_api.Told) -> web.StreamResponse:
-        """Begun with the first state: until then a refusal has a status."""
+        """Stream the answer. It begins with the first state, so that an earlier refusal still has an HTTP status."""
         first = await anext(states, None)
         if first is None:
             raise EngineFailed(self._engine.url, "the stream ended before it began")
@@ -126,7 +126,7 @@ class OpenAiRoutes:
         return response
 
     def _good(self, state: State) -> State:
-        """Raises BadRequest, EngineFailed for an error."""
+        """Return the state. Raises BadRequest, EngineUnavailable or EngineFailed if it is an error."""
         if (error := state.get("error")) is None:
             return state
         message, code = str(error.get("message")), int(error.get("code") or 500)

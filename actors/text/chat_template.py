@@ -1,4 +1,4 @@
-"""Chat messages -> text: the chat template of a model directory, rendered as transformers does, without loading it."""
+"""The chat template of a model directory: messages to text, rendered as by transformers but without importing it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what assistants said; here it is rendered like anything else."""
+    """``{% generation %}`` marks an assistant's messages; here its content is rendered like any other."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
@@ -29,25 +29,25 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """Thread-safe."""
+    """The chat template of a model. Thread-safe."""
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """``special``: names to tokens (``eos_token``, ...), as the template knows them."""
+        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self._template, self._special = environment.from_string(source), dict(special)
         self.form_of_calls = form_of(source)
-        """How the model writes calls of tools (``actors.text.tool_calls``); None = not known."""
+        """Format in which the model writes tool calls (``actors.text.tool_calls``); None = unknown."""
 
     @classmethod
     def read(cls, model_dir: Path) -> "ChatTemplate | None":
-        """None when the directory has none. Raises ValueError naming a template that is none."""
+        """Read the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
         file = model_dir / "tokenizer_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         alone = model_dir / "chat_template.jinja"
         source = alone.read_text(encoding="utf-8") if alone.exists() else config.get("chat_template")
-        if isinstance(source, list):  # several by name
+        if isinstance(source, list):  # several templates by name
             source = next((each["template"] for each in source if each["name"] == "default"), None)
         if not source:
             return None
@@ -58,7 +58,7 @@ class ChatTemplate:
             raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **more: Any) -> str:
-        """The prompt as text. Raises BadRequest when the template refuses the messages."""
+        """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
         given = {**self._special, **more}
         try:
             return self._template.render(

@@ -1,4 +1,4 @@
-"""Text and token ids of one model directory: its tokenizer.json, through the tokenizers library alone. Knows no model."""
+"""The tokenizer of a model directory: its tokenizer.json, read with the tokenizers library alone. Knows no model."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """None when there is no tokenizer.json: such an engine takes and gives token ids only."""
+        """Read the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only."""
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"
@@ -33,13 +33,14 @@ class Text:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, added ones included."""
+        """Number of tokens, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """``add_special``: with what the tokenizer puts before and behind every text (a chat template has it in it already).
+        """Return the token ids of a text.
 
-        Raises BadRequest for what is no Unicode text: it has a half of a character of two.
+        ``add_special``: with the tokens that the tokenizer puts before and after every text (a chat template has them already).
+        Raises BadRequest for text with a lone surrogate, which is not valid Unicode.
         """
         try:
             text.encode()
@@ -52,15 +53,15 @@ class Text:
 
 
 class StopStrings:
-    """Looks for stop strings at the end of a growing response, decoding only as many tokens as one of them can span."""
+    """Finds stop strings at the end of a growing response, decoding only as many tokens as one of them can span."""
 
     def __init__(self, text: Text, stops: tuple[str, ...]) -> None:
         self._text, self._stops = text, stops
-        # In tokens: one that shows has at least one byte; four more cover a character cut at the window's edge.
+        # In tokens: each visible one has at least one byte; four more cover a character cut at the window's edge.
         self.window = max(len(stop.encode()) for stop in stops) + 4
 
     def find(self, ids: Sequence[int], begun: Sequence[int] = ()) -> str | None:
-        """The stop string that the newest token completed, of a response that is ``begun`` and then ``ids``."""
+        """Return the stop string that the newest token of the response ``begun + ids`` completed, or None."""
         window = ids[-self.window :]
         if begun and (missing := self.window - len(window)):
             window = [*begun[-missing:], *window]

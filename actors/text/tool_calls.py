@@ -1,9 +1,9 @@
-"""Calls of tools in what a model says: a text as what is said and what is called. Pure.
+"""Parser of tool calls: splits generated text into content and calls. Pure.
 
     tags    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>      Hermes, Qwen2.5, Qwen3
     json    {"name": "add", "parameters": {"a": 3}}; {...}                     Llama 3.1 and later: nothing but calls
 
-What only looks like a call (no JSON, no name, not closed) is said, not called: nothing is lost.
+Text that only looks like a call (no JSON, no name, not closed) stays content: nothing is lost.
 """
 
 import json
@@ -17,35 +17,35 @@ ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a tool."""
+    """One tool call."""
 
     name: str
     arguments: str
-    """A JSON map."""
+    """JSON map of the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A text taken apart. Of a text that grows both only grow, too."""
+    """Content and calls of a text. While the text grows, both only grow."""
 
     content: str
     calls: tuple[Call, ...]
 
 
 def form_of(template: str) -> str | None:
-    """How a model with this chat template writes calls: tags | json; None = in no way known here."""
+    """Return the format in which a model with this chat template writes calls: tags | json; None = unknown."""
     if OPENING in template:
         return "tags"
     return "json" if "<|python_tag|>" in template else None
 
 
 def read(text: str, form: str, *, finished: bool) -> Said:
-    """``finished``: nothing more will come, so whatever is open is said."""
+    """Split a text into content and calls. ``finished``: the text is complete, so an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
 def with_maps(calls: object, where: str) -> list[dict[str, Any]]:
-    """A message's ``tool_calls`` as chat templates want them: arguments as maps. Raises ValueError."""
+    """Return a message's ``tool_calls`` with the arguments as maps, as chat templates expect. Raises ValueError."""
     if not isinstance(calls, list):
         raise ValueError(f"{where}: want a list, got {calls!r}")
     return [_with_map(call, f"{where}[{place}]") for place, call in enumerate(calls)]
@@ -85,17 +85,17 @@ def _read_tags(text: str, finished: bool) -> Said:
 
 
 def _joined(content: str, more: str, calls: list[Call]) -> str:
-    """Blanks between calls are no content."""
+    """Append text to the content; blanks between calls are no content."""
     return content + (more.lstrip() if calls and not content else more)
 
 
 def _ended(content: str, calls: list[Call], finished: bool) -> Said:
-    """Blanks at the end are held back while a call may follow, and dropped behind one."""
+    """Return the result. Blanks at the end are held back while a call may follow, and dropped after one."""
     return Said(content if finished and not calls else content.rstrip(), tuple(calls))
 
 
 def _begun(text: str) -> int:
-    """Characters at the end that may become an opening."""
+    """Return the number of characters at the end that may become an opening tag."""
     return next((size for size in range(min(len(OPENING) - 1, len(text)), 0, -1) if text.endswith(OPENING[:size])), 0)
 
 
@@ -107,7 +107,7 @@ def _read_json(text: str, finished: bool) -> Said:
 
 
 def _calls(text: str) -> tuple[Call, ...]:
-    """All of a text, or nothing."""
+    """Return the calls of a text that has nothing else; none for any other text."""
     decoder, calls, rest = json.JSONDecoder(), [], text.strip()
     while rest:
         try:
@@ -130,7 +130,7 @@ def _call(text: str) -> Call | None:
 
 
 def _called(value: object) -> Call | None:
-    """None for no call. Raises ValueError or RecursionError for one that cannot be told: halves of characters, a thousand lists deep."""
+    """Return the call, None if it is none. Raises ValueError or RecursionError if it cannot be encoded: lone surrogates, deep nesting."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None
     arguments: object = next((value[name] for name in ARGUMENTS if name in value), {})
