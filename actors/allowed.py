@@ -1,7 +1,7 @@
 """Settings that name code, programs, environment or files: from the run's row on the bus they are taken only where this machine allows it.
 
 Otherwise the right to write one row would be the right to run programs on the machine of every engine and actor. Processes that are
-started with a configuration file of their own (``tidemill up``) read no row, and nothing is asked of them.
+started with a configuration file of their own (``tidemill up``) read no row and are not checked.
 """
 
 import json
@@ -21,7 +21,7 @@ GUARDED = {
     "engine.sglang.environment": "the environment of a program",
     "engine.sglang.log": "a file to write",
 }
-"""Settings, and what they name. Of a map every entry counts by itself. Defaults, numbers and rewards of the house are always allowed."""
+"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in rewards are allowed."""
 
 _OWN = {"actor": ActorConfig(), "engine": EngineConfig()}
 
@@ -48,7 +48,7 @@ def refuse_foreign(row: Mapping[str, Any], role: str, allowed: Sequence[str], *,
 
 
 def _guarded(row: Mapping[str, Any], role: str) -> Iterator[tuple[str, str, str]]:
-    """(path, what it names, value as text) of every guarded setting of the row that is not this machine's own."""
+    """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always allowed."""
     for path, what in GUARDED.items():
         if not path.startswith(f"{role}."):
             continue

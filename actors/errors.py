@@ -4,7 +4,7 @@ from bus import exit_codes
 
 
 class ActorRefused(Exception):
-    """The learner has found so many invalid samples of this actor one after the other that no other will come of it."""
+    """The learner has found so many invalid samples of this actor in a row that it expects no valid one."""
 
     def __init__(self, actor: str, invalid: int, reason: str) -> None:
         super().__init__(actor, invalid, reason)
@@ -19,7 +19,7 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError):
-    """The engine cannot be reached, does not serve, is full, or did not answer within the deadline. Another one may be asked."""
+    """The engine cannot be reached, does not serve, is full, or did not answer within the deadline. Another one may serve the request."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, reason)
@@ -30,15 +30,15 @@ class EngineUnavailable(EngineError):
 
 
 class EngineGone(EngineUnavailable):
-    """The connection broke while the engine worked on the request: it died, or was ended. Refused connections are not this."""
+    """The connection broke while the engine worked on the request: it died or was ended. A refused connection does not count."""
 
 
 class VersionUnavailable(EngineUnavailable):
-    """The engine did not come to serve the demanded minimum version in time."""
+    """The engine did not serve the requested minimum version in time."""
 
 
 class EngineFailed(EngineError):
-    """The engine accepted the request and could not complete it (its own fault, HTTP 500), or answered what cannot be understood."""
+    """The engine accepted the request and could not complete it (its own fault, HTTP 500), or its answer cannot be parsed."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, reason)
@@ -49,7 +49,7 @@ class EngineFailed(EngineError):
 
 
 class BadRequest(EngineError, ValueError):
-    """The request can never be served as it is; says where, what was wanted, what came."""
+    """The request can never be served as it is. The reason names the field, the values it accepts and the value received."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -82,7 +82,7 @@ class UpdateRefused(EngineError):
 
 
 class CannotTell(EngineError):
-    """The engine has no checksums that could be compared with anybody else's."""
+    """The engine has no checksums that can be compared with those of another process."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, reason)
@@ -93,7 +93,7 @@ class CannotTell(EngineError):
 
 
 class NotLent(EngineError):
-    """A snapshot that this engine does not have to give; another one may."""
+    """The engine does not have the requested snapshot; another engine may."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -104,7 +104,7 @@ class NotLent(EngineError):
 
 
 class UnsupportedModel(EngineError, ValueError):
-    """The built-in engine has no decoder for this model directory; says which setting it cannot follow."""
+    """The built-in engine has no decoder for this model directory. The reason names the unsupported setting."""
 
     exit_code = exit_codes.CONFIG
 

@@ -1,4 +1,4 @@
-"""Server-sent events, as SGLang and OpenAI's API stream them: a JSON value each, and [DONE] at the end of a stream that is whole."""
+"""Server-sent events as streamed by SGLang and OpenAI's API: one JSON value each, and [DONE] at the end of a complete stream."""
 
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -7,20 +7,20 @@ from typing import Any
 import aiohttp
 
 DATA = b"data: "
-"""Before the data of each event."""
+"""Prefix of the data of each event."""
 END = b"[DONE]"
 DONE = DATA + END + b"\n\n"
 MAX_LINE_BYTES = 1 << 26
-"""Of an event: each state of a stream has everything so far."""
+"""Most bytes of one event: each state of a stream has the whole response so far."""
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """One event, to be written."""
+    """Return one event, encoded."""
     return DATA + json.dumps(content).encode() + b"\n\n"
 
 
 def data_of(line: bytes) -> bytes | None:
-    """The data of one line of a stream: JSON, or END; None for a line without any."""
+    """Return the data of one line of a stream, JSON or END; None for a line without data."""
     return line.removeprefix(DATA) if line.startswith(DATA) else None
 
 

@@ -1,7 +1,7 @@
-"""What our engines' HTTP servers share: bodies and errors in SGLang's JSON.
+"""Parts shared by the engines' HTTP servers: request bodies and errors in SGLang's JSON.
 
-400 = the request is wrong (it says why), 401 = it wants a key of the run, 409 = its learner epoch is stale, 500 = the engine failed,
-501 = it has no such thing, 503 = it does not serve now.
+400 = the request is wrong (the message states why), 401 = a key of the run is required, 404 = the engine does not have this snapshot,
+409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine, 503 = not serving now.
 """
 
 import json
@@ -20,12 +20,12 @@ from weightstore.listener import Handler, Listener
 log = logging.getLogger(__name__)
 
 MEMORY = frozenset({"kv_cache", "weights"})
-"""What an engine can release the memory of."""
+"""Kinds of memory that an engine can release."""
 MAX_DEPTH = 100
-"""Lists and maps in one another; what is deeper cannot be written again by everyone it goes through."""
+"""Most levels of nested lists and maps. Not every encoder that a body passes through can write deeper ones."""
 MAX_S = 1e6
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""In JSON: a half of a character of two, with its other half (an emoji) or without."""
+"""A surrogate in JSON, with its other half (an emoji) or without."""
 COMMANDS = frozenset(
     (
         *("/pause_generation", "/continue_generation", "/flush_cache", "/init_weights_update_group", "/destroy_weights_update_group"),
@@ -33,12 +33,12 @@ COMMANDS = frozenset(
         *("/release_memory_occupation", "/resume_memory_occupation"),
     )
 )
-"""Paths of an engine that change its weights, memory or pauses: they want the run's admin key."""
+"""Paths of an engine that change its weights, memory or pauses; they require the run's admin key."""
 
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Our errors as status codes; whatever else happens is a 500 that says what, and the engine lives on."""
+    """Translate our errors into status codes. Any other exception becomes a 500 with its repr, and the engine keeps running."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -68,7 +68,7 @@ async def body_of(request: web.Request) -> Mapping[str, Any]:
 
 
 def json_map(raw: bytes) -> dict[str, Any]:
-    """A body that is a JSON map, of which whatever is in it can be written again. Raises BadRequest."""
+    """Parse a body. Raises BadRequest unless it is a JSON map that can be encoded again."""
     try:
         body = json.loads(raw.decode())
         deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper(body, MAX_DEPTH)
@@ -98,7 +98,7 @@ def _deeper(value: object, most: int) -> bool:
 
 
 def _want_unicode(body: Mapping[str, Any]) -> None:
-    """No half of a character of two (an emoji that a client has cut): it is none, and cannot be encoded."""
+    """Raise BadRequest for a lone surrogate (half of an emoji that a client has cut): it is no character and cannot be encoded."""
     for name, value in body.items():
         try:
             json.dumps({name: value}, ensure_ascii=False).encode()
@@ -108,7 +108,7 @@ def _want_unicode(body: Mapping[str, Any]) -> None:
 
 
 def seconds_in(body: Mapping[str, Any], name: str, default: float) -> float:
-    """A bound on time."""
+    """Return a time limit in seconds. Raises BadRequest unless it is > 0 and <= MAX_S."""
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_S:
         raise BadRequest(f"{name}: want a number of seconds > 0 and <= {MAX_S:g}, got {value!r}")
@@ -130,12 +130,12 @@ def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def group_in(body: Mapping[str, Any]) -> str:
-    """The process group that is meant."""
+    """Return the name of the process group; SGLang's default if the body has none."""
     return str(need({"group_name": "weight_update_group", **body}, "group_name", str))
 
 
 def version_in(body: Mapping[str, Any]) -> int | None:
-    """SGLang's versions are strings; ours are numbers in them."""
+    """Return the weight version; None if the body has none. SGLang's versions are strings; ours are numbers in them."""
     given = body.get("weight_version")
     if given is None:
         return None
@@ -149,7 +149,7 @@ def version_in(body: Mapping[str, Any]) -> int | None:
 
 
 def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
-    """What memory a release or resume means; null is all of it."""
+    """Return the kinds of memory that a release or resume refers to; null means all of them."""
     tags = body.get("tags")
     if tags is None:
         return MEMORY
@@ -159,7 +159,7 @@ def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
 
 
 def of_update_in(body: Mapping[str, Any]) -> bool:
-    """Which weights a request for checksums means: those of the open update, or those that are served."""
+    """Return whether a request for checksums refers to the weights of the open update, not to the served ones."""
     of = body.get("of", "served")
     if of not in ("served", "update"):
         raise BadRequest(f"of: want served or update, got {of!r}")
@@ -167,7 +167,7 @@ def of_update_in(body: Mapping[str, Any]) -> bool:
 
 
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener as its settings say; its URL. An engine without a bus serves this machine only."""
+    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine only."""
     bind = config.host if host is None else host
     return await listener.start(
         LOOPBACK if bind == AUTO else bind,

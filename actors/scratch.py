@@ -1,4 +1,4 @@
-"""A directory for what a process can fetch again: removed when it ends, or, if it was killed, when another one is made on its machine."""
+"""A directory for data that can be fetched again. Removed when its process ends or, after a kill, when the machine makes the next one."""
 
 import contextlib
 import fcntl
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Self
 
 _LOCK = ".lock"
-"""Held as long as the process lives; in a directory that is just being made it is not there yet."""
+"""Lock file, held as long as the process lives. A directory that is just being created does not have it yet."""
 
 
 class Scratch:
-    """``path`` is an empty directory, but for its lock. Blocking: what killed processes have left may be whole models."""
+    """``path`` is a directory with nothing but its lock. Blocks while it removes those of killed processes, which may hold whole models."""
 
     def __init__(self, what: str) -> None:
         prefix = f"tidemill-{what}-"
@@ -20,7 +20,7 @@ class Scratch:
         self.path = Path(tempfile.mkdtemp(prefix=prefix))
         fresh = self.path / f"{_LOCK}-fresh"
         self._lock = fresh.open("w")
-        with contextlib.suppress(OSError):  # a file system without locks: nobody sweeps there
+        with contextlib.suppress(OSError):  # on a file system without locks, no directory is removed
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             fresh.rename(self.path / _LOCK)
 
@@ -37,6 +37,6 @@ class Scratch:
 
 def _sweep(prefix: str) -> None:
     for directory in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:  # none: being made; not ours: another user's
+        with contextlib.suppress(OSError), (directory / _LOCK).open("r+") as lock:  # no lock: being created; not ours: another user's
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: in use
             shutil.rmtree(directory, ignore_errors=True)
