@@ -1,1 +1,1 @@
-"""Versions, snapshots and deltas that are kept."""
+"""The registry of versions, and the snapshots that are kept."""
