@@ -32,8 +32,8 @@ REISSUED = frozenset({"stale", "lost"})
 EARLY_IDS = 64
 """A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no task."""
 EARLY_SAMPLES = 1024
-"""Most samples that are kept for tasks whose issue is not confirmed yet; further ones are invalid. It bounds the memory that samples of
-invented tasks can take."""
+"""Largest number of samples that are kept for tasks whose issue is not confirmed yet; further ones are invalid. Samples of invented tasks
+are bounded in number by it, not in bytes."""
 
 
 class Disposition(StrEnum):
