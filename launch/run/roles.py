@@ -3,11 +3,12 @@
 import asyncio
 import dataclasses
 import fcntl
+import gc
 import logging
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,17 @@ class Own:
     advertise: str = ""
 
 
+@contextmanager
+def importing() -> Iterator[None]:
+    """Import torch, and what needs it, without garbage collections: they free nothing, and take a quarter of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # the modules stay, so no later collection need walk them
+        gc.enable()
+
+
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
     from bus.client.address import parse
@@ -140,7 +152,9 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
             return
         places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id)
         limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
-        await engine_process.run_engine(places, engine, draining, factory=engine_factory(engine), limits=limits)
+        with importing():
+            factory = engine_factory(engine)
+        await engine_process.run_engine(places, engine, draining, factory=factory, limits=limits)
 
 
 async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
@@ -363,7 +377,9 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
     from learner.feed.places import RankPlaces
-    from learner.ranks import rank
+
+    with importing():
+        from learner.ranks import rank
 
     places = RankPlaces(
         run=config.run,
