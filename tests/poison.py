@@ -1,13 +1,16 @@
 """A reward that fails for some prompts until a file exists: in a module of its own, so that actors find it by its import path."""
 
+import asyncio
 from pathlib import Path
 
 from rewards.digits import digits
 from rewards.port import RewardRequest
+from tests.unhurried import WAIT_S
 
 
-def ones(request: RewardRequest, *, mended: str = "") -> float:
+async def ones(request: RewardRequest, *, mended: str = "") -> float:
     """Return 1; fail for labels that begin with 1 while the file ``mended`` does not exist."""
-    if str(request.label).startswith("1") and not Path(mended).exists():
+    await asyncio.sleep(WAIT_S)
+    if str(request.label).startswith("1") and not Path(mended).exists():  # noqa: ASYNC240
         raise RuntimeError("no judge for a one")
     return digits(request)

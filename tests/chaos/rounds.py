@@ -14,8 +14,9 @@ from bus.wire.messages import LiveRow
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
 from tests.chaos.test_instants import new_steps
+from tests.unhurried import UNHURRIED
 
-SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=20", "bus.lease_s=5", "up.drain_s=60")
+SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=20", "bus.lease_s=5", "up.drain_s=60", UNHURRIED)
 HOWS = ("KILL", "STOP")
 
 

@@ -14,9 +14,10 @@ from bus.wire import subjects
 from bus.wire.messages import Done, Plan
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
+from tests.unhurried import UNHURRIED
 from tests.whole.running import records, until_step, up
 
-SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=5")
+SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=5", UNHURRIED)
 
 
 def test_a_learner_that_was_replaced_writes_nothing_and_ends_with_the_reason(tmp_path: Path) -> None:

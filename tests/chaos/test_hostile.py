@@ -20,7 +20,7 @@ from tests.whole.running import Up, assert_books_balance, until_step, up
 
 RUN, USER = "smoke", "actor-7"
 SETTINGS = ("bus.auth=true", "bus.lease_s=3", "learner.checkpoint_every=10", "learner.weights_digest=true")
-STEPS = 40
+STEPS = 24
 KILLS, STORM_S = 80, 600.0
 ROOM_BYTES = 500_000_000
 """Bytes by which a process may grow beside the foreign actor: its manifests name gigabytes."""

@@ -16,6 +16,7 @@ from tests.whole.running import ROOT
 SHORT, LONG = 14, 200
 
 
+@pytest.mark.slow
 def test_a_short_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Nothing is trimmed, so that all of it can be trained again: an undisturbed learner ends every step in the same bits."""
     storm = Storm(tmp_path, seed=_seed(pytestconfig, 1), kills=SHORT, settings=("bus.history_samples=1000000",))

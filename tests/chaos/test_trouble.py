@@ -24,8 +24,9 @@ from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
+from tests.unhurried import UNHURRIED
 
-SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3")
+SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3", UNHURRIED)
 ROOM_BYTES = 5_000_000_000
 """A size in bytes that the streams of a run never reach."""
 

@@ -12,8 +12,6 @@ from tests.chaos.rounds import HOWS, Round, play
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT
 
 DEADLINE_S = 10.0
-UNHURRIED = ("actor.reward=tests.sglang.unhurried:digits",)
-"""Settings with a slow reward, or the rest of the run would have all cores while a server starts."""
 SLOW_ROUNDS = 5
 
 
@@ -26,12 +24,12 @@ def victims(python: str, tmp_path: Path) -> tuple[str, ...]:
 
 def test_real_engines_that_die_or_freeze_in_the_middle_of_a_push_hold_up_nobody(python: str, tmp_path: Path) -> None:
     rounds = [Round(phase="sglang receiving", how="KILL"), Round(phase="sglang ending", how="STOP", may_end=True)]
-    play(tmp_path, rounds, deadline_s=DEADLINE_S, settings=UNHURRIED, victims=victims(python, tmp_path))
+    play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path))
 
 
 def test_a_real_engine_that_dies_in_a_cohort_with_a_built_in_one(python: str, tmp_path: Path) -> None:
     rounds = [Round(phase="sglang receiving", how="KILL")]
-    log = play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=(*UNHURRIED, "weights.group=all"))
+    log = play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=("weights.group=all",))
     assert re.search(r"push broke off .* phase=bucket .* engines=2 failed=engine-0\n", log), "they shared a group"
 
 
@@ -48,7 +46,7 @@ def test_a_real_engine_whose_cohort_loses_built_in_ones_in_every_phase(python: s
 
 
 def _lose_built_in(python: str, tmp_path: Path, rounds: list[Round]) -> str:
-    settings = (*UNHURRIED, "weights.group=all", *victims(python, tmp_path))
+    settings = ("weights.group=all", *victims(python, tmp_path))
     return play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=("engine.kind=builtin",), settings=settings)
 
 
@@ -57,15 +55,15 @@ def _lose_built_in(python: str, tmp_path: Path, rounds: list[Round]) -> str:
 @pytest.mark.parametrize("number", range(SLOW_ROUNDS))
 def test_rounds_over_every_phase(python: str, tmp_path: Path, number: int, how: str) -> None:
     rounds = [Round(phase=phase, how=how, may_end=True) for phase in SGLANG_PHASES]
-    play(tmp_path, rounds, deadline_s=DEADLINE_S, settings=UNHURRIED, victims=victims(python, tmp_path))
+    play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [*HOWS, "KILL-SERVER", "STOP-SERVER"])
 def test_rounds_over_every_phase_in_a_cohort(python: str, tmp_path: Path, how: str) -> None:
     rounds = [Round(phase=phase, how=how, may_end=True) for phase in SGLANG_PHASES]
-    play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=(*UNHURRIED, "weights.group=all"))
+    play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=("weights.group=all",))
 
 
 def test_a_real_engine_that_joins_serves_the_newest_version_first_and_nobody_waits_for_it(python: str, tmp_path: Path) -> None:
-    join(tmp_path, (*UNHURRIED, *victims(python, tmp_path)))
+    join(tmp_path, victims(python, tmp_path))

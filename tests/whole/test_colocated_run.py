@@ -72,7 +72,7 @@ def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
     """Two engines, two ranks, and every second step makes no version. The first push, after step 2, waits for both engines."""
     settings = (
         *COLOCATED,
-        "learner.steps=12",
+        "learner.steps=8",
         "learner.checkpoint_every=4",
         "weights.push_every=2",
         "up.engines=2",
@@ -82,8 +82,8 @@ def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
         assert run.wait() == 0, run.log[-4000:]
     summary = run.summary
     assert_books_balance(summary, max_lag=2)
-    assert (summary["steps"], summary["pushes"]) == (12, 6), summary
-    assert summary["samples_trained"] == 12 * 8 * 4 and not summary["restarts"], summary
+    assert (summary["steps"], summary["pushes"]) == (8, 4), summary
+    assert summary["samples_trained"] == 8 * 8 * 4 and not summary["restarts"], summary
     assert_never_both(run, engines=2)
     for step in run.metrics[2:]:
         assert step["turn/engines"] == 2, step
@@ -92,7 +92,7 @@ def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
 
 
 async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) -> None:
-    with up(tmp_path, *COLOCATED, "learner.steps=40", "learner.checkpoint_every=4", "learner.weights_digest=true") as run:
+    with up(tmp_path, *COLOCATED, "learner.steps=20", "learner.checkpoint_every=4", "learner.weights_digest=true") as run:
         async with run.bus() as bus:
             learner = await frozen_in_its_turn(bus)
             before = (await live(bus, "engine")).load
@@ -104,7 +104,7 @@ async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) 
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
     summary = run.summary
     assert_books_balance(summary, max_lag=2)
-    assert summary["steps"] == 40
+    assert summary["steps"] == 20
     engine = (run.directory / "logs" / "engine-0.log").read_text()
     assert engine.count("engine loaded") == 1, "the engine lives on"
     assert_never_both(run, engines=1)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bus.streams.connection import Bus
 from tests.chaos.storm import drained_and_judged
+from tests.unhurried import UNHURRIED
 from tests.whole.running import ROOT, assert_books_balance, live, until_step, up
 
 
@@ -44,7 +45,7 @@ async def until(seen: Counter[str], *names: str) -> None:
 
 
 async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=1000000") as run:
+    with up(tmp_path, "learner.steps=1000000", UNHURRIED) as run:
         async with run.bus() as bus, senders(bus) as seen:
             await until_step(bus, 1)
             scale = [sys.executable, "-m", "launch", "scale", "--run-dir", str(run.directory)]
@@ -65,7 +66,7 @@ async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
 
 async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_path: Path) -> None:
     """It has no configuration and no shared directory: settings come from the bus, the model from the learner."""
-    with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=30") as run:
+    with up(tmp_path, "up.engines=0", "up.actors=0", "learner.steps=12") as run:
         async with run.bus() as bus:
             await live(bus, "learner")
             while (row := await bus.rows("run").get("config")) is None:  # noqa: ASYNC110
@@ -78,6 +79,6 @@ async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_pat
             with tidemill("host", "--bus", url, "--name", "away", "--dir", str(away), "engines=1", "actors=1") as host:
                 assert await asyncio.to_thread(run.wait) == 0, run.log
                 host.send_signal(signal.SIGTERM)
-        assert run.summary["steps"] == 30
+        assert run.summary["steps"] == 12
         assert_books_balance(run.summary, max_lag=2)
         assert "no model on this machine path=/nowhere/on/this/machine" in (away / "logs" / "engine-away-0.log").read_text()
