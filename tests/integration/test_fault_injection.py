@@ -160,7 +160,7 @@ def test_a_fault_trips_an_alarm_within_three_steps(make: Make, name: str) -> Non
         assert {alarm.name for alarm in alarms} == {"entropy_gap"}, "every ratio is perfect here"
 
 
-@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("lag", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_healthy_run_trips_none(make: Make, lag: int) -> None:
     loop = make(lag=lag)
     assert not watched([loop.step() for _ in range(40)], max_lag=lag)

@@ -58,7 +58,7 @@ async def world(server: EmbeddedServer, run: str, root: Path) -> AsyncIterator[W
         yield World(url=server.url, run=run, bus=bus, root=root, learner=learner, staleness=StalenessConfig(max_lag=1), config=config)
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, run_id: str, tmp_path: Path, seed: int) -> None:
     print(f"seed {seed}")
     hostile = Hostile(nats_server.url, run_id, seed)

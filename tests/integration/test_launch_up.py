@@ -21,6 +21,7 @@ from launch.run.up import Up
 from launch.settings.loader import load
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
+from tests.unhurried import UNHURRIED
 from tests.whole.running import ROOT, SMOKE, live, until_step, up
 
 
@@ -68,7 +69,7 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
 
 
 async def test_a_learner_that_somebody_drained_has_not_finished(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=5000") as run:
+    with up(tmp_path, "learner.steps=5000", UNHURRIED) as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
             os.kill((await live(bus, "learner")).pid, signal.SIGTERM)

@@ -1,24 +1,50 @@
-"""A run on a bus with users and three servers: no process is refused the access it needs, and no password leaves its file."""
+"""A run on a bus with users and three servers, with pushes by handles: no process is refused the access it needs, and no password leaves
+its file; every version is read out of the learner's memory.
+"""
 
+import re
 from pathlib import Path
+
+import pytest
 
 from bus.server.auth import credentials_file, read_credentials
 from launch.cli.looking import find_run
 from launch.run.access import viewer_line
-from tests.whole.running import assert_books_balance, up
+from tests.whole.running import Up, assert_books_balance, up
+
+BUS = ("bus.auth=true", "bus.cluster=3", "bus.auth_users=2")
+PUSHES = ("weights.transport=handles", "weights.verify=always", "up.engines=2", "weights.min_engines=2")
 
 
-def test_a_run_on_a_cluster_with_users(tmp_path: Path) -> None:
-    with up(tmp_path, "bus.auth=true", "bus.cluster=3", "bus.auth_users=1") as run:
-        assert run.wait() == 0, run.log
-    assert_books_balance(run.summary, max_lag=2)
-    assert run.summary["steps"] == 6
-    auth = run.directory / "auth"
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> Up:
+    """Return a run that has ended."""
+    with up(tmp_path_factory.mktemp("guarded"), *BUS, *PUSHES) as run:
+        assert run.wait() == 0, run.log[-4000:]
+    return run
+
+
+def test_a_run_on_a_cluster_with_users(ended: Up) -> None:
+    assert_books_balance(ended.summary, max_lag=2)
+    assert ended.summary["steps"] == 6
+    auth = ended.directory / "auth"
     passwords = [read_credentials(credentials_file(auth, user))[1].encode() for user in ("learner", "actor-0", "engine-0", "viewer")]
-    for path in [path for path in tmp_path.rglob("*") if path.is_file() and path.parent != auth]:
+    for path in [path for path in ended.directory.parent.rglob("*") if path.is_file() and path.parent != auth]:
         data = path.read_bytes()
         assert not any(password in data for password in passwords), f"{path} holds a password"
         assert path.suffix != ".log" or b"may not publish here" not in data, path.read_text()
+
+
+def test_a_run_pushes_by_handles(ended: Up) -> None:
+    assert ended.summary["pushes"] >= 5
+    logs = {log.name: log.read_text() for log in (ended.directory / "logs").glob("*.log")}
+    pushed = [line for log in logs.values() for line in re.findall(r"pushed version=.*", log)]
+    assert len(pushed) >= 5, pushed
+    for line in pushed[2:]:  # before that an engine may still be loading version 0
+        assert " engines=2 verified=2 evicted=0 " in line, pushed
+    engines = [log for name, log in logs.items() if name.startswith("engine-")]
+    assert len(engines) == 2 and all("the learner joined, by handles" in log for log in engines)
+    assert not any("no handles for this engine" in log for log in logs.values())
 
 
 def test_who_looks_into_a_run_is_its_viewer(tmp_path: Path) -> None:

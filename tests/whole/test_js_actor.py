@@ -11,7 +11,7 @@ from tests.actor_kit import all_samples, row_until
 from tests.js_kit import installed, js_actor
 from tests.whole.running import Up, assert_books_balance, until_step, up
 
-STEPS = 20
+STEPS = 14
 """The learner gets at most three steps ahead of its actors: it cannot end before the last of them has come."""
 
 
@@ -41,7 +41,7 @@ async def _three_actors(run: Up, directory: Path) -> None:
             assert await actor.drain() == 0
             assert await live.get("actor.js-drained") is None
         async with js_actor(directory, url, run.run, "js-killed") as actor:
-            await actor.meanwhile(until_step(bus, 8))
+            await actor.meanwhile(until_step(bus, 6))
             for sample in await all_samples(bus):
                 request = RewardRequest(prompt=sample.prompt, response=sample.response, label=sample.label, status=sample.status)
                 assert sample.reward == pytest.approx(digits(request)), sample

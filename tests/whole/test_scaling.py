@@ -53,7 +53,7 @@ async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
             assert re.search(r"all: actors 1 -> 3\nhost up: engines 1 of 1, actors [123] of 3\n", said), said
             await until(seen, "actor-0", "actor-1", "actor-2")
             url = (run.directory / "bus.url").read_text().strip()
-            with tidemill("actor", "--bus", url, "--id", "by-hand") as by_hand:
+            with tidemill("actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED) as by_hand:
                 await until(seen, "by-hand")
                 by_hand.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(by_hand.wait, 60) == 0

@@ -1,6 +1,8 @@
-"""The main job, small: `tidemill up` from nothing to a trained model, every part real and in a process of its own."""
+"""The main job, small: `tidemill up` from nothing to a trained model, every part real and in a process of its own; and trained again."""
 
 import asyncio
+import hashlib
+import json
 import signal
 import subprocess
 import sys
@@ -9,12 +11,21 @@ from pathlib import Path
 import pytest
 
 from tests.check_kit import write_model
-from tests.whole.running import ROOT, Up, assert_books_balance, up
+from tests.whole.running import ROOT, UP_LIMIT_S, Up, assert_books_balance, until_step, up
+
+LOAD = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); t.AutoTokenizer.from_pretrained(sys.argv[1])"
 
 
-def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -> None:
-    with up(tmp_path, "learner.steps=6", "staleness.max_lag=2", flags=("--fresh",)) as run:
+@pytest.fixture(scope="module")
+def from_nothing(tmp_path_factory: pytest.TempPathFactory) -> Up:
+    """Return a run of six steps that has ended."""
+    with up(tmp_path_factory.mktemp("from-nothing"), "learner.steps=6", "staleness.max_lag=2", flags=("--fresh",)) as run:
         assert run.wait() == 0, run.log[-4000:]
+    return run
+
+
+def test_a_run_from_nothing_to_a_model_that_transformers_loads(from_nothing: Up) -> None:
+    run = from_nothing
     summary = run.summary
     assert_books_balance(summary, max_lag=2)
     assert summary["steps"] == 6
@@ -24,10 +35,47 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(tmp_path: Path) -
     assert summary["tokens_trained"] > 0
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert (run.directory / "curves.png").stat().st_size > 5000
-    code = (
-        "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]); t.AutoTokenizer.from_pretrained(sys.argv[1])"
-    )
-    subprocess.run([sys.executable, "-c", code, str(run.directory / "final")], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", LOAD, str(run.directory / "final")], check=True, cwd=ROOT)
+
+
+def retrain(run: Path, out: Path, *settings: str) -> str:
+    command = [sys.executable, "-m", "launch", "replay", "--run-dir", str(run), "--train", str(out)]
+    for setting in settings:
+        command += ["--set", setting]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def weights(run: Path) -> str:
+    return hashlib.sha256((run / "final/model.safetensors").read_bytes()).hexdigest()
+
+
+def test_a_learner_alone_comes_to_the_same_bits(from_nothing: Up, tmp_path: Path) -> None:
+    """`tidemill replay --train` takes recorded steps again, and leaves the run as it is."""
+    run, again = from_nothing, tmp_path / "again"
+    streams = sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk"))
+    assert "steps 1 to 6 again" in retrain(run.directory, again)
+    assert sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk")) == streams, "the run is not touched"
+    assert weights(again) == weights(run.directory)
+    summary = json.loads((again / "summary.json").read_text())
+    assert_books_balance(summary, max_lag=2)
+    assert summary["samples_trained"] == run.summary["samples_trained"]
+
+
+@pytest.mark.slow
+def test_a_learner_alone_with_another_rate_comes_to_other_bits(from_nothing: Up, tmp_path: Path) -> None:
+    assert "steps 1 to 6 again" in retrain(from_nothing.directory, tmp_path / "other", "learner.optimizer.lr=1e-5")
+    assert weights(tmp_path / "other") != weights(from_nothing.directory)
+
+
+@pytest.mark.slow
+def test_where_samples_were_trimmed_a_learner_alone_begins_behind_the_oldest_checkpoint(tmp_path: Path) -> None:
+    settings = ("learner.steps=8", "learner.checkpoint_every=2", "learner.keep_checkpoints=2", "bus.history_samples=0")
+    with up(tmp_path, *settings) as run:
+        assert run.wait() == 0, run.log
+    assert "steps 7 to 8 again" in retrain(run.directory, tmp_path / "again")
+    assert weights(tmp_path / "again") == weights(run.directory)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +95,7 @@ def test_at_lag_0_all_is_on_policy_and_both_sides_agree(synchronous: Up) -> None
         assert line["offpolicy/tis_clipped_high"] == 0, line
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_train_the_same_steps_as_one(synchronous: Up, tmp_path: Path) -> None:
     """In the first step: same samples (same seeds, same weights), so the same loss and gradient norm."""
     with up(tmp_path, "learner.steps=4", "staleness.max_lag=0", "learner.data_parallel=2") as run:
@@ -58,13 +107,11 @@ def test_two_data_parallel_ranks_train_the_same_steps_as_one(synchronous: Up, tm
 
 def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
     async def stop_after_step_2() -> None:
-        from tests.whole.running import until_step
-
         async with run.bus() as bus:
             await until_step(bus, 2)
 
     with up(tmp_path, "learner.steps=200", "learner.checkpoint_every=2") as run:
-        asyncio.run(asyncio.wait_for(stop_after_step_2(), 120))
+        asyncio.run(asyncio.wait_for(stop_after_step_2(), UP_LIMIT_S))
         run.process.send_signal(signal.SIGINT)
         assert run.wait() in (0, 75), run.log[-4000:]
     assert "--resume" in run.log
