@@ -25,9 +25,13 @@ HEADERS_S = 60.0
 BODY_S = 120.0
 """Deadline from the headers of a request to the end of its body."""
 MAX_BODY_BYTES = 1 << 28
+"""Largest body of a request; a larger one is refused with 413."""
 SHUTDOWN_S = 5.0
+"""Time that requests under way have to end in ``close``."""
 OPEN = frozenset({"/health"})
+"""Paths without a key: monitors and load balancers have none."""
 _BACKLOG = 4096
+"""Connections that may wait to be accepted, as when many clients connect at one moment. Linux lowers it to net.core.somaxconn."""
 _SCHEME = "bearer"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,6 +61,8 @@ class Access:
         scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
         presented = presented.strip() if scheme.lower() == _SCHEME else ""
         try:
+            # The keys may have been made, or replaced, since they were read: a key that does not fit is compared once more with the newest
+            # ones. A request without a key does not make this process read the bus.
             known = (await self.keys.known()).admits(presented, admin=admin)
             if known or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
                 return
@@ -96,6 +102,7 @@ class Listener:
             app.router.add_route(method, where, handler)
         if files is not None:
             app.router.add_static("/", files)
+        # handler_cancellation: a client that hangs up cancels its request, so nothing is generated for it any longer.
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_s, keepalive_timeout=headers_s
         )
@@ -116,6 +123,7 @@ class Listener:
         return url_of(advertise or host, self._runner.addresses[0][1])
 
     async def close(self) -> None:
+        """Stop listening. Requests under way have ``shutdown_s`` to end."""
         await self._runner.cleanup()
 
 
@@ -124,6 +132,8 @@ def _admission(access: Access, body_s: float) -> Middleware:
 
     @web.middleware
     async def admit(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Check the key, read the body, and pass the request to its handler."""
+        # The key is checked before the body is read: a client without it cannot make this process keep a large body.
         await access.check(request)
         if request.can_read_body:
             try:

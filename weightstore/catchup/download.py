@@ -16,6 +16,7 @@ _CHUNK_BYTES = 1 << 20
 _READ_S = 30.0
 """Deadline for the next bytes of a server."""
 _TRIES = 3
+"""Downloads of a file while its bytes do not have its digest. An interrupted one is not repeated here: the next ``fetch`` continues it."""
 
 
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
@@ -28,6 +29,7 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
+    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire: nothing is unpacked.
     timeout = aiohttp.ClientTimeout(total=None, connect=_READ_S, sock_read=_READ_S)
     try:
         aside.mkdir(parents=True, exist_ok=True)
@@ -62,6 +64,7 @@ async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: in
     """Download the rest of the file. Returns its SHA-256."""
     hashed = hashlib.sha256()
     with path.open("ab+") as file:
+        # A name may have belonged to a larger file of another snapshot. A smaller one is found by its digest.
         if file.tell() > size:
             file.truncate(0)
         file.seek(0)

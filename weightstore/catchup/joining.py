@@ -22,10 +22,13 @@ from weightstore.store.registry import HEAD, VersionRegistry
 _log = logging.getLogger(__name__)
 
 Allowed = Callable[[], Awaitable[bool]]
+"""Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain times."""
 
 _POLL_S = 0.5
 _FETCH_S = 600.0
+"""Deadline of one attempt of ``fetch_model``, which logs the reason and begins another one."""
 GRACE_S = 10.0
+"""A push that is under way, or the next one, usually brings the engine to the head within this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str) -> None:
     at = -1
 
     async def copy(directory: Path, version: int, epoch: int) -> None:
+        """Keep the loaded snapshot: its own directory is removed afterwards."""
         nonlocal at
         await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
         at = version
@@ -102,7 +106,7 @@ async def keep_up(
     """
     rows, behind_since, was_stale = bus.rows("weights"), 0.0, False
     while True:
-        await asyncio.sleep(min(1.0, grace_s / 4))
+        await asyncio.sleep(min(1.0, grace_s / 4))  # several looks within any grace period
         try:
             found, _ = await rows.standing(HEAD)
             head = -1 if found is None else int(found.get("version", -1))

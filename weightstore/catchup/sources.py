@@ -31,6 +31,7 @@ OnWait = Callable[[str], None]
 """Called with a description of what the engine is waiting for; "" = nothing any more."""
 
 _REQUEST_AGAIN_S = 2.0
+"""A request is written again after this time: the learner may have failed to write the snapshot, which it does not try again."""
 _POLL_S = 0.5
 
 
@@ -38,7 +39,7 @@ class Source(Protocol):
     """One place that may have the weights of a version."""
 
     async def load(self, goal: VersionRow) -> bool:
-        """Load ``goal`` or a later version; False when this source does not have it now. Raises BusError."""
+        """Load ``goal`` or a later version. Returns False when this source does not have it now. Raises BusError."""
         raise NotImplementedError
 
 
@@ -54,7 +55,10 @@ class Loading:
         self._load, self._directory, self._on_wait, self._keys = load, directory, on_wait, api_keys(bus)
 
     async def from_url(self, row: VersionRow, url: str) -> bool:
-        """Download a snapshot, verify it and load it; a push may bring the version during the download. False when that failed."""
+        """Download a snapshot, verify it and load it; a push may bring the version during the download.
+
+        Returns False when the download, the verification or the loading failed.
+        """
         directory = self._directory / f"v{row.version}"
         self.waiting(f"downloading version {row.version} from {url}")
         await asyncio.to_thread(_remove_partial, self._directory, directory)
@@ -68,7 +72,7 @@ class Loading:
             await asyncio.to_thread(_remove, directory)
 
     async def from_directory(self, row: VersionRow, directory: Path) -> bool:
-        """Load a snapshot that this machine can read; False when the engine refused it."""
+        """Load a snapshot that this machine can read. Returns False when the engine refused it."""
         self.waiting(f"loading version {row.version} from {directory}")
         try:
             await self._load(directory, row.version, row.epoch)
@@ -77,6 +81,7 @@ class Loading:
         return True
 
     def waiting(self, text: str) -> None:
+        """Report ``text`` as the thing that the engine waits for."""
         self.waits_for = text
         self._on_wait(text)
 
@@ -93,11 +98,13 @@ class Peers:
         self._view, self._registry, self._loading = LiveView(bus), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
+        """Download from one peer after another, in random order. A URL that has failed is not tried again."""
         alive = await self._view.alive("engine")
         peers = [row for row in alive if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version]
         for peer in random.sample(peers, len(peers)):  # engines that start together do not all use the same peer
             if peer.id == self._loading.engine:
                 continue
+            # The digest is part of the URL, so that a peer with another model under the same version number refuses.
             row = await self._registry.row(peer.version)
             if row is None or row.state != "published" or not row.digest:
                 continue
@@ -117,6 +124,7 @@ class LearnerSnapshot:
         self._rows, self._registry, self._loading = bus.rows("weights"), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
+        """Load the newest snapshot if it is new enough; else request one, wait for it for at most 2 s, and return False."""
         found = await self._registry.snapshot()
         if found is None or found.version < goal.version or found.snapshot in self._loading.refused:
             await self._request(goal, found)
@@ -129,7 +137,7 @@ class LearnerSnapshot:
     async def _load(self, row: VersionRow) -> bool:
         if row.snapshot.startswith("http"):
             return await self._loading.from_url(row, row.snapshot)
-        directory = Path(row.snapshot)
+        directory = Path(row.snapshot)  # version 0: the model directory, if this machine has it at the same path
         return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
 
     async def _request(self, goal: VersionRow, found: VersionRow | None) -> None:

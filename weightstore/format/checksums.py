@@ -22,6 +22,7 @@ LANES = 1 << 18
 """Lanes summed at a time: their factors (2 MB) stay in the cache."""
 _MOD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
+"""2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood 2014), as the two multipliers and the shifts of ``_mixed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,7 @@ class ChecksumReport:
     parts: tuple[Part, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the report as the map that ``parse`` reads."""
         parts = [{"names": list(part.names), "dtype": part.dtype, "sum": part.sum, "zeros": part.zeros} for part in self.parts]
         return {"scheme": self.scheme, "parts": parts}
 
@@ -73,17 +75,21 @@ def sum64(tensors: Sequence[Tensor]) -> str:
     num_bytes = flat.numel()
     if tail := num_bytes % 4:
         flat = torch.cat([flat, flat.new_zeros(4 - tail)])
+    # A tensor can be viewed as int32 only from a multiple of 4 bytes of its storage; a bucket may hold it at any other.
     if flat.storage_offset() % 4:
         flat = flat.clone()
     lanes, total = flat.view(torch.int32), num_bytes * _mixed(-1)
     factors = _factors(flat.device)
     for block, start in enumerate(range(0, lanes.numel(), LANES)):
+        # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a lane is that of
+        # its place in the block times that of the block, so one table of LANES factors serves tensors of any size.
         part = lanes[start : start + LANES]
         total += int((part.to(torch.int64) * factors[: part.numel()]).sum()) * _mixed(block)
     return f"{total % _MOD:016x}"
 
 
 def sha256(tensors: Sequence[Tensor]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of the bytes of the tensors, one after the other."""
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(_bytes_of(tensor).cpu().numpy().data)
@@ -128,16 +134,17 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _mixed(position: int) -> int:
     """Return an odd number of 64 bits."""
+    # + 2: the smallest position is -1 (the length), and the mixing maps 0 to 0.
     mixed = (position + 2) * _GOLDEN % _MOD
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % _MOD
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % _MOD
-    return (mixed ^ (mixed >> 31)) | 1
+    return (mixed ^ (mixed >> 31)) | 1  # odd, so that the product of two different lanes with it differs modulo 2^64
 
 
 @functools.cache
 def _factors(device: torch.device) -> Tensor:
     """Return int64 [LANES]: the odd numbers of positions 0, 1, ..."""
-    import numpy as np
+    import numpy as np  # torch has no shift of unsigned 64-bit integers
 
     mixed = (np.arange(LANES, dtype=np.uint64) + np.uint64(2)) * np.uint64(_GOLDEN)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -50,6 +50,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the values, which are contiguous."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -80,7 +81,7 @@ class Manifest:
 
     @classmethod
     def of(cls, tensors: "Iterable[tuple[str, Tensor]]") -> "Manifest":
-        """The manifest of named tensors."""
+        """Return the manifest of these named tensors, in their order."""
         return cls(spec_of(name, tensor) for name, tensor in tensors)
 
     @cached_property
@@ -91,6 +92,7 @@ class Manifest:
 
     @cached_property
     def num_bytes(self) -> int:
+        """Size of all tensors together."""
         return sum(spec.num_bytes for spec in self.specs)
 
     def buckets(self, bucket_bytes: int) -> tuple[Bucket, ...]:
@@ -113,11 +115,12 @@ class Manifest:
 
 
 def spec_of(name: str, tensor: "Tensor") -> TensorSpec:
+    """Return the spec of a tensor. Raises BadManifest for a dtype that is not in ``ITEM_BYTES``."""
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
 def unflatten(bucket: Bucket, flat: "Tensor") -> "Iterator[tuple[str, Tensor]]":
-    """The tensors of a bucket as views of its flat uint8 tensor, by name.
+    """Yield (name, tensor) for the tensors of a bucket, as views of its flat uint8 tensor.
 
     Raises BadManifest when the sizes differ.
     """

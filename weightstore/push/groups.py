@@ -34,6 +34,7 @@ _log = logging.getLogger(__name__)
 PHASES = ("joining", "catching up", "serving", "stale")
 """An engine in one of these phases takes part."""
 _LONGEST_PAUSE_S = 600.0
+"""Bound of the pause between two attempts with an engine that keeps failing."""
 _BUCKETS_AHEAD = 3
 """Buckets requested at once from an engine that reads them itself: the next requests wait there."""
 _JOIN_S = 2.0
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class GroupRules:
-    """How push groups are formed, and how their channels are opened."""
+    """Rules by which push groups are formed and their channels opened."""
 
     engines: int
     """Most engines of one group."""
@@ -58,6 +59,7 @@ class GroupRules:
     deadline_s: float
 
     async def open(self, members: Sequence[Member]) -> Channel:
+        """Open a channel to these members: by handles for one that reads the buckets itself, else a process group. Raises PeerLost."""
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
         return await GroupChannel.open(members, at=self.at, backend=self.backend, deadline_s=self.deadline_s)
@@ -83,7 +85,10 @@ class PushGroups:
         """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
 
     async def reconcile(self) -> "list[PushGroup]":
-        """Drop the engines that have gone, add the new ones (they join when they are first updated). Raises BusUnavailable."""
+        """Drop the engines that have gone, add the new ones (they join when they are first updated).
+
+        Returns the groups. Raises BusUnavailable.
+        """
         alive = {row.id: row for row in await self._view.alive("engine")}
         rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
         failed = {identity(row) for row in rows.values()} & self._backoffs.keys()
@@ -92,6 +97,7 @@ class PushGroups:
             row = rows.get(member.id)
             if row is None or identity(row) != member.identity:
                 _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
+                # An engine that is live and takes no part any more is asked to leave. One that died or restarted has no group left.
                 await self._drop(member, leave=row is None and member.id in alive)
         for row in rows.values():
             # a colocated engine is never left out: the learner needs its memory
@@ -111,10 +117,12 @@ class PushGroups:
         await self._drop(member, leave=True)
 
     def succeeded(self, member: Member) -> None:
+        """Record that the engine has taken a version: it is no longer evicted, and its failures are forgotten."""
         self._backoffs.pop(member.identity, None)
         self.evicted.pop(member.id, None)
 
     async def close(self) -> None:
+        """Ask all engines to leave their groups, and release their receivers."""
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
     def _add(self, row: LiveRow) -> None:
@@ -154,11 +162,14 @@ class PushGroup:
 
     @property
     def is_colocated(self) -> bool:
-        """Its engines share the learner's accelerator: all, or none."""
+        """True if its engines share the learner's accelerator: all, or none of them."""
         return any(member.colocated for member in self.members)
 
     def has_room(self, member: Member) -> bool:
-        """Engines of one group are all colocated or none; one that reads the buckets itself has a group of its own."""
+        """Return whether an engine may be added.
+
+        Engines of one group are all colocated or none; one that reads the buckets itself has a group of its own.
+        """
         carries = any(one.receiver.carries for one in (member, *self.members))
         return not carries and member.colocated == self.is_colocated and len(self.members) < self._rules.engines
 
@@ -172,12 +183,15 @@ class PushGroup:
                 served = await self._transfer(going, version, buckets, serve=len(going) == 1 and checks[going[0]] is None)
                 break
             except _GroupBroken as broken:
+                # An engine that did not fail may still be joining, and SGLang gets the time to end that: see ``_JOIN_S``.
                 if broken.phase == "join" and any(not member.single_request for member in going if member not in broken.errors):
                     await asyncio.sleep(min(_JOIN_S, self._rules.deadline_s / 4))
                 self.close()
                 failed = await _failed(going, broken)
                 _log.warning("push broke off version=%d phase=%s engines=%d failed=%s", version, broken.phase, len(going), _ids(failed))
                 outcome |= failed
+                # Where no engine has certainly failed, those that reported an error are retried alone, or all of them if none did:
+                # the error of one reaches the others as a lost peer (docs/decisions/013-pairs-unless-asked.md).
                 suspects = [] if failed else list(broken.errors) or going
                 apart += suspects
                 going = [member for member in going if member not in failed and member not in suspects]
@@ -207,6 +221,7 @@ class PushGroup:
             async with _PushRound() as round:
                 return await _send_in_one_request(round, channel, members, version, buckets, serve, self._rules.deadline_s)
         async with _PushRound() as round:
+            # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by itself.
             await round.each("begin", [(member, member.begin(version)) for member in members])
         async with _PushRound() as round:
             await _send_in_turn(round, channel, members, buckets)
@@ -289,6 +304,7 @@ class _GroupBroken(Exception):
         self.phase, self.errors, self.ours = phase, dict(errors), ours
 
     def error(self, member: Member) -> ReceiverFailed:
+        """Return the error of one engine: its own, else that of the learner's part."""
         reason = "gives no answer any more" if self.ours is None else str(self.ours)
         return self.errors.get(member) or ReceiverFailed(member.receiver.url, self.phase, reason)
 
@@ -309,10 +325,11 @@ class _PushRound:
 
     @property
     def under_way(self) -> list[asyncio.Task[Any]]:
+        """Tasks of the round that have not been waited for to their end."""
         return list(self._tasks)
 
     def start(self, phase: str, member: Member | None, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> asyncio.Task[T]:
-        """Start a task of ``member``; None = of the learner itself."""
+        """Start and return a task of ``member``; None = of the learner itself. With ``timeout_s`` a late one fails as PeerLost."""
         task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
         self._tasks[task] = phase, member
         return task

@@ -65,6 +65,7 @@ class HandleReceiver:
         self._reading, self._gone = asyncio.Lock(), False
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
+        # Before ``connect``: a refusal that comes at once would not be reported to a later monitor.
         self._monitor = self._socket.get_monitor_socket(_GONE)
         try:
             self._socket.connect(url)
@@ -73,17 +74,21 @@ class HandleReceiver:
             raise
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
+        """Send the id of this process, by which the engine notices its end. ``rendezvous`` is not used."""
         await self._offer("join", pid=os.getpid())
 
     async def begin(self, version: int) -> None:
+        """Send ``begin``; the later requests of the push repeat the version."""
         self._version = version
         await self._request("begin", version=version)
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+        """Send the handle of the bucket instead of its bytes. The answer comes when the engine has copied them."""
         tensors = [[spec.name, spec.dtype, list(spec.shape)] for spec in specs]
         await self._offer("bucket", version=self._version, handle=self._memory.handle(flat, self._ranks), specs=tensors)
 
     async def checksums(self) -> ChecksumReport | None:
+        """Return the engine's report; None for the status of an engine without checksums."""
         answer = await self._request("checksums")
         if answer["status"] in NOT_SUPPORTED:
             return None
@@ -93,23 +98,29 @@ class HandleReceiver:
             raise ReceiverFailed(self.url, "checksums", str(error), answered=True) from None
 
     async def end(self) -> float:
+        """Send ``end`` and return the seconds in its answer."""
         return stall_of(self.url, "end", await self._request("end", version=self._version))
 
     async def leave(self) -> None:
+        """Send ``leave``; the engine unmaps this process' memory."""
         await self._request("leave")
 
     async def load_snapshot(self, directory: str, version: int) -> float:
+        """Send the path: engine and learner are on one host."""
         return stall_of(self.url, "load", await self._request("load", directory=directory, version=version))
 
     async def release(self) -> None:
+        """Release by the control receiver, which must be there."""
         assert self._control is not None
         await self._control.release()
 
     async def resume(self, what: str) -> None:
+        """Resume by the control receiver, which must be there."""
         assert self._control is not None
         await self._control.resume(what)
 
     def close(self) -> None:
+        """Close the control receiver and this one's socket."""
         if self._control is not None:
             self._control.close()
         self._close_socket()
@@ -153,6 +164,8 @@ class HandleReceiver:
         answer = self._waiters[id] = asyncio.get_running_loop().create_future()
         try:
             while not answer.done():
+                # Requests may be under way at the same time, but a socket has one reader: the waiter with the lock reads one answer, of any
+                # of them.
                 async with self._reading:
                     if not answer.done():
                         await self._read(verb)
@@ -187,7 +200,7 @@ class HandleReceivers:
         """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried again."""
 
     def open(self, row: LiveRow) -> WeightReceiver:
-        """Open the receiver of an engine. An engine that gets no handles is logged once."""
+        """Return a receiver for an engine; one that gets no handles is logged once."""
         otherwise = self._otherwise(row)
         if why := self._why_not(row):
             if row.id not in self._logged:
@@ -210,6 +223,7 @@ class HandleReceivers:
             return self.open(row)
 
     def close(self) -> None:
+        """Close the sockets of all receivers that were opened."""
         self._context.destroy(linger=0)
 
     def _why_not(self, row: LiveRow) -> str:

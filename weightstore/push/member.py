@@ -34,13 +34,14 @@ T = TypeVar("T")
 GROUP = "tidemill"
 """Name of every process group: an engine that still has one of that name leaves it first."""
 _LEAVE_S = 1.0
+"""Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group anyway."""
 _SHOWN = 5
 """Differing tensors named in an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updated:
-    """How an engine took a version."""
+    """Times of one engine's update to a version."""
 
     stall_s: float
     """Seconds for which generation was paused."""
@@ -60,15 +61,18 @@ class Member:
         self.receiver, self.deadline_s = receiver, deadline_s
         self.verified = False
         """Its checksums have been compared once, or it has none to compare."""
+        # Both sides must know the request: the engine by its live row, the adapter by its type (that for handles does not).
         self._push_receiver = receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
         self._joined = False
 
     @property
     def single_request(self) -> bool:
-        """It can get a push in one request (``receive``) instead of ``begin`` and the buckets."""
+        """True if a push can be one request (``receive``) instead of ``begin`` and the buckets."""
         return self._push_receiver is not None
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
+        """Join the process group of the channel; None for a channel without one."""
+        # Set before the request: an engine may have joined although its answer was lost, and then has a group to leave.
         self._joined = True
         async with self.phase("join"):
             await self.receiver.join(rendezvous)
@@ -92,7 +96,7 @@ class Member:
     async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
         """Have the engine serve the version, unless it does already (``served_s``).
 
-        With ``check`` its checksums are compared first, and an error names the tensors.
+        With ``check`` its checksums are compared first, and an error names the tensors. Returns the times that pause and comparison took.
         """
         verify_s = None if check is None else await self._verify(version, check)
         stall_s = served_s
@@ -188,7 +192,9 @@ class Channel(Protocol):
     async def send(self, flat: Tensor) -> None:
         """The learner's part of a bucket, once for all members, in the order in which they are requested to receive them."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the channel. A call under way ends by the deadline of the process group."""
+        ...
 
 
 class GroupChannel:
@@ -209,7 +215,8 @@ class GroupChannel:
 
     @classmethod
     async def open(cls, members: Sequence[Member], *, at: Reach, backend: str, deadline_s: float) -> "GroupChannel":
-        """Listen; the members have not joined yet. Raises PeerLost."""
+        """Listen, and return the channel; the members have not joined yet. Raises PeerLost."""
+        # One thread for each channel: a call that hangs until its deadline delays no other group.
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {members[0].id}")
         size = 1 + sum(member.ranks for member in members)
         try:
@@ -220,9 +227,11 @@ class GroupChannel:
         return cls(group, members, thread, deadline_s, bare(at.advertised))
 
     async def meet(self) -> None:
+        """Wait until the ranks of all members have joined the group."""
         await _run(self._thread, self._group.meet)
 
     async def join(self, member: Member) -> None:
+        """Have the engine join the group; its processes take as many ranks, from its first one."""
         group = self._group
         where = Rendezvous(
             host=self._address,
@@ -235,6 +244,7 @@ class GroupChannel:
         await member.join(where)
 
     async def send(self, flat: Tensor) -> None:
+        """Broadcast the bucket to all members, in the channel's thread."""
         await _run(self._thread, lambda: self._send(flat))
 
     def _send(self, flat: Tensor) -> None:
@@ -248,6 +258,7 @@ class GroupChannel:
             raise
 
     def close(self) -> None:
+        """Close the group and let its thread end, without waiting for a call under way."""
         self._group.close()
         self._thread.shutdown(wait=False)
 
@@ -259,6 +270,7 @@ class HandleChannel:
         pass
 
     async def join(self, member: Member) -> None:
+        """Have the engine join without a process group."""
         await member.join(None)
 
     async def send(self, flat: Tensor) -> None:

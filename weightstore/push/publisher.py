@@ -43,7 +43,9 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_S = 60.0
+"""Time that the bus has to answer when the publisher starts."""
 _CLOSE_S = 10.0
+"""Time that the thread has to end, beyond the deadline of the phase that a push may be in."""
 _STAGING_S = 600.0
 """A snapshot that is being written holds its staging copy for as long as the disk takes."""
 _DEFAULT_BUS = BusConfig()
@@ -58,6 +60,7 @@ class Staged:
     prepare_s: float
 
     def release(self) -> None:
+        """Give the copy back. A push under way keeps its own hold of it."""
         self.staging.release()
 
 
@@ -69,6 +72,7 @@ class PushHandle:
 
     @property
     def done(self) -> bool:
+        """True once the push has ended, with success or failure."""
         return self._future.done()
 
     def wait(self) -> None:
@@ -79,7 +83,10 @@ class PushHandle:
             return
 
     def result(self, timeout: float | None = None) -> PushReport:
-        """Wait for the end of the push. Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way."""
+        """Wait for the end of the push. Returns its report.
+
+        Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way.
+        """
         try:
             return self._future.result(timeout)
         except CancelledError:
@@ -143,7 +150,7 @@ class Publisher:
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
         """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
 
-        Waits as ``stage`` does. Raises BadManifest, Fenced, PublisherClosed; the handle has the outcome of the push.
+        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced, PublisherClosed.
         """
         staged = self.stage(step, tensors)
         try:
@@ -155,7 +162,7 @@ class Publisher:
         return handle
 
     def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]]) -> "Staged":
-        """Copy the tensors now; ``release`` the copy when it is not to be pushed (again).
+        """Copy the tensors now, and return the copy; ``release`` it when it is not to be pushed (again).
 
         Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the version before the
         head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
@@ -176,8 +183,9 @@ class Publisher:
         return Staged(staging, step, time.perf_counter() - since)
 
     def push(self, staged: "Staged") -> PushHandle:
-        """Push a copy as the next version in the background; one push at a time. Raises Fenced, PublisherClosed."""
+        """Push a copy as the next version in the background, and return the handle; one push at a time. Raises Fenced, PublisherClosed."""
         self._running()
+        # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once or push it again.
         self._last = PushHandle(self._submit(self._push(staged.staging.hold(), staged.step, staged.prepare_s)))
         return self._last
 
@@ -236,6 +244,7 @@ class Publisher:
             raise PublisherClosed(f"publisher: {error}") from None
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
+        # The loop may have ended between the call above and this line, after ``_run`` cancelled the futures that it knew.
         if self._over:
             future.cancel()
         return future
@@ -279,6 +288,7 @@ class Publisher:
                 self._pusher = pusher
                 self._ready.set()
                 await self._closing.wait()
+                # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait for its end.
                 for task in [*background, self._pushing]:
                     if task is not None:
                         task.cancel()

@@ -38,7 +38,9 @@ from weightstore.transport.staging import Staging
 _log = logging.getLogger(__name__)
 
 _POLL_S = 1.0
+"""Interval at which live rows and snapshot requests are read, besides the wake-ups."""
 _GATHER_S = 0.25
+"""Interval of looking for more engines while there are fewer than ``min_engines``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +104,12 @@ class Pusher:
         """Fence older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
         config = self._config
         keys = await make_keys(self._bus)
+        # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss its deadline.
         connector = aiohttp.TCPConnector(limit=0)
         session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
 
         def over_http(row: LiveRow) -> WeightReceiver:
+            """Make the HTTP receiver of a live engine."""
             return HttpReceiver(session, row.address, epoch=self._epoch, deadline_s=config.phase_deadline_s)
 
         self._groups = PushGroups(
@@ -128,14 +132,17 @@ class Pusher:
         return receivers.open
 
     async def publish_initial(self, where: str, digest: str) -> VersionRow:
+        """Publish the weights in the directory ``where`` as version 0, unless there is a head. Returns the head. Raises Fenced."""
         self.head = await self._registry.publish_initial(where, self._epoch, digest=digest)
         return self.head
 
     async def push(self, staging: Staging, step: int, prepare_s: float) -> PushReport:
-        """Push a filled copy, and release it at the end. Raises PushFailed, Fenced."""
+        """Push a filled copy as the next version, and release it at the end. Returns the report. Raises PushFailed, Fenced."""
         since, row = time.perf_counter(), None
         evicted: dict[str, str] = {}
         try:
+            # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is there before any engine
+            # has it, so a reader of its tokens finds the step; the head moves when the engines have it.
             await self._release_accelerator()
             row = await self._registry.reserve(step, self._epoch, digest=staging.manifest.digest)
             staging.version, staging.step = row.version, step
@@ -214,6 +221,7 @@ class Pusher:
         """Run ``work`` for all members at once. Returns the ids of those that succeeded; the others are evicted."""
 
         async def one(member: Member) -> str:
+            """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
             try:
                 await work(member)
             except ReceiverFailed as error:
@@ -270,9 +278,11 @@ class Pusher:
         """Push to all groups at once. Returns the engines that took the version; the others are evicted, and added to ``evicted``."""
 
         def check_of(member: Member) -> Check | None:
+            """Return the comparison of a member's checksums if it is due, else None."""
             return staging.differences if self._config.verify == "always" or self._is_unverified(member) else None
 
         async def update_group(group: PushGroup) -> dict[str, Updated]:
+            """Push to one group and evict the members that failed. Returns the times of the others."""
             outcome = await group.update(staging.version, staging.buckets, check_of)
             failed = {member: how for member, how in outcome.items() if not isinstance(how, Updated)}
             evicted.update({member.id: f"{how.phase}: {how.reason}" for member, how in failed.items()})
@@ -281,6 +291,7 @@ class Pusher:
                 self._groups.succeeded(member)
             return {member.id: how for member, how in outcome.items() if isinstance(how, Updated)}
 
+        # All groups end before an error is raised: none may go on with a copy that the caller then releases.
         found = await asyncio.gather(*[update_group(group) for group in groups], return_exceptions=True)
         updated: dict[str, Updated] = {}
         for took in found:

@@ -69,6 +69,7 @@ class AcceleratorLease:
 
     async def _write(self, whose: str, epoch: int) -> None:
         def changed(found: Value | None) -> Value | None:
+            """Return the new row; None, so that nothing is written, if it belongs to a newer learner."""
             replaced = found is not None and int(found.get("epoch", 0)) > epoch
             return None if replaced else {"whose": whose, "epoch": epoch}
 

@@ -79,6 +79,7 @@ class VersionRegistry:
         """Fence the learners of lower epochs. Returns the head. Raises Fenced when this learner is fenced itself."""
 
         def fenced(head: Value | None) -> Value:
+            """Return the head with the new fence."""
             _check_fence(head, epoch)
             return {**(head or {}), "fence": epoch}
 
@@ -98,6 +99,7 @@ class VersionRegistry:
             VersionRow(version=version, step=known[version], epoch=epoch, state="published") for version in known.keys() - set(present)
         ]
         if missing:
+            # New versions are numbered after the highest row, so this row alone skips the numbers in between.
             unused = VersionRow(version=highest + UNUSED_AFTER_LOSS, step=known[max(known)], epoch=epoch, state="failed")
             for row in (*missing, unused):
                 with suppress(RowConflict):
@@ -114,6 +116,7 @@ class VersionRegistry:
 
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
         def raised(value: Value | None) -> Value | None:
+            """Return ``newest`` as the head, unless the head is as new."""
             _check_fence(value, epoch)
             head = None if value is None else _parse(HEAD, value)
             if head is not None and head.version >= newest.version:
@@ -150,7 +153,7 @@ class VersionRegistry:
         return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
-        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Raises Fenced."""
+        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Returns it. Raises Fenced."""
         found = await self._rows.get(HEAD)
         _check_fence(None if found is None else found[0], epoch)
         if not self._next:
@@ -165,15 +168,19 @@ class VersionRegistry:
                 continue
 
     async def publish(self, row: VersionRow) -> VersionRow:
-        """Make the version the head. Raises Fenced when a newer learner has written: by its epoch, or by a higher version."""
+        """Make the version the head. Returns its row, ``published``.
+
+        Raises Fenced when a newer learner has written, which shows by its epoch or by a higher version.
+        """
         row = dataclasses.replace(row, state="published")
 
         def published(value: Value | None) -> Value | None:
+            """Return the version as the head; None if it is the head already."""
             _check_fence(value, row.epoch)
             head = None if value is None else _parse(HEAD, value)
             if head is None or head.version < row.version:
                 return {**dataclasses.asdict(row), "fence": row.epoch}
-            if (head.version, head.epoch) == (row.version, row.epoch):
+            if (head.version, head.epoch) == (row.version, row.epoch):  # a repeated call
                 return None
             raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
 
@@ -188,7 +195,7 @@ class VersionRegistry:
     async def set_snapshot(self, version: int, where: str) -> None:
         """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not exist."""
         await self._change(_key(version), version, snapshot=where)
-        await self._change(HEAD, version, snapshot=where)
+        await self._change(HEAD, version, snapshot=where)  # only while it is the head
         row = await self.row(version)
         if row is None:
             raise NotFound("weights", f"version {version}")
@@ -208,6 +215,7 @@ class VersionRegistry:
         """Return the row with ``after``, which is set once."""
 
         def begun(found: Value | None) -> Value | None:
+            """Return the row with ``after``; None if it is set already, or the row is gone."""
             return None if found is None or int(found.get("after", -1)) >= 0 else {**found, "after": seq}
 
         found = (await self._rows.change(_key(row.version), begun)).after
@@ -226,6 +234,7 @@ class VersionRegistry:
         """Keep the row ``snapshot`` at the newest version that has one; that version may also lose its snapshot."""
 
         def noted(found: Value | None) -> Value | None:
+            """Return the row to keep; None for an older version, or a newer one without a snapshot."""
             before = -1 if found is None else int(found["version"])
             if row.version < before or (row.version > before and not row.snapshot):
                 return None
@@ -241,6 +250,7 @@ class VersionRegistry:
         """Change fields of a row if it is that of this version."""
 
         def changed(found: Value | None) -> Value | None:
+            """Return the row with the changes; None if it is that of another version."""
             return None if found is None or found.get("version") != version else {**found, **changes}
 
         await self._rows.change(key, changed, replace_unreadable=True)

@@ -23,7 +23,9 @@ from weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+"""Version of manifest.json."""
 SHARD_BYTES = 4_000_000_000
+"""Largest weight file, unless a single tensor is larger."""
 ASIDE = ".part"
 """Suffix of a directory that is being written."""
 
@@ -57,12 +59,13 @@ class SnapshotInfo:
     """name -> (bytes, SHA-256 in hexadecimal)"""
 
     def to_json(self) -> str:
+        """Return the text of manifest.json, which ``parse`` reads."""
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
         return json.dumps({"format": FORMAT, "version": self.version, "step": self.step, "digest": self.digest, "files": files}, indent=1)
 
     @classmethod
     def parse(cls, where: str, text: str | bytes) -> "SnapshotInfo":
-        """Parse manifest.json. Raises SnapshotBroken."""
+        """Return the contents of a manifest.json; ``where`` names it in errors. Raises SnapshotBroken."""
         try:
             row = json.loads(text)
             if row["format"] != FORMAT:
@@ -72,6 +75,7 @@ class SnapshotInfo:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SnapshotBroken(where, "a snapshot's manifest", repr(error)) from None
         for name in files:
+            # The manifest may come from another machine, and a file is written under each name: it must not lead out of the directory.
             if Path(name).name != name or name in (".", ".."):
                 raise SnapshotBroken(where, "plain file names", repr(name))
         return info
@@ -90,7 +94,7 @@ def write(
     """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
 
     Configuration and tokenizer are copied from ``model_dir``. With ``durable`` all is synced to the disk and survives a loss of power;
-    without, such a loss may leave a directory that ``verify`` refuses.
+    without, such a loss may leave a directory that ``verify`` refuses. Returns the contents of the manifest.
     """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
@@ -109,14 +113,17 @@ def write(
 
 
 def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: str) -> SnapshotInfo:
-    """Make a snapshot of a model directory with its weights; files are linked if the file system supports it."""
+    """Make a snapshot of a model directory with its weights; files are linked if the file system supports it.
+
+    ``digest`` is that of the manifest of its tensors, which are not read. Returns the contents of the manifest.
+    """
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
             try:
-                os.link(path.resolve(), aside / path.name)
+                os.link(path.resolve(), aside / path.name)  # the file itself: a Hugging Face cache consists of symbolic links
             except OSError:
                 shutil.copyfile(path, aside / path.name)
     files = {path.name: _hash_file(path) for path in aside.iterdir()}
@@ -139,7 +146,7 @@ def rename_into_place(aside: Path, directory: Path, *, durable: bool) -> None:
 
 
 def read_info(directory: Path) -> SnapshotInfo:
-    """Read manifest.json of a snapshot. Raises SnapshotBroken."""
+    """Return the contents of a snapshot's manifest.json. Raises SnapshotBroken."""
     path = directory / MANIFEST
     try:
         return SnapshotInfo.parse(str(path), path.read_bytes())
@@ -148,7 +155,10 @@ def read_info(directory: Path) -> SnapshotInfo:
 
 
 def verify(directory: Path) -> SnapshotInfo:
-    """Read and hash every file. Raises SnapshotBroken naming the first that is missing, cut short or changed."""
+    """Read and hash every file. Returns the contents of the manifest.
+
+    Raises SnapshotBroken naming the first file that is missing, cut short or changed.
+    """
     info = read_info(directory)
     for name, (size, digest) in info.files.items():
         path = directory / name
@@ -190,6 +200,7 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
             size = 0
         shards[-1].append(spec)
         size += spec.num_bytes
+    # As the safetensors library orders a file: tensors with larger items first, so that each begins at a multiple of its item size.
     return [sorted(shard, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)) for shard in shards]
 
 
@@ -201,7 +212,7 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
         header[spec.name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.num_bytes]}
         end += spec.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # the format allows spaces here, and the data then begins at a multiple of 8
     with path.open("wb") as file:
         out = HashingFile(file)
         out.write(len(text).to_bytes(8, "little"))
@@ -220,6 +231,7 @@ class HashingFile:
         self.size, self.digest = 0, hashlib.sha256()
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write, count and hash the bytes."""
         self._file.write(data)
         self.digest.update(data)
         self.size += len(data)

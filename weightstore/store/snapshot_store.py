@@ -67,6 +67,7 @@ class SnapshotStore:
                 await asyncio.to_thread(shutil.rmtree, path)
 
     async def close(self) -> None:
+        """Stop serving. The directories stay for the next process."""
         if self._listener is not None:
             await self._listener.close()
 
@@ -107,6 +108,7 @@ class SnapshotStore:
         """Remove the oldest snapshots, but not the one that has just been put."""
         others = sorted(self._here - {put})
         for version in others[: max(0, len(others) + 1 - self._keep)]:
+            # The row is cleared before the directory is removed, so that no engine is sent to files that are going away.
             self._here.discard(version)
             await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")

@@ -62,24 +62,32 @@ class BroadcastGroup:
 
     @classmethod
     def host(cls, host: str, name: str, world_size: int, backend: str, timeout_s: float) -> Self:
-        """First half of rank 0: listen on ``host`` at a free port (``port``). Afterwards send it to the peers, and call ``meet``."""
+        """Listen on ``host`` at a free port, as rank 0. Afterwards send ``port`` to the peers, and call ``meet``.
+
+        Returns the group, which has no connection yet. Raises PeerLost when torch cannot open its store.
+        """
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         port = listener.getsockname()[1]
         with _translated(name, "opening its store"):
             within = timedelta(seconds=timeout_s)
+            # The socket is bound before torch gets it, so the port is known and no other process can take it in between.
             server = dist.TCPStore(host, port, world_size, True, within, wait_for_workers=False, master_listen_fd=listener.detach())
             store = dist.TCPStore(host, port, world_size, False, within, wait_for_workers=False)
         return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s, server=server)
 
     @classmethod
     def join(cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> "BroadcastGroup":
-        """Any other rank: find rank 0 and meet."""
+        """Join the group at ``host`` and ``port`` as any rank but 0, and wait until all have. Returns the group.
+
+        Raises PeerLost, and ValueError for a rank outside 1 to world_size - 1.
+        """
         if not 0 < rank < world_size:
             raise ValueError(f"rank: want 1 to {world_size - 1}, got {rank}")
         with _translated(name, f"joining at {host}:{port}"):
             socket.create_connection((host, port), timeout=timeout_s).close()  # torch would retry a refusal until its timeout, loudly
 
         def enter() -> BroadcastGroup:
+            """Connect to the store and meet; may hang, so it runs in a thread that can be abandoned."""
             with _translated(name, f"joining at {host}:{port}"):
                 store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
             group = cls(store, name=name, rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
@@ -100,14 +108,14 @@ class BroadcastGroup:
             self._group = self._gloo(store) if self.backend == "gloo" else self._nccl(store)
 
     def send(self, flat: Tensor, timeout_s: float | None = None) -> None:
-        """Rank 0: broadcast a flat uint8 tensor to all; returns when it has left this process."""
+        """Broadcast a flat uint8 tensor to all, as rank 0; returns when it has left this process. Raises PeerLost."""
         assert self.rank == 0 and flat.dtype == torch.uint8 and flat.is_contiguous()
         self._broadcast(flat, "sending", timeout_s)
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
-        """Any other rank: return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device.
+        """Return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device. Not for rank 0.
 
-        After an error ``into`` may be written until the deadline.
+        Raises PeerLost; after an error ``into`` may be written until the deadline.
         """
         assert self.rank > 0
         if into is None or into.numel() < nbytes or into.device.type != self._device.type:
@@ -129,6 +137,7 @@ class BroadcastGroup:
     def _gloo(self, store: dist.Store) -> Any:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self.timeout_s)
+        # By default gloo offers the address that the name of this host resolves to, which peers may not reach.
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
         options._threads = 1
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)  # type: ignore[arg-type]
@@ -172,6 +181,7 @@ def _nccl_broadcast(group: Any, flat: Tensor, options: dist.BroadcastOptions, ti
     stream, late = torch.cuda.current_stream(), threading.Event()
 
     def run() -> None:
+        """Broadcast on the caller's stream, and poll until it is done or late."""
         with torch.cuda.stream(stream):  # a new thread is on the first GPU
             work = group.broadcast([flat], options)
             while not work.is_completed() and not late.is_set():
@@ -180,6 +190,7 @@ def _nccl_broadcast(group: Any, flat: Tensor, options: dist.BroadcastOptions, ti
                 work.wait()
 
     def abort() -> None:
+        """End the poll and abort the communicator."""
         late.set()
         group.abort()
 
@@ -201,6 +212,7 @@ def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
     done: Future[T] = Future()
 
     def run() -> None:
+        """Set the future to the result of ``work``, or to its error."""
         try:
             done.set_result(work())
         except Exception as error:

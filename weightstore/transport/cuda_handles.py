@@ -24,11 +24,13 @@ class CudaMemory:
     """``weightstore.transport.handles.Memory`` on this process' GPU."""
 
     def empty(self, num_bytes: int) -> Tensor:
+        """Return flat uint8 [num_bytes] of zeros on the current GPU."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+        """Return the GPU's UUID, the part of its storage, and one share for each of ``ranks`` processes."""
         return {
-            "device": _uuid(flat.get_device()),
+            "device": _uuid(flat.get_device()),  # not its number: another process may count its GPUs differently
             "start": flat.storage_offset(),
             "num_bytes": flat.numel(),
             "shares": [_share(flat) for _ in range(ranks)],
@@ -51,6 +53,7 @@ def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[
     if rank >= len(shares) or len(shares[rank]) != SHARE:
         raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{len(shares)} of them")
     storage, storage_bytes, storage_offset, counter, counter_offset, event, wait = shares[rank]
+    # All in the order of the parameters of ``rebuild_cuda_tensor``; the False is ``requires_grad``.
     kinds = (torch.Tensor, torch.Size([handle["num_bytes"]]), (1,), handle["start"], torch.storage.TypedStorage, torch.uint8)
     return *kinds, device, storage, storage_bytes, storage_offset, False, counter, counter_offset, event, wait
 

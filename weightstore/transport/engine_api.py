@@ -17,9 +17,11 @@ import aiohttp
 from weightstore.errors import WeightstoreError
 
 CONNECT_S = 5.0
+"""Deadline for a connection."""
 KEEP_S = 2.0
 """An idle connection is kept so long: less than SGLang keeps it (5 s), or a request might meet its end."""
 MAX_REASON_BYTES = 2000
+"""Most bytes of an answer that is no JSON in an error: it may be a page of HTML."""
 
 
 class Failure(Enum):
@@ -65,6 +67,7 @@ Headers = Callable[[], Awaitable[Mapping[str, str]]]
 
 
 async def no_headers() -> Mapping[str, str]:
+    """Return no headers: for an engine that wants no key."""
     return {}
 
 
@@ -102,7 +105,7 @@ class EngineApi:
     async def open(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """An answer of status 200, to be read inside; ``timeout_s`` bounds the whole of it."""
+        """Send a request and yield its answer, of status 200, to be read inside the context; ``timeout_s`` bounds the whole of it."""
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -125,6 +128,7 @@ class EngineApi:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:
+            # No limit of connections: requests take minutes, and one must not wait for the end of another.
             self._opened = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), read_bufsize=1 << 20)
         return self._opened
 
@@ -151,7 +155,7 @@ def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:
 
 
 def _reason_in(raw: bytes) -> tuple[str, Mapping[str, Any]]:
-    """Why an engine refused, and the JSON map that says so: SGLang's ``error.message`` or ``message``, or else the text as it is."""
+    """Return the reason of a refusal (SGLang's ``error.message`` or ``message``, else the text), and the JSON map it is in."""
     text = raw[:MAX_REASON_BYTES].decode(errors="replace")
     try:
         answer = json.loads(raw)

@@ -70,7 +70,8 @@ class HostMemory:
         self._blocks: list[_Block] = []
 
     def empty(self, num_bytes: int) -> Tensor:
-        size = max(num_bytes, 1)
+        """Return flat uint8 [num_bytes] of zeros in a memfd of its own, pinned if this memory is."""
+        size = max(num_bytes, 1)  # an empty file cannot be mapped
         fd = os.memfd_create("tidemill-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # or a reader could get SIGBUS
@@ -83,6 +84,7 @@ class HostMemory:
         return flat
 
     def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+        """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is. The same for any ``ranks``."""
         start = flat.data_ptr()
         for block in self._blocks:
             if block.address <= start and start + flat.numel() <= block.address + block.num_bytes:
@@ -97,6 +99,7 @@ class HostMemory:
         raise AssertionError("no memory of this kind: it was not made by empty")
 
     def close(self) -> None:
+        """Close the descriptors. Memory that is mapped, here or in an engine, stays until it is unmapped."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             os.close(block.fd)
@@ -119,6 +122,7 @@ class Mapped:
         return block[offset : offset + num_bytes]
 
     def close(self) -> None:
+        """Drop the mappings; each ends with the last tensor that views it."""
         self._blocks = {}
 
 

@@ -17,6 +17,7 @@ from weightstore.transport.engine_api import CallFailed, EngineApi, Failure
 from weightstore.transport.port import Rendezvous
 
 STALE_EPOCH = 409
+"""Status of an engine that has seen a newer learner; the ``epoch`` of that one is in the answer."""
 NOT_SUPPORTED = (404, 405, 501)
 """Statuses of an engine without checksums: plain SGLang has no such path, and some layouts cannot be compared."""
 
@@ -33,6 +34,7 @@ class HttpReceiver:
         self._version = -1
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
+        """Leave a group of the same name, then POST /init_weights_update_group."""
         assert rendezvous is not None
         self._group = rendezvous.name
         with suppress(ReceiverFailed):  # destroy a stale group if there is one; "unknown group" is expected
@@ -50,20 +52,24 @@ class HttpReceiver:
         )
 
     async def begin(self, version: int) -> None:
+        """POST /begin_weight_update; the later requests of the push repeat the version."""
         self._version = version
         await self._post("begin_weight_update", {"weight_version": str(version)})
 
     async def bucket(self, specs: Sequence[TensorSpec], flat: Tensor) -> None:
+        """POST /update_weights_from_distributed with the specs. The bytes come over the process group; ``flat`` is not used."""
         body = {"group_name": self._group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
         await self._post("update_weights_from_distributed", body | _specs(specs))
 
     async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
+        """POST /receive_push, which is no path of SGLang, with the specs of all buckets."""
         self._version = version
         body = {"group_name": self._group, "weight_version": str(version), "buckets": [_specs(specs) for specs in buckets], "serve": serve}
         answer = await self._post("receive_push", body, bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
     async def checksums(self) -> ChecksumReport | None:
+        """POST /weights_checksums. Returns None for a status of ``NOT_SUPPORTED``."""
         try:
             answer = await self._post("weights_checksums", {"of": "update"})
             return ChecksumReport.parse(answer)
@@ -73,22 +79,27 @@ class HttpReceiver:
             raise ReceiverFailed(self.url, "weights_checksums", str(error), answered=True) from None
 
     async def end(self) -> float:
+        """POST /end_weight_update, and return the seconds in its answer."""
         return stall_of(self.url, "end_weight_update", await self._post("end_weight_update", {"weight_version": str(self._version)}))
 
     async def leave(self) -> None:
+        """POST /destroy_weights_update_group."""
         await self._post("destroy_weights_update_group", {"group_name": self._group})
 
     async def release(self) -> None:
-        await self._post("pause_generation", {"mode": "retract"})
+        """POST /pause_generation, then /release_memory_occupation."""
+        await self._post("pause_generation", {"mode": "retract"})  # retract: running requests go back to the queue, and are not aborted
         await self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def resume(self, what: str) -> None:
+        """POST /resume_memory_occupation."""
         await self._post("resume_memory_occupation", {"tags": [what]})
 
     def close(self) -> None:
         """Nothing to do: the session belongs to the caller."""
 
     async def load_snapshot(self, directory: str, version: int) -> float:
+        """POST /update_weights_from_disk, and return the seconds in its answer."""
         body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
         return stall_of(self.url, "update_weights_from_disk", await self._post("update_weights_from_disk", body))
 

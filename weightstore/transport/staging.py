@@ -52,7 +52,7 @@ class Staging:
         if missing:
             raise BadManifest(min(missing), _ONCE, f"{len(missing)} of {len(self._views)} missing")
         if torch.cuda.is_available():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the copies from a GPU above are asynchronous
 
     @property
     def differences(self) -> Callable[[ChecksumReport], list[str]]:
@@ -70,6 +70,7 @@ class Staging:
             return self
 
     def release(self) -> None:
+        """Remove a user. Without any, the copy may be filled again."""
         with self._changed:
             assert self.users > 0
             self.users -= 1
@@ -85,6 +86,7 @@ class _Sums:
         self._summing = threading.Lock()
 
     def differences(self, report: ChecksumReport) -> list[str]:
+        """Return the lines of ``Staging.differences``; every checksum of this fill is computed once."""
         with self._summing:  # engines with equal reports: computed once
             return differences(report, self._views, lambda part: self._sum(report.scheme, part))
 
@@ -127,4 +129,4 @@ def _flats(buckets: Sequence[Bucket], memory: Memory | None) -> list[Tensor]:
         return [torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets]
     ends = list(accumulate((-(-bucket.num_bytes // PAGE) * PAGE for bucket in buckets), initial=0))
     block = memory.empty(ends[-1])
-    return [block[start : start + bucket.num_bytes] for start, bucket in zip(ends, buckets, strict=False)]
+    return [block[start : start + bucket.num_bytes] for start, bucket in zip(ends, buckets, strict=False)]  # ``ends`` has one more
