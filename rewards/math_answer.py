@@ -13,6 +13,8 @@ from rewards.port import RewardRequest
 
 MARKER = "####"
 
+# A sign belongs to the number only if no word or bracket stands before it: the last number of "10-3" is 3, of "x = -3" it is -3.
+# A comma belongs to it only between groups of three digits.
 _NUMBER = re.compile(r"(?:(?<![\w)])[-+])?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?")
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
@@ -52,7 +54,7 @@ def find_gold(label: object) -> str:
 def find_answer(response: str) -> str | None:
     r"""Return the line after the last ``####``, else the content of the last ``\boxed{}``, else the last number, else None."""
     _, marker, tail = response.rpartition(MARKER)
-    if marker and tail.strip():
+    if marker and tail.strip():  # a response cut off after #### has its answer before it, if anywhere
         return tail.strip().partition("\n")[0].strip()
     boxed = _last_boxed(response)
     if boxed is not None:
@@ -69,6 +71,7 @@ def same_answer(answer: str | None, gold: str) -> bool:
     if want is None:
         return _plain(answer).casefold() == _plain(gold).casefold()
     got = to_number(answer)
+    # The first number: an answer found by its marker or box begins with it, and units or an explanation follow ("18 eggs of 20").
     if got is None and (first := _NUMBER.search(answer)):
         got = to_number(first.group())
     return got == want

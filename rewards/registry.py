@@ -40,6 +40,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     """
     reward = _find(name)
     bound = dict(options or {})
+    # A reward of unknown speed must not stop the event loop, in which an actor also renews the leases of its tasks.
     in_thread = bound.pop(IN_THREAD, name not in TABLE)
     if not isinstance(in_thread, bool):
         raise BadRewardOption(name, IN_THREAD, f"want true or false, got {in_thread!r}")
@@ -47,6 +48,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
     call = _Threaded(name, reward) if in_thread and not _is_async(reward) else reward
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
+        """Call the reward with its options, and validate its result."""
         result: Any = call(request, **bound)
         return _checked(name, await result if inspect.isawaitable(result) else result)
 
@@ -54,6 +56,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
 
 
 def _is_async(reward: Reward) -> bool:
+    # A reward may be an object with an async ``__call__``, for which the first test is False.
     return inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None))  # noqa: B004
 
 
@@ -106,6 +109,7 @@ def _plain_types(reward: Callable[..., Any]) -> dict[str, type]:
 
 
 def _fits(value: object, kind: type) -> bool:
+    # bool is a subclass of int, but true is no number of a configuration.
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)
@@ -150,6 +154,7 @@ class _Threaded:
         future: asyncio.Future[Parts] = loop.create_future()
 
         def finish(result: Any, error: Exception | None) -> None:
+            """Set the result or the error, in the loop's thread."""
             self._running -= 1
             if future.done():  # cancelled: the caller has stopped waiting
                 return
@@ -159,11 +164,13 @@ class _Threaded:
                 future.set_result(result)
 
         def work() -> None:
+            """Run the reward, in its own thread."""
             result: Any = None
             error: Exception | None = None
             try:
                 result = self._reward(request, **options)
             except Exception as raised:
+                # A future refuses StopIteration, and the caller would wait without end.
                 error = RewardFailed(self._name, repr(raised)) if isinstance(raised, StopIteration) else raised
             except BaseException as raised:  # SystemExit and its like must not end the actor
                 error = RewardFailed(self._name, repr(raised))
@@ -171,5 +178,6 @@ class _Threaded:
                 loop.call_soon_threadsafe(finish, result, error)
 
         threading.Thread(target=work, name=f"reward-{self._name}", daemon=True).start()
+        # Counted only now, because ``start`` raises where the machine has no thread left. ``finish`` runs in this loop, so it comes later.
         self._running += 1
         return await future
