@@ -37,7 +37,7 @@ class Checkpoint:
 
 
 def staging(root: Path, *, step: int, epoch: int) -> Path:
-    """Create the empty directory into which the ranks write the checkpoint. One rank calls it, and ``commit`` when all have written."""
+    """Return a new empty directory into which the ranks write the checkpoint. One rank calls it, and ``commit`` when all have written."""
     path = root / f"step-{step}-epoch-{epoch}.tmp"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
@@ -60,6 +60,8 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
     manifest = {"schema": SCHEMA, "extra": extra or {}, "files": files}
     (tmp / MANIFEST).write_text(json.dumps(manifest | {"sha256": _seal(manifest)}, indent=1))
     sync(tmp / MANIFEST)
+    # All content and all names are on the disk before the rename, and the rename before this returns: a directory with its final
+    # name is complete, also after a loss of power.
     for directory in sorted({tmp, *((tmp / name).parent for name in names)}, reverse=True):
         sync(directory)
     tmp.rename(path)
@@ -68,7 +70,7 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Read every file, compare it with the manifest, and return ``extra``. Raises CheckpointCorrupt for the first file that differs."""
+    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs."""
     manifest = _manifest(path)
     files: dict[str, dict[str, Any]] = manifest["files"]
     if more := sorted(set(_files(path)) - set(files) - {MANIFEST}):
@@ -134,7 +136,7 @@ def prune(root: Path, *, keep: int, latest: Checkpoint) -> Sequence[Checkpoint]:
 
 
 def named(path: Path) -> Checkpoint:
-    """Parse step and epoch from a directory's name. Raises ValueError for a directory that is not a checkpoint."""
+    """Return the checkpoint with step and epoch from a directory's name. Raises ValueError for a directory that is not a checkpoint."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path}: want a name like step-20-epoch-1")

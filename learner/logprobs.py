@@ -34,15 +34,18 @@ def log_probs_and_entropy(
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, scale: float, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, both [T]. Keeps the logits for ``backward``, and besides them only tensors of size T."""
         local_T, mine_T = _local_targets(targets_T, logits_TV.shape[-1], group)
         kind = torch.promote_types(logits_TV.dtype, torch.float32)
         normalizer_T, picked_T, entropy_T = (torch.empty(len(targets_T), dtype=kind, device=logits_TV.device) for _ in range(3))
         for rows in _chunks(logits_TV):
             x_CV = logits_TV[rows].to(kind) * scale
             highest_C = _reduced(x_CV.amax(-1), group, dist.ReduceOp.MAX)
+            # In place: x is a copy since it was scaled. The largest logit becomes 0, so that no exponential overflows.
             x_CV -= highest_C[:, None]
             picked_C = x_CV.gather(-1, local_T[rows, None])[:, 0].masked_fill_(~mine_T[rows], 0.0)
             p_CV = x_CV.exp()
+            # log p = x - log Z and H = log Z - sum(x e^x) / Z with Z = sum(e^x). One all-reduce for all three sums; x is overwritten last.
             sums_3C = _reduced(torch.stack([picked_C, p_CV.sum(-1), x_CV.mul_(p_CV).sum(-1)]), group, dist.ReduceOp.SUM)
             log_sum_C = sums_3C[1].log()
             picked_T[rows] = sums_3C[0] - log_sum_C
@@ -55,9 +58,10 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the logits' gradient, [T, V]: ``scale (g (1[target] - p) - h p (log p + H))``, g of the log-prob, h of the entropy."""
         logits_TV, local_T, mine_T, normalizer_T, entropy_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
-        with_entropy = bool((grad_entropy_T != 0).any())
+        with_entropy = bool((grad_entropy_T != 0).any())  # False without an entropy bonus, whose term then costs nothing
         for rows in _chunks(logits_TV):
             log_p_CV = logits_TV[rows].to(normalizer_T.dtype) * ctx.scale - normalizer_T[rows, None]
             p_CV = log_p_CV.exp()

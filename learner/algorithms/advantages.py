@@ -65,6 +65,8 @@ def group_moments(rewards_N: Tensor, groups_N: Tensor, counted_N: Tensor | None 
     mean_G = zeros_G.index_add(0, place_N, torch.where(counted_N, rewards_N, 0.0)) / sizes_G.clamp(min=1)
     low_G = zeros_G.scatter_reduce(0, place_N, torch.where(counted_N, rewards_N, torch.inf), "amin", include_self=False)
     high_G = zeros_G.scatter_reduce(0, place_N, torch.where(counted_N, rewards_N, -torch.inf), "amax", include_self=False)
+    # By comparison, not by the variance: rounding would leave a tiny variance, and tiny centred rewards divided by it are not 0.
+    # A group without counted members has low = inf > high.
     constant_N = (low_G >= high_G)[place_N]
     centered_N = torch.where(constant_N | ~counted_N, 0.0, rewards_N - mean_G[place_N])
     variance_G = zeros_G.index_add(0, place_N, centered_N.square()) / (sizes_G - 1).clamp(min=1)

@@ -160,6 +160,7 @@ THRESHOLDS: Mapping[str, Threshold] = {
 }
 """Thresholds by the name used in ``AlarmConfig.ignore`` and ``thresholds``; a value equal to a threshold is good."""
 FLOAT32 = {"numerics": (1e-3, 1e-2)}
+"""(warn, error) of alarms with other thresholds when the learner computes in float32. Source: see ``numerics`` above."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +251,7 @@ class AlarmWatch:
             return ()
         alarms = check(metrics, self._config, self._context)
         errors = {alarm.name: alarm for alarm in alarms if alarm.level == "error"}
+        # Names that are not at error level now are left out, and begin at 1 the next time.
         self._in_a_row = {name: self._in_a_row.get(name, 0) + 1 for name in errors}
         late = [errors[name] for name, count in self._in_a_row.items() if count >= self._config.patience]
         if late and self._config.action == "stop":

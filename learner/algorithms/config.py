@@ -72,11 +72,15 @@ class RejectRule:
 
     @property
     def name(self) -> str:
+        """Name of the rule in the metrics: ``<metric>_<span>``."""
         return f"{self.metric}_{self.span}"
 
 
 def reject_rule(text: str) -> RejectRule:
-    """Parse ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound). Raises ValueError."""
+    """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound).
+
+    Raises ValueError for any other text, for bounds in the wrong order, and for an upper bound of k1 below 1.
+    """
     parts = text.split()
     form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max"
     try:
@@ -226,6 +230,7 @@ class AlgorithmConfig:
         if self.correction not in PRESETS:
             raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
         for name, value in {**_DEFAULTS, **PRESETS[self.correction]}.items():
+            # The dataclass is frozen, and a preset is filled in before anything can read it.
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         _refuse(self)
@@ -237,6 +242,7 @@ class AlgorithmConfig:
 
     @property
     def rejects(self) -> tuple[RejectRule, ...]:
+        """The rules of ``reject``. Raises ValueError for one that cannot be parsed."""
         return tuple(reject_rule(text) for text in self.reject or ())
 
     @property

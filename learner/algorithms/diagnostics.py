@@ -93,6 +93,7 @@ class _Trainable:
 
     @classmethod
     def of(cls, tokens: Tokens, log_probs_T: Tensor, entropy_T: Tensor) -> "_Trainable":
+        """Gather the trainable tokens of a row."""
         at_M = tokens.mask_T.nonzero()[:, 0]
         start_T = log_probs_T if tokens.old_T is None else tokens.old_T
         delta_M = log_ratio(start_T, tokens.rollout_T, tokens.mask_T)[at_M].double()
@@ -123,8 +124,10 @@ def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, positi
     ones_M, abs_M = torch.ones_like(row.w_M), row.delta_M.abs()
     counts_N = torch.zeros(tokens.num_samples, dtype=torch.float64, device=abs_M.device).index_add(0, row.sample_M, ones_M)
     oldest_N = row.lag_M.new_zeros(tokens.num_samples).scatter_reduce(0, row.sample_M, row.lag_M, "amax")
+    # Samples that are not in this row keep the two initial values; ``_sample_sums`` leaves them out.
     newest_N = row.lag_M.new_full((tokens.num_samples,), torch.iinfo(row.lag_M.dtype).max)
     newest_N = newest_N.scatter_reduce(0, row.sample_M, row.lag_M, "amin")
+    # Of the trained policy: in later minibatches it is no longer the one that the update starts from.
     now_M = log_ratio(log_probs_T, tokens.rollout_T, tokens.mask_T)[row.at_M].double().exp()
     columns = {
         **_mismatch(row),
@@ -134,6 +137,7 @@ def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, positi
         **_rejections(loss, row.at_M),
         **_weighting(loss, row.at_M),
     }
+    # One reduction for all columns: there are more than thirty.
     totals = dict(zip(columns, torch.stack(list(columns.values())).sum(-1), strict=True))
     coupled_MC = torch.stack([ones_M, abs_M, row.delta_M, row.k3_M, row.w_M], -1)
     totals |= {
@@ -151,6 +155,8 @@ def _mismatch(row: _Trainable) -> dict[str, Tensor]:
     """Columns that compare pi with mu, token by token."""
     pi_M, mu_M, w_M, abs_M = row.pi_M, row.mu_M, row.w_M, row.delta_M.abs()
     gap_p_M, middle_M = (pi_M - mu_M).abs(), (pi_M + mu_M) / 2
+    # Jensen-Shannon divergence (KL(mu || m) + KL(pi || m)) / 2 with m = (pi + mu) / 2, each KL by the k3 estimator. The tokens are those of
+    # mu, so the second one is weighted by pi / mu.
     to_middle_M, from_middle_M = (middle_M / mu_M).log(), (middle_M / pi_M).log()
     return {
         "tokens": torch.ones_like(w_M),
@@ -176,6 +182,8 @@ def _mismatch(row: _Trainable) -> dict[str, Tensor]:
 def _surprise(row: _Trainable, now_M: Tensor) -> dict[str, Tensor]:
     """Entropy, and how far the tokens drawn are from it. ``now_M``: pi_theta / mu."""
     unsure_M = (row.entropy_M >= UNCERTAIN).double()
+    # The mean of H + log pi is 0 under pi; the factor pi / mu makes it 0 under mu, for data of any age
+    # (docs/decisions/007-the-entropy-gap-is-weighted.md).
     surprise_M = now_M * (row.entropy_M + row.log_theta_M) * unsure_M
     return {"entropy": row.entropy_M, "unsure": unsure_M, "gap": surprise_M, "gap_squared": surprise_M.square()}
 
@@ -222,6 +230,7 @@ def _rejections(loss: TokenLoss, at_M: Tensor) -> dict[str, Tensor]:
 
 def _bucket(values_M: Tensor, begins: tuple[float, ...]) -> Tensor:
     edges = torch.tensor(begins[1:], dtype=values_M.dtype, device=values_M.device)
+    # right: a value equal to an edge belongs to the bucket that begins there.
     return torch.bucketize(values_M, edges, right=True)
 
 
@@ -235,6 +244,7 @@ def _sample_sums(row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: 
     counts_S = counts_N[here_S]
 
     def per_sample(values_M: Tensor) -> Tensor:
+        """Return the sum of the values of each sample that is here, [S]."""
         return torch.zeros_like(counts_N).index_add(0, row.sample_M, values_M)[here_S]
 
     delta_S = per_sample(row.delta_M)
@@ -356,6 +366,7 @@ def _pearson(total: Mapping[str, float]) -> dict[str, float]:
     spread_pi = total["pi_squared"] - total["pi"] ** 2 / n
     spread_mu = total["mu_squared"] - total["mu"] ** 2 / n
     metrics = {"offpolicy/prob_std": math.sqrt(max(0.0, spread_mu / n))}
+    # A spread of the size of rounding errors, as where all probabilities are equal, has no correlation.
     if spread_pi <= 1e-12 * total["pi_squared"] or spread_mu <= 1e-12 * total["mu_squared"]:
         return metrics
     covariance = total["pi_mu"] - total["pi"] * total["mu"] / n

@@ -49,6 +49,7 @@ def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], T
     """Return an estimator with the value of ``value`` and the gradient of k2."""
 
     def call(x_T: Tensor) -> Tensor:
+        """Return the value and gradient for x; the added difference is exactly 0."""
         k2_T = _k2(x_T)
         return value(x_T).detach() + (k2_T - k2_T.detach())
 

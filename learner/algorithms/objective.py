@@ -68,7 +68,7 @@ AdvantageFunction = Callable[..., Tensor]
 
 
 def imported(path: str, what: str) -> Callable[..., Any]:
-    """Import the function at ``module:function``. Raises ValueError with the missing part; ``what`` names the setting in it."""
+    """Return the function at ``module:function``. Raises ValueError with the missing part; ``what`` names the setting in it."""
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -87,6 +87,7 @@ def _shaped(name: str) -> LossFunction:
     over_sequences = name in ("gspo", "gspo_token", "topr", "vespo")
 
     def call(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
+        """Call the loss with the settings that it takes."""
         settings: dict[str, Any] = {}
         if name in ("ppo", "gspo", "gspo_token"):
             assert config.clip_low is not None and config.clip_high is not None
@@ -136,6 +137,7 @@ class Objective:
 
         They are where weights are coupled, and where the proximal policy is not the trained one.
         """
+        # Otherwise the proximal policy is the trained one, and its log-probs are those of the training pass, detached.
         moved = minibatches > 1 or published_every > 1
         return self.config.coupled or (self.config.anchor == "proximal" and self.config.proximal == "recompute" and moved)
 
@@ -161,7 +163,7 @@ class Objective:
     # ---- correction
 
     def coupled(self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]) -> Coupled:
-        """Compute the coupled values of one update from the ``old_T`` of ``rows``, this rank's rows. Collective through the callables.
+        """Return the coupled values of one update, from the ``old_T`` of ``rows``, this rank's rows. Collective through the callables.
 
         ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the ranks' 1-D float64 tensors, concatenated.
         """
@@ -249,6 +251,7 @@ class Objective:
         total = aggregate(loss.loss_T, *place, mode=mode)
         divergence_T: Tensor | None = None
         if tokens.reference_T is not None:
+            # For the metric and the adaptive coefficient: k3 whatever the loss uses, because it is never negative and has no gradient here.
             divergence_T = kl_T(log_probs_T.detach(), tokens.reference_T, tokens.mask_T, estimator="k3")
         if config.kl.coef:
             assert tokens.reference_T is not None

@@ -203,6 +203,7 @@ def vespo(
     ``positive`` and ``negative`` are (k, lambda) by the sign of A. Source: VESPO 2602.10693.
     """
     log_w_N = sequence_sums(log_ratio(log_probs_T, anchor_T, mask_T), mask_T, sample_T, num_samples).detach()
+    # e^50 is finite in float32, and phi is all but 0 at either bound.
     log_w_T = spread(log_w_N, sample_T).clamp(-50.0, 50.0)
     advantages_T = torch.where(mask_T, advantages_T, 0.0)
     k_T = torch.where(advantages_T > 0, log_w_T.new_tensor(positive[0]), negative[0])
@@ -220,6 +221,7 @@ def gepo_ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sample_T: 
     num_samples = len(groups_N)
     p_N = sequence_means(torch.where(mask_T, log_probs_T, 0.0), mask_T, sample_T, num_samples).exp()
     q_N = sequence_means(torch.where(mask_T, anchor_T.detach(), 0.0), mask_T, sample_T, num_samples).exp()
+    # An absent sample has a mean log-prob of 0, and so would count with q = 1.
     there_N = sequence_sums(torch.ones_like(log_probs_T), mask_T, sample_T, num_samples) > 0
     q_N = torch.where(there_N, q_N, 0.0)
     _, place_N = torch.unique(groups_N, return_inverse=True)

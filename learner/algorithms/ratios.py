@@ -25,6 +25,7 @@ def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Ten
 def sequence_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
     """Return the sum of each sample's unmasked values, [N]; 0 for a sample that is not in this row."""
     values_T = torch.where(mask_T, values_T, 0.0)
+    # Padding (-1) is added to sample 0, as 0: it is never trainable.
     return values_T.new_zeros(num_samples).index_add(0, sample_T.clamp(min=0), values_T)
 
 
@@ -38,6 +39,7 @@ def sequence_means(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_sampl
 def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
     """Return the sum of a sample's unmasked values up to and including each token, [T]; 0 where masked."""
     values_T = torch.where(mask_T, values_T, 0.0)
+    # float64: the sum runs over the whole row, and a prefix is the difference of two of its values.
     running_T = values_T.double().cumsum(0)
     at_T = torch.arange(len(values_T), device=values_T.device)
     first_N = at_T.new_full((num_samples,), len(values_T)).scatter_reduce(0, sample_T.clamp(min=0), at_T, "amin")

@@ -16,6 +16,7 @@ from learner.algorithms.ratios import sequence_means, sequence_sums, spread
 METRICS = ("k1", "k2", "k3")
 SPANS = ("token", "seq_sum", "seq_mean", "seq_max")
 PROBABILITY_BOUND = 1e-8
+"""Probabilities are clamped to this distance from 0 and 1 in the binary KL, so that its logarithms are finite."""
 
 
 def outside(
@@ -43,6 +44,7 @@ def outside(
         value_T = spread(_sequence_max(value_T.abs() if metric == "k1" else value_T, mask_T, sample_T, num_samples), sample_T)
     elif span != "token":
         raise ValueError(f"span: want one of {', '.join(SPANS)}, got {span!r}")
+    # k1 is compared in logarithms, because e^x of the sum over a long sample may overflow.
     if metric != "k1":
         return mask_T & (value_T > high)
     lowest = math.log(low) if low > 0 else -math.inf

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def recurrence(terms_T: Tensor, factors_T: Tensor) -> Tensor:
-    """Solve ``x_t = terms_t + factors_t x_{t+1}`` with 0 after the end, [T]; a factor of 0 restarts it, also before NaN or infinity.
+    """Return x with ``x_t = terms_t + factors_t x_{t+1}`` and 0 after the end, [T]; a factor of 0 restarts it, also before NaN or infinity.
 
     Doubling takes O(T log T) work in log2(T) vector operations without division, so it is as stable as the loop.
     Source: parallel prefix of a linear recurrence, Kogge and Stone 1973.
@@ -21,6 +21,7 @@ def recurrence(terms_T: Tensor, factors_T: Tensor) -> Tensor:
     reach = 1
     while reach < len(terms_T):
         here_T, ahead_T = factors_T[:-reach], factors_T[reach:]
+        # Not the plain product: 0 times NaN or infinity of the next sample would be NaN.
         step_T = torch.where(here_T != 0, here_T * terms_T[reach:], 0.0)
         terms_T = torch.cat([terms_T[:-reach] + step_T, terms_T[-reach:]])
         factors_T = torch.cat([here_T * ahead_T, torch.zeros_like(factors_T[-reach:])])
@@ -38,12 +39,14 @@ class _Steps:
 
     @classmethod
     def of(cls, mask_T: Tensor, sample_T: Tensor) -> "_Steps":
+        """Gather the trainable tokens of a row."""
         sample_M = sample_T[mask_T]
         last_M = torch.ones_like(sample_M, dtype=torch.bool)
         last_M[:-1] = sample_M[1:] != sample_M[:-1]
         return cls(mask_T, last_M)
 
     def gathered(self, values_T: Tensor) -> Tensor:
+        """Return the values at the trainable tokens, [M], float64."""
         return values_T[self.mask_T].double()
 
     def following(self, values_M: Tensor) -> Tensor:
@@ -51,11 +54,11 @@ class _Steps:
         return torch.where(self.last_M, 0.0, values_M.roll(-1))
 
     def summed(self, terms_M: Tensor, factors_M: Tensor | float) -> Tensor:
-        """Solve ``x_t = terms_t + factors_t x_next`` within each sample."""
+        """Return x with ``x_t = terms_t + factors_t x_next`` within each sample, [M]."""
         return recurrence(terms_M, torch.where(self.last_M, torch.zeros_like(terms_M), factors_M))
 
     def spread(self, values_M: Tensor, like_T: Tensor) -> Tensor:
-        """Scatter to the positions of the row, in the dtype of ``like_T``; 0 where masked."""
+        """Return the values at their positions in the row, [T], in the dtype of ``like_T``; 0 where masked."""
         values_T = torch.zeros_like(like_T)
         values_T[self.mask_T] = values_M.to(like_T.dtype)
         return values_T

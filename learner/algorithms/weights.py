@@ -83,7 +83,7 @@ def weight_sums(weights: Weights, mask_T: Tensor, sample_T: Tensor, num_samples:
 
 
 def self_normalised(weights: Weights, mask_T: Tensor, sums: Tensor) -> Weights:
-    """Divide the weights by their mean over the update on all ranks: the mean becomes 1, and a constant offset of the log-probs cancels.
+    """Return the weights divided by their mean over the update on all ranks: a constant offset of the log-probs cancels.
 
     ``sums``: the sum over all micro-batches and ranks. It undoes the smaller steps that truncation causes (E[w] < 1), at a bias of O(1/n).
     Source: self-normalised importance sampling; verl's ``rollout_is_batch_normalize``.

@@ -33,6 +33,7 @@ class Reissue:
 
     @classmethod
     def of(cls, task: Task) -> "Reissue":
+        """Return the next reissue of the prompt of ``task``, which may be a reissue itself."""
         root = task.id if task.reissue_of is None else task.reissue_of
         return cls(root=root, count=task.reissues + 1, prompt_epoch=task.prompt_epoch, offset=task.offset)
 
@@ -80,6 +81,7 @@ class Admission:
         if task.reissues:
             self._pending_reissues = [again for again in self._pending_reissues if not again.answers(task)]
         else:
+            # max, because the tasks of a restart are read again, and some may lie before the position of the checkpoint.
             self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
 
     def schedule_reissue(self, task: Task, open_tasks: list[Task]) -> bool:
@@ -112,6 +114,8 @@ class Admission:
         return True
 
     def dump(self) -> dict[str, Any]:
+        """Return the state for a snapshot, in types of msgpack."""
+        # The keys are those of the first snapshots; attributes have been renamed since.
         return {
             "position": list(self._position),
             "owed": [asdict(again) for again in self._pending_reissues],
@@ -119,6 +123,7 @@ class Admission:
         }
 
     def load(self, data: dict[str, Any]) -> None:
+        """Replace the state by one that ``dump`` has returned. The head is not part of it: the caller registers it again."""
         self._position = (data["position"][0], data["position"][1])
         self._pending_reissues = [Reissue(**again) for again in data["owed"]]
         self._unpublished = {step: count for step, count in data["unpublished"]}

@@ -161,6 +161,7 @@ def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, 
 
 def _align(sample: Sample, row: int, plan: Plan) -> MicroBatch:
     """Return one sample as a row of its own."""
+    # The first target of the response stands at the last token of the prompt.
     length, start = len(sample.tokens), len(sample.tokens) - sample.response_length - 1
     assert start >= 0, f"task {sample.task} index {sample.index}: no prompt token"
     targets = np.zeros(length, np.int64)
@@ -203,6 +204,7 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
 
 def _concatenate(parts: Sequence[MicroBatch], pad_to: int) -> MicroBatch:
     length = sum(len(part.tokens_T) for part in parts)
+    # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.
     missing = -length % pad_to if parts else pad_to
     padded = [*parts, _padding(missing)] if missing else list(parts)
     arrays = {name: np.concatenate([getattr(part, name) for part in padded]) for name in _TOKENS if name != "cu_seqlens"}
@@ -263,6 +265,7 @@ def _array(name: str, frame: Any) -> NDArray[Any]:
     view = memoryview(frame)
     if view.nbytes % dtype.itemsize:
         raise FeedError(f"batch frame {name}", f"a multiple of {dtype.itemsize} bytes", view.nbytes)
+    # torch warns about arrays that it may not write. A frame of ZMQ is copied only if its buffer is read-only or not aligned.
     return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
 
 

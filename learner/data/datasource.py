@@ -148,7 +148,7 @@ class DataSource:
     # ---- receive
 
     def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
-        """Classify a message of SAMPLES; call it in stream order. ``actor`` is that of the subject.
+        """Classify a message of SAMPLES, and return the classification; call it in stream order. ``actor`` is that of the subject.
 
         The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and the sample is
         invalid.
@@ -167,6 +167,8 @@ class DataSource:
         if sample.status in (Status.FAILED, Status.ABORTED):
             self._counter.dropped[sample.status.value] += 1
             return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
+        # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
+        # every reading of the stream (docs/decisions/016-a-version-says-where-its-samples-begin.md).
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
             return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
@@ -192,6 +194,7 @@ class DataSource:
     def _add_eval(self, seq: int, sample: Sample) -> Arrival:
         self._counter.eval += 1
         size = self._eval_sizes.get(sample.task)
+        # An open evaluation task has a size; one without may be just being issued. Samples of other tasks are only counted.
         if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
             self._evals.setdefault(sample.task, set()).add(sample.index)
             self._settle_eval(sample.task)
@@ -289,6 +292,7 @@ class DataSource:
                 by_reason.setdefault(reason, []).append(group)
         if not by_reason:
             return self._next_requeue()
+        # The least reason by name, because any fixed order will do; later calls return the others.
         reason, groups = min(by_reason.items())
         return make_settle(groups, reason, epoch=self.epoch, step=self.step + 1)
 
@@ -312,6 +316,7 @@ class DataSource:
         if settle := self.settlement():
             return settle
         ready = sorted((group for group in self._groups.values() if self._ready(group)), key=lambda group: age(group, self._steps))
+        # So many groups had equal rewards that waiting for a full step might never end: a single group is enough then.
         wanted = 1 if self.refilled_enough else self.rules.groups_per_step
         if len(ready) < wanted:
             return self._waits(now, wanted - len(ready))
@@ -449,7 +454,7 @@ class DataSource:
         return group is not None and not group.full and not group.abandoned
 
     def lack(self, id: int) -> str:
-        """Describe the samples that an open task lacks."""
+        """Return a description of the samples that an open task lacks. Raises KeyError for another task."""
         group = self._groups[id]
         return f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing or invalid"
 
@@ -463,12 +468,13 @@ class DataSource:
         return self._tasks.floor
 
     def accounting(self) -> SampleAccounting:
+        """Return the counts as of now: settled ones since the start of the run, and those of open tasks and buffered samples."""
         return self._counter.accounting(buffered=len(self.buffered()), open_tasks=len(self._groups))
 
     # ---- persist
 
     def snapshot(self) -> bytes:
-        """Serialise the state after the last applied plan, without open tasks and buffered samples: a restart reads them again."""
+        """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart reads them again."""
         cursor = self.cursor()
         return msgpack.packb(
             {
@@ -480,6 +486,7 @@ class DataSource:
                 "samples": {"created": cursor.created, "floor": cursor.floor, "settled": list(cursor.settled)},
                 "tasks": {"floor": self._tasks.floor, "settled": list(self._tasks.settled)},
                 "admission": self._admission.dump(),
+                # "buried" and "tally" are the names of schema 1 for attributes that have been renamed since.
                 "buried": sorted(self._decided_dead),
                 "evals": sorted((id, sorted(seen)) for id, seen in self._evals.items()),
                 "tally": self._counter.dump(buffered=len(self.buffered()), open_tasks=len(self._groups)),
@@ -488,7 +495,7 @@ class DataSource:
 
     @classmethod
     def restore(cls, rules: DataRules, data: bytes, *, epoch: int = 0) -> "DataSource":
-        """Restore the state of a snapshot.
+        """Return a DataSource with the state of a snapshot.
 
         The caller then registers the tasks after ``task_floor``, dead tasks, versions and head, adds the samples from ``cursor()``, and
         applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run differs, ReplayMismatch for another schema.
@@ -503,7 +510,7 @@ class DataSource:
         source._samples = SettledIds(state["samples"]["floor"], state["samples"]["settled"])
         source._tasks = SettledIds(state["tasks"]["floor"], state["tasks"]["settled"])
         source._admission.load(state["admission"])
-        source._decided_dead = set(state.get("buried", ()))
+        source._decided_dead = set(state.get("buried", ()))  # missing in snapshots from before requeues
         source._evals = {id: set(seen) for id, seen in state["evals"]}
         source._counter = SampleCounter.load(state["tally"])
         return source

@@ -22,6 +22,7 @@ class BufferedSample:
 
     @staticmethod
     def of(seq: int, sample: Sample) -> "BufferedSample":
+        """Return the metadata of a sample in SAMPLES at ``seq``."""
         ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
         trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
         counts = trainable[ends[1:]] - trainable[ends[:-1]]
@@ -45,10 +46,12 @@ class Group:
 
     def add(self, sample: BufferedSample) -> None:
         """Add a sample of this task."""
+        # ``_by_step`` needs no reset: it is computed for a full group, to which no sample is added.
         self.samples[sample.index], self._versions = sample, None
 
     @property
     def full(self) -> bool:
+        """True if every sample of the task is there."""
         return len(self.samples) == self.task.group_size
 
     @property
@@ -58,6 +61,7 @@ class Group:
 
     @property
     def seqs(self) -> list[int]:
+        """Sequences of the samples, in the order of their index."""
         return [sample.seq for sample in self.rows]
 
     @property
@@ -69,6 +73,7 @@ class Group:
 
     @property
     def scores(self) -> set[float]:
+        """Distinct scores; a single one means that a baseline within the group leaves no gradient."""
         return {sample.score for sample in self.samples.values()}
 
     def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:

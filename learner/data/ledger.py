@@ -42,6 +42,7 @@ class SettledIds:
         return True
 
     def _pass_earlier(self) -> None:
+        # Ids that an earlier start has settled count as seen once all before them are seen, or the floor would stay below them.
         while self.seen_to + 1 in self._earlier:
             self.seen_to += 1
 
@@ -136,10 +137,12 @@ class SampleCounter:
 
     @classmethod
     def load(cls, data: dict[str, object]) -> "SampleCounter":
+        """Return the counter of a snapshot."""
         values = {name: Counter(value) if isinstance(value, dict) else value for name, value in data.items()}
         return cls(**values)  # type: ignore[arg-type]
 
     def accounting(self, *, buffered: int, open_tasks: int) -> SampleAccounting:
+        """Return the counts, completed by those of buffered samples and open tasks, which are counted by the DataSource."""
         return SampleAccounting(
             published=self.published,
             trained=self.trained,

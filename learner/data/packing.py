@@ -25,7 +25,7 @@ class Assignment:
 def assign(
     lengths: Sequence[int], *, data_parallel: int, max_tokens: int, minibatches: int = 1, group_sizes: Sequence[int] | None = None
 ) -> Assignment:
-    """Spread samples of these token counts over ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
+    """Return an assignment of samples of these token counts to ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
 
     Whole groups (``group_sizes``, in the order of the samples; None = every sample is one) go to the ``minibatches`` in turn, so that each
     has old and young ones; there are no more minibatches than groups, so that none is empty. A sample longer than ``max_tokens`` has a
@@ -53,6 +53,8 @@ def _assign(lengths: Sequence[int], data_parallel: int, max_tokens: int) -> tupl
     count = max(1, *(len(bins) for bins in packed))
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
     for rank, (rows, bins) in enumerate(zip(by_rank, packed, strict=True)):
+        # First fit gives the number of micro-batches, but fills the first ones and leaves little for the last. The same number of
+        # levelled ones has a smaller largest one, and so a lower peak of memory; it may fail to fit.
         levelled = _level(rows, lengths, count)
         chosen = levelled if _fits(levelled, lengths, max_tokens) else bins
         for number, members in enumerate(chosen):

@@ -68,6 +68,7 @@ class PromptFile:
         if not self._rows:
             raise PromptError(str(path), "at least one prompt", "none")
         self._too_long: set[int] = set()
+        # Two passes: at the end of one, reissued prompts of it and new prompts of the next are drawn in turn.
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def __len__(self) -> int:
@@ -153,7 +154,7 @@ def read_rows(path: Path, keys: tuple[str, str, str]) -> Iterator[Row]:
 
 
 def templated(row: Row, template: str) -> Row:
-    """Put ``template`` around a text prompt. Chat messages are unchanged, and an empty template changes nothing."""
+    """Return the row with ``template`` around a text prompt; unchanged for chat messages, and for an empty template."""
     if not template or not isinstance(row.prompt, str):
         return row
     return replace(row, prompt=template.replace("{prompt}", row.prompt))
@@ -168,7 +169,7 @@ def refuse_template(template: str) -> None:
 def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
     """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the arguments."""
     digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)
+    return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31
 
 
 def model_tokenizer(model: str, *, apply_chat_template: bool = False) -> Tokenize:
@@ -178,6 +179,7 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False) -> Tokeniz
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def tokenize(prompt: Prompt) -> Sequence[int]:
+        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it."""
         if isinstance(prompt, str) and not apply_chat_template:
             return list(tokenizer.encode(prompt))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt

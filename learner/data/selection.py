@@ -47,6 +47,7 @@ def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[i
 
 
 def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) -> Settle:
+    """Return the record that settles these groups, before step ``step``, for ``reason``."""
     return Settle(
         epoch=epoch,
         reason=reason,

@@ -75,9 +75,9 @@ class Senders:
             del self._in_a_row[min(self._in_a_row, key=lambda name: self._in_a_row[name])]
         self._in_a_row[actor] = count = self._in_a_row.get(actor, 0) + 1
         total = count_of(self._totals, actor)
-        if total & (total - 1) == 0:
+        if total & (total - 1) == 0:  # at 1, 2, 4, 8 ... samples, so that a flood of them does not fill the log
             log.warning("sample invalid actor=%s so_far=%d error=%s", actor, total, reason)
-        if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):
+        if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):  # a known one updates its row
             log.error("actor refused: it sends only invalid samples actor=%s in_a_row=%d last=%s", actor, count, reason)
             self.refused.add(actor)
             self._schedule(actor, Refusal(actor=actor, invalid=count, reason=reason))

@@ -23,14 +23,17 @@ class FeedKeys:
 
     @classmethod
     def new(cls) -> Self:
+        """Return new key pairs."""
         feeder_public, feeder_secret = (key.decode() for key in zmq.curve_keypair())
         ranks_public, ranks_secret = (key.decode() for key in zmq.curve_keypair())
         return cls(feeder_public=feeder_public, ranks_public=ranks_public, feeder_secret=feeder_secret, ranks_secret=ranks_secret)
 
     def for_feeder(self) -> Self:
+        """Return the keys without the secret of the ranks."""
         return replace(self, ranks_secret="")
 
     def for_ranks(self) -> Self:
+        """Return the keys without the secret of the feeder."""
         return replace(self, feeder_secret="")
 
     def pipe(self) -> int:
@@ -42,7 +45,7 @@ class FeedKeys:
 
     @classmethod
     def read(cls, descriptor: int) -> Self:
-        """Read the keys from an inherited descriptor and close it. Raises ValueError when it has none."""
+        """Return the keys from an inherited descriptor, and close it. Raises ValueError when it has none."""
         try:
             with os.fdopen(descriptor) as file:
                 return cls(**json.load(file))

@@ -53,6 +53,7 @@ class End:
 
 
 def pack(kind: str, **values: Any) -> bytes:
+    """Return the header frame of a message of this type."""
     return msgpack.packb({"type": kind, **values})
 
 

@@ -61,7 +61,7 @@ class FeedServer:
         self._world_size, self._data_parallel = world_size, data_parallel
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a ROUTER drops messages beyond it without an error
         self._socket.setsockopt(zmq.LINGER, 1_000)
         self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(listen)
@@ -88,7 +88,7 @@ class FeedServer:
         """Send queued messages (for at most a second) and release the port."""
         self._gate.close()
         self._socket.close()
-        await asyncio.to_thread(self._context.term)
+        await asyncio.to_thread(self._context.term)  # blocks while messages are being sent
 
     async def run(self) -> None:
         """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed when one fails."""

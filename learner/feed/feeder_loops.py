@@ -112,6 +112,7 @@ class Feeder:
 
     async def _run(self, draining: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as group:
+            # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await raise_epoch(self._bus)
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
@@ -129,6 +130,7 @@ class Feeder:
     async def _begin(self) -> None:
         """Take over the streams, restore the state, and start the ranks."""
         self._text = "the fences of PLAN and TASKS"
+        # The fences come before the state is read: an older learner that still runs writes nothing into these streams afterwards.
         await self._bus.plans.fence(self._epoch)
         await self._bus.tasks.fence(self._epoch)
         self._text = "the checkpoint to be verified and the streams to be read"
@@ -325,6 +327,7 @@ class Feeder:
                 continue
             recorded = seq is not None
             if seq is None:
+                # In the log before it is applied: a kill in between is repeated from the log, and nothing is trained that is not in it.
                 seq = await self._bus.plans.append(record)
             await self._take(record, seq, recorded=recorded)
         self._text = f"rank 0 to finish step {self._data_rules.steps}"

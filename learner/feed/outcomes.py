@@ -76,6 +76,7 @@ class Outcomes:
             self._server.outcomes.task_done()
 
     async def _step_done(self, step: int, metrics: dict[str, float], weights_digest: str | None) -> None:
+        # The steps after the checkpoint are executed in order, recorded ones again, so nothing but the next one can be done.
         if step != self._done + 1 or step not in self._plans:
             raise FeedError("done", f"step {self._done + 1}", step)
         self._done = step
@@ -122,6 +123,7 @@ class Outcomes:
         await self._refuse_if_replaced()
 
         def committed(found: Value | None) -> Value:
+            """Return the row. Raises Fenced if the row is that of a newer learner."""
             _refuse_newer(int((found or {}).get("epoch", 0)), self._epoch)
             return row
 
@@ -140,6 +142,8 @@ class Outcomes:
         if self.fullness >= GIVE_UP_HISTORY_FULL:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)
             history = 0
+        # Actors get the floor of the latest checkpoint: records settle its tasks in every later history. The streams are kept for the
+        # oldest checkpoint, because a restart from it reads them again.
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         if (below := oldest["samples"]["floor"] + 1 - history) >= 2:

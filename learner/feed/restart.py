@@ -40,7 +40,7 @@ class Resumed:
 
 
 async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resumed:
-    """Restore the data's state. The caller has raised the epoch and fenced PLAN and TASKS before.
+    """Return the state with which this start begins. The caller has raised the epoch and fenced PLAN and TASKS before.
 
     Raises NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
     """

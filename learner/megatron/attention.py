@@ -62,6 +62,7 @@ def _bucketed(
 
     Returns (buckets, ``take_P``, ``give_T``) of ``PackedRow``.
     """
+    # ceil, so that a length of exactly 2^k closes the bucket of the shorter ones.
     powers = np.ceil(np.log2(lengths)).astype(np.int64)
     buckets, take = [], []
     give = np.empty(int(lengths.sum()), np.int64)
@@ -98,6 +99,7 @@ class PackedRotary(RotaryEmbedding):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         assert not self.rotary_interleaved and max_seq_len.position_ids_T is not None
         positions_T = max_seq_len.position_ids_T
+        # It is no buffer of the module, so ``Module.to`` does not move it.
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
         angles = torch.outer(positions_T.to(self.inv_freq.dtype), self.inv_freq)
@@ -118,7 +120,10 @@ class SDPACoreAttention(MegatronModule):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1."""
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1.
+
+        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always causal.
+        """
         if not isinstance(packed_seq_params, PackedRow):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
@@ -142,11 +147,13 @@ class _Pad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:
+        """Return x at the padded positions, [P, ...]."""
         ctx.give_T = give_T
         return x if take_P is None else x.index_select(0, take_P)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradients at the real positions, [T, ...]."""
         return grad if ctx.give_T is None else grad.index_select(0, ctx.give_T), None, None
 
 
@@ -155,11 +162,13 @@ class _Unpad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, give_T: Tensor | None) -> Tensor:
+        """Return x at the positions of the row's tokens, [T, ...]."""
         ctx.give_T, ctx.num_places = give_T, len(x)
         return x if give_T is None else x.index_select(0, give_T)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradients at their padded positions, and 0 at the others, [P, ...]."""
         if ctx.give_T is None:
             return grad, None
         return grad.new_zeros(ctx.num_places, *grad.shape[1:]).index_copy_(0, ctx.give_T, grad), None

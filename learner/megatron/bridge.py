@@ -36,6 +36,8 @@ class _LocalLayers:
     def __init__(self, hf_config: Any, dtype: torch.dtype) -> None:
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
+        # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
+        # masked_softmax_fusion and batch_p2p_sync are for CUDA.
         self.set_extra_args(  # type: ignore[attr-defined]
             use_cpu_initialization=not torch.cuda.is_available(),
             sequence_parallel=False,
@@ -56,7 +58,7 @@ class _LocalLayers:
         return super()._weight_name_mapping_mcore_to_hf(name)  # type: ignore[misc,no-any-return]
 
     def build(self) -> GPTModel:
-        """Build the model with random weights. They are initialised because Megatron marks the split weights while it does that."""
+        """Return the model with random weights. They are initialised because Megatron marks the split weights while it does that."""
         config = self.config  # type: ignore[attr-defined]
         spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
         spec.submodules.self_attention.submodules.core_attention = SDPACoreAttention
@@ -113,7 +115,7 @@ assert sorted(_BRIDGES) == sorted(FAMILIES)
 
 
 def open_bridge(model_dir: Path, *, dtype: torch.dtype, tensor_parallel: int) -> Any:
-    """Open the bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load_weights([model], dir)``, ``export(model)``.
+    """Return the bridge for a Hugging Face model directory: ``build() -> GPTModel``, ``load_weights([model], dir)``, ``export(model)``.
 
     Raises ConfigRefused for a model type without a bridge, or sizes that tensor parallelism cannot split.
     """

@@ -24,6 +24,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # "torch.FloatTensor" -> "torch.cuda.FloatTensor", the spelling that Megatron's optimizers compare with.
             return func(*args).replace("torch.", "torch.cuda.", 1)
         if kwargs:
             if _is_cuda(kwargs.get("device")):

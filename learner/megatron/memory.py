@@ -44,18 +44,22 @@ class PlainMemory:
 
     @contextmanager
     def region(self, *, scratch: bool = False) -> Iterator[None]:
+        """Do nothing. Raises MemoryReleased."""
         self.want("an allocation")
         yield
 
     def release(self) -> None:
+        """Record the release. Raises MemoryReleased."""
         self.want("a release")
         self.released = True
 
     def resume(self) -> None:
+        """Record the end of the release."""
         assert self.released, "memory that is not released cannot be resumed"
         self.released = False
 
     def want(self, what: str) -> None:
+        """Raise MemoryReleased if ``release`` was the last call of the two."""
         if self.released:
             raise MemoryReleased(what)
 
@@ -75,19 +79,22 @@ class SaverMemory(PlainMemory):
 
     @contextmanager
     def region(self, *, scratch: bool = False) -> Iterator[None]:
+        """Allocate from the saver's pool: with a copy on the host at every release, or with ``scratch`` without one."""
         self.want("an allocation")
         with self._saver.region(tag=SCRATCH if scratch else KEPT, enable_cpu_backup=not scratch):
             yield
 
     def release(self) -> None:
+        """Unmap both regions, and return the allocator's cached blocks to the device."""
         super().release()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize()  # kernels under way may still use the memory
         self._saver.pause(KEPT)
         self._saver.pause(SCRATCH)
         torch.cuda.empty_cache()  # temporary tensors of the step, which are in no region
         log.info("memory released still_allocated_bytes=%d", torch.cuda.memory_reserved())
 
     def resume(self) -> None:
+        """Map both regions again at the same addresses."""
         super().resume()
         self._saver.resume(KEPT)
         self._saver.resume(SCRATCH)

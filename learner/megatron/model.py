@@ -57,13 +57,17 @@ class Policy:
 
 
 def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Memory | None = None) -> Policy:
-    """Build the model on this rank, in ``memory``, and load the directory's weights into it."""
+    """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
+
+    Raises ConfigRefused for a model that the learner cannot train.
+    """
     kind, memory = DTYPES[dtype], memory or PlainMemory()
     with megatron_device():
         bridge = open_bridge(model_dir, dtype=kind, tensor_parallel=parallel.tp_size)
         with memory.region():
             module = bridge.build()
             for parameter in module.parameters():
+                # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
                 tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
             module.to(parallel.device)
             with torch.no_grad():
@@ -75,7 +79,10 @@ def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Mem
 
 
 def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path) -> "WeightBackup":
-    """Load the weights of another model of the same architecture into a backup; the policy is reloaded from ``model_dir`` afterwards."""
+    """Return a backup with the weights of another model of the same architecture.
+
+    They pass through the policy, which is loaded from ``model_dir`` again afterwards.
+    """
     with megatron_device(), torch.no_grad():
         policy.bridge.load_weights([policy.module], str(reference_dir))
         backup = WeightBackup(policy)

@@ -35,8 +35,10 @@ def choose_device(wanted: str) -> torch.device:
 def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_s: float = 1800.0) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Raises ValueError when the world size is not a multiple of the tensor-parallel size, and for the CPU on a machine with CUDA.
+    Returns this rank's place in them. Raises ValueError when the world size is not a multiple of the tensor-parallel size, and for the
+    CPU on a machine with CUDA.
     """
+    # Where CUDA is present ``cpu_shim`` does nothing, and Megatron would use the GPU.
     if device.type == "cpu" and torch.cuda.is_available():
         raise ValueError("learner.device: want cuda or auto where CUDA is present (hide it with CUDA_VISIBLE_DEVICES= to train on the CPU)")
     world = int(os.environ["WORLD_SIZE"])
@@ -49,6 +51,8 @@ def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_
     if device.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     else:
+        # The tracker for training saves and restores the generator of a CUDA device; this one does nothing. No random number is drawn in
+        # a step: these models have no dropout.
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
     return Parallel(
         rank=dist.get_rank(),

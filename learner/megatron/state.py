@@ -27,6 +27,7 @@ from learner.megatron.optimizer import PolicyOptimizer
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+"""Version of the content of a checkpoint."""
 
 
 def save(
@@ -68,7 +69,9 @@ def load(
         _refuse_another_model(directory, content["model"], "model.path", "the model this run began with (another one needs another run)")
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
+            # The object has one part for each rank that saved, so another number of ranks cannot load it.
             content["rng"] = _rng_object(None)
+        # Loading calls torch for every tensor and names no CUDA device.
         with plain_torch():
             loaded = dist_checkpointing.load(content, str(directory))
         policy.module.load_state_dict(loaded["model"])
@@ -94,7 +97,7 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
         with plain_torch():
             loaded = dist_checkpointing.load({"model": model}, str(directory))
         policy.module.load_state_dict(loaded["model"])
-        optimizer.inner.reload_model_params()
+        optimizer.inner.reload_model_params()  # in bfloat16, the optimizer has float32 copies of the weights
     return int(facts["step"])
 
 

@@ -105,6 +105,7 @@ class Trainer:
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
+        # The schedule reads both from the model's configuration.
         policy.config.finalize_model_grads_func = _finalize_unscaled
         policy.config.grad_scale_func = optimizer.inner.scale_loss
 
@@ -126,6 +127,7 @@ class Trainer:
                 self._minibatch(rows[number * per_minibatch : (number + 1) * per_minibatch], step, step.denominators(number), batch.step)
                 for number in range(batch.num_minibatches)
             ]
+        # The reduced metrics are equal on all ranks, so every rank computes the same next KL scale.
         metrics = self._metrics(updates)
         self._adapt(metrics, batch)
         seconds = time.perf_counter() - began
@@ -181,8 +183,10 @@ class Trainer:
 
     def _with_log_probs(self, rows: list[_Row], temperature: float, minibatches: int) -> list[_Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
+        # 2 stands for any interval above 1, in which the policy moves between two versions.
         published_every = 1 if self._proximal is None else 2
         if self._objective.needs_old(minibatches=minibatches, published_every=published_every):
+            # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
             with contextlib.nullcontext() if self._proximal is None else self._proximal.switch():
                 old = self._forward_only(rows, temperature)
             rows = [replace(row, seen=replace(row.seen, old_T=old_T)) for row, old_T in zip(rows, old, strict=True)]
@@ -279,6 +283,7 @@ class Trainer:
         lengths = [torch.zeros(1, dtype=torch.int64, device=values_M.device) for _ in range(world)]
         dist.all_gather(lengths, torch.tensor([len(values_M)], device=values_M.device), group=group)
         sizes = [int(length) for length in lengths]
+        # all_gather wants tensors of one size.
         padded = torch.nn.functional.pad(values_M, (0, max(sizes) - len(values_M)))
         parts = [torch.zeros_like(padded) for _ in range(world)]
         dist.all_gather(parts, padded, group=group)
@@ -290,6 +295,7 @@ class Trainer:
         """Return the log-probs of each row's targets without gradient."""
 
         def collect(row: _Row, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            """Return a loss that is not used, and the log-probs."""
             log_probs_T, _ = self._log_probs(row, logits_TV, temperature)
             return log_probs_T.sum(), {"log_probs_T": log_probs_T}
 
@@ -302,13 +308,16 @@ class Trainer:
         """
 
         def after(row: _Row, output: Tensor) -> tuple[Tensor, Tensor, Any]:
+            """Return (loss, number of tokens, result) for the schedule. The number is 0, because ``_finalize_unscaled`` ignores it."""
             with plain_torch():
                 loss, result = finish(row, output[0])
                 return loss, torch.zeros((), dtype=torch.int, device=output.device), result
 
         def step(rows_left: Iterator[_Row], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            """Run the model on the next row. Returns its output, and the function that makes the loss of it."""
             row = next(rows_left)
             with plain_torch():
+                # The logits stay in bfloat16: in float32 they would take twice the memory, and the loss converts them chunk by chunk.
                 output = model(
                     input_ids=row.tokens_T[None],
                     position_ids=row.packed.position_ids_T[None],  # type: ignore[index]

@@ -64,7 +64,9 @@ class Pushes:
 
     @contextmanager
     def open(self, start: Start) -> Iterator[None]:
-        """Publish the version that a start needs before its first step: version 0, or head + 1 when no recorded step is to be repeated.
+        """Publish the version that a start needs before its first step, then run the context with the publisher.
+
+        It is version 0, or head + 1 when no recorded step is to be repeated.
 
         Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
         """
@@ -186,6 +188,7 @@ class Pushes:
         """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer."""
         if not self._takes_part:
             return
+        # All ranks that take part gather; only rank 0 writes.
         tensors: dict[str, Tensor] = {name: tensor.to("cpu") for name, tensor in self._policy.export()}
         if self._leads:
             version = self._report.version if self._report is not None and self._report.step == self.step else -1

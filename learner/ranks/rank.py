@@ -76,6 +76,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
                 memory = open_memory(colocated=learner.colocated, device=here.device)
                 policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here, memory=memory)
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
+                # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions.
                 idle.work = rank.pushes.collect
                 rank.run(start)
             except Exception as error:
@@ -300,6 +301,7 @@ class Rank:
             except Draining:
                 batch = None
         assert not isinstance(batch, End), f"the feeder ends before step {step}"
+        # All ranks leave or none: a rank that went on alone would wait for the others in its first collective.
         leaving = torch.tensor([batch is None], dtype=torch.int32, device=self._here.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(leaving, dist.ReduceOp.MAX)
@@ -325,6 +327,7 @@ class Rank:
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._terminated = True
+        # Raised once, and only in a wait: a step is finished, and a second SIGTERM does not interrupt the way out.
         if self._in_wait:
             self._in_wait = False
             raise Draining

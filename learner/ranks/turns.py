@@ -39,13 +39,16 @@ class AllTheTime:
     """Ownership of an accelerator that is not shared."""
 
     def give(self) -> None:
+        """Do nothing: there are no colocated engines."""
         return
 
     @contextmanager
     def mine(self) -> Iterator[None]:
+        """Do nothing: the learner always owns the accelerator."""
         yield
 
     def metrics(self) -> dict[str, float]:
+        """Return no metrics."""
         return {}
 
 
@@ -57,6 +60,7 @@ class TurnByTurn:
         self._seconds: dict[str, float] = {}
 
     def give(self) -> None:
+        """Release the memory of all ranks, then have the engines resume with the staged version, or the head."""
         with self._timed("release"):
             self._memory.release()
             self._together()
@@ -65,6 +69,7 @@ class TurnByTurn:
 
     @contextmanager
     def mine(self) -> Iterator[None]:
+        """Have the engines release, then resume the memory of all ranks; give it back when the body has succeeded."""
         with self._timed("engines_release"):
             self._pushes.take()
             self._together()
@@ -76,6 +81,7 @@ class TurnByTurn:
         log.info("turn of the engines engines_resume_s=%.3f", self._seconds["engines_resume"])
 
     def metrics(self) -> dict[str, float]:
+        """Return the seconds of the last release and resumption, of this rank and of the engines."""
         return {f"turn/{name}_seconds": seconds for name, seconds in self._seconds.items()}
 
     def _together(self) -> None:
