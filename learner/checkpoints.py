@@ -54,6 +54,7 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
         raise FileExistsError(f"{path}: want a new checkpoint name, got an existing directory")
     (tmp / STATE).write_bytes(state)
     names = sorted(_files(tmp))
+    # Threads are enough: hashing and reading release the GIL.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         digests = list(pool.map(lambda name: _digest(tmp / name, sync=True), names))
     files = {name: {"size": (tmp / name).stat().st_size, "sha256": digest} for name, digest in zip(names, digests, strict=True)}

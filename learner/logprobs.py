@@ -61,7 +61,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         """Return the logits' gradient, [T, V]: ``scale (g (1[target] - p) - h p (log p + H))``, g of the log-prob, h of the entropy."""
         logits_TV, local_T, mine_T, normalizer_T, entropy_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
-        with_entropy = bool((grad_entropy_T != 0).any())  # False without an entropy bonus, whose term then costs nothing
+        with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
         for rows in _chunks(logits_TV):
             log_p_CV = logits_TV[rows].to(normalizer_T.dtype) * ctx.scale - normalizer_T[rows, None]
             p_CV = log_p_CV.exp()

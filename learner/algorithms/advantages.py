@@ -162,6 +162,7 @@ def opo(
     centered_N = group_moments(rewards_N, groups_N, counted_N).centered_N
     lengths_N = lengths_N.to(rewards_N.dtype)
     weights_N = lengths_N if counted_N is None else torch.where(counted_N, lengths_N, 0.0)
+    # Two means over the same samples: their quotient is that of the sums. Centred rewards, so that equal ones give exactly 0.
     total_N = group_moments(weights_N, groups_N).mean_N
     product_N = group_moments(weights_N * centered_N, groups_N).mean_N
     offset_N = product_N / torch.where(total_N > 0, total_N, torch.inf)

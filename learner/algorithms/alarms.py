@@ -185,7 +185,7 @@ def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -
     for name, row in THRESHOLDS.items():
         if row.metric not in metrics or name in config.ignore or _meaningless(name, metrics, context):
             continue
-        value = abs(metrics[row.metric]) if name == "entropy_gap" else metrics[row.metric]
+        value = abs(metrics[row.metric]) if name == "entropy_gap" else metrics[row.metric]  # too hot or too cold
         warn, error = _bounds(name, row, metrics, config, context)
         for level, bound in (("error", error), ("warn", warn)):
             if value < bound if row.below else value > bound:

@@ -100,6 +100,7 @@ def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *,
     Source: KPop (Ring team, 2026), in AReaL with limit 2.
     """
     bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
+    # -1: any value with finite results, which the mask removes. float64, because float32 cannot tell 1 - 1e-8 from 1.
     p_T = torch.where(mask_T, log_probs_T, -1.0).double().exp().clamp(*bounds)
     q_T = torch.where(mask_T, rollout_T, -1.0).double().exp().clamp(*bounds)
     forth_T = p_T * (p_T / q_T).log() + (1 - p_T) * ((1 - p_T) / (1 - q_T)).log()

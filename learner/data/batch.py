@@ -48,7 +48,7 @@ class StepBatch:
     recorded: bool
     """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after the last."""
     micro_batches: tuple[MicroBatch, ...]
-    """The same number on every rank."""
+    """Rows of this rank, as many as on every other."""
     num_tokens: int
     """Trainable tokens of the step on all ranks, after the gate."""
     num_minibatches: int

@@ -92,7 +92,7 @@ class DataSource:
         self._steps: dict[int, int] = {}
         """Step of every known version."""
         self._after: dict[int, int] = {}
-        """By version, once its row was read: no sample up to this sequence can be of it."""
+        """Sequence by version, once its row was read: no sample up to it can be of that version."""
         self._asked: dict[int, Dead] = {}
         """Dead tasks whose prompts an operator has requeued, without a record so far."""
         self._decided_dead: set[int] = set()
@@ -125,7 +125,7 @@ class DataSource:
         self._place_early(task, now)
 
     def _place_early(self, issued: Task, now: float) -> None:
-        """Samples that came before the issue of this task. Those of smaller ids name no task: ids are issued in order."""
+        """Place the samples that came before the issue of this task. Those of smaller ids name no task: ids are issued in order."""
         for id in [id for id in self._early if id <= issued.id]:
             for seq, sample, actor in self._early.pop(id):
                 if id == issued.id and issued.kind is Kind.TRAIN:
@@ -168,7 +168,7 @@ class DataSource:
             self._counter.dropped[sample.status.value] += 1
             return self._settled(seq, Arrival(Disposition.DROPPED, sample.status.value))
         # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
-        # every reading of the stream (docs/decisions/016-a-version-says-where-its-samples-begin.md).
+        # every reading of the stream (docs/decisions/016).
         if any(span.version not in self._steps or seq <= self._after.get(span.version, 0) for span in sample.spans):
             return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
@@ -201,7 +201,7 @@ class DataSource:
         return self._settled(seq, Arrival(Disposition.EVAL))
 
     def _may_come_early(self, sample: Sample) -> bool:
-        """Whether its task may be one that is just being issued, and there is room to keep it until then."""
+        """Return whether its task may be one that is just being issued, and there is room to keep it until then."""
         if sample.task > self._tasks.seen_to + EARLY_IDS:
             return False
         evals = sum(len(seen) for id, seen in self._evals.items() if id not in self._eval_sizes)

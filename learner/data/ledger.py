@@ -76,7 +76,7 @@ class SampleAccounting:
     dropped: dict[str, int]
     """Dropped samples by reason: stale, filtered, empty, dead, lost, failed, aborted."""
     duplicate: int
-    """Samples whose index had a sample already, or whose task is settled."""
+    """Samples of an index that had one already, or of a settled task."""
     invalid: dict[str, int]
     """Invalid samples by field."""
     invalid_of: dict[str, int]

@@ -59,6 +59,8 @@ class LostTasks:
     async def _look(self) -> None:
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S and (incomplete := self._source.incomplete()):
             floor = await self._bus.retry(self._bus.tasks.acked_to)
+            # All tasks up to the floor are acknowledged, so it finds the acks that were missed. It is not enough alone: one task that is
+            # leased for long holds it back (docs/decisions/015-an-acknowledged-task-without-its-samples-is-lost.md).
             self._acked.update(id for id in incomplete if id <= floor)
             self._looked_s = time.monotonic()
         acked, self._acked = sorted(id for id in self._acked if self._source.lacks_samples(id)), set()
@@ -74,6 +76,7 @@ class LostTasks:
             await self._read_on.wait(LOOK_EVERY_S)
 
     async def _check(self, id: int) -> None:
+        # An actor that stores a death acknowledges the task as well, and the feeder may not have read it yet.
         dead = await self._bus.retry(partial(self._bus.dead.of, id))
         if dead is not None or not self._source.lacks_samples(id):
             return

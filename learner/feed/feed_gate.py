@@ -41,6 +41,7 @@ class Gate:
 
     async def _answer(self) -> None:
         while True:
+            # The frames of request and answer, in the order of ZeroMQ RFC 27; the credentials of CURVE are the public key of the client.
             version, request, _domain, _address, _identity, mechanism, *credentials = await self._questions.recv_multipart()
             admitted = mechanism == b"CURVE" and len(credentials) == 1 and hmac.compare_digest(credentials[0], self._admitted)
             status = (b"200", b"OK") if admitted else (b"400", b"not a rank of this start")

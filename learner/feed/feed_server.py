@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 Frames = Sequence[Any]
 _HELLO = 0
-"""Value of ``_Rank.waits`` for a rank that waits for its start."""
+"""Value of ``_Rank.waits`` for a rank that waits for its start; steps begin at 1."""
 _LOG_REFUSED_S = 60.0
 
 
@@ -218,6 +218,7 @@ class FeedServer:
 
     def _forget(self) -> None:
         """Drop the batches that every rank has received."""
+        # A rank that has not registered yet needs every batch. One that waits for a step has received those before it.
         if len(self._ranks) == self._world_size:
             served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
             self._ready = {step: batches for step, batches in self._ready.items() if step > served}

@@ -184,7 +184,7 @@ class Feeder:
     async def _over(self, draining: asyncio.Event) -> None:
         """Wait until the run is finished and the ranks have received the end, or this process is drained."""
         _, drained = await first_of(self._outcomes.finished.wait(), self._drained(draining))
-        if drained.cancelled():
+        if drained.cancelled():  # the run has finished: ``first_of`` cancels the other wait
             self._phase, self._text = "ending", "the ranks to leave"
             await self._farewell()
 
@@ -208,6 +208,7 @@ class Feeder:
     async def _issue(self) -> None:
         await self._replayed.wait()
         while True:
+            # Before the task is chosen: a pause after it would issue a task at a version that may have changed meanwhile.
             await asyncio.sleep(self._senders.pause_s)
             wanted = self._source.wanted()
             if wanted is None:
@@ -256,11 +257,13 @@ class Feeder:
                 self._senders.usable(received.actor)
             elif arrival.name is Disposition.INVALID:
                 self._senders.invalid(received.actor, invalid_words(received, arrival.reason))
+            # While recorded steps are repeated, any sample may be the one that is lacking.
             if self._source.changes != before or self._recorded:
                 self._decide.wake()
 
     async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
         """Read the rows of versions that are new here. A row is written before engines get the weights: no row means no such version."""
+        # The newest first, because it is the likeliest to have no row, and one such version is enough.
         for version in sorted(self._source.unread_versions(sample), reverse=True):
             row = await self._bus.retry(partial(registry.row_for, version, seq))
             if row is not None:
@@ -274,7 +277,7 @@ class Feeder:
         letters: dict[int, Dead] = {}
         async for seq, told in self._bus.dead.follow():
             if isinstance(told, Dead):
-                letters[told.task] = replace(told, prompt="", reason="")
+                letters[told.task] = replace(told, prompt="", reason="")  # without its texts: all dead letters of the run are kept here
                 self._source.dead(told.task)
             elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and self._has_prompt(letter, seq):
                 self._source.requeue(letter)
@@ -412,7 +415,7 @@ class Feeder:
             await asyncio.sleep(BEAT_S)
 
     def _appearance(self, starved_s: float) -> dict[str, Any]:
-        if not hasattr(self, "_outcomes"):
+        if not hasattr(self, "_outcomes"):  # heartbeats begin before the state is restored
             return {"phase": self._phase, "waits_for": self._text}
         if self._phase not in ("ending", "draining"):
             self._phase = "waiting" if starved_s else ("working" if self._replayed.is_set() else "replaying")

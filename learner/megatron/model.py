@@ -74,6 +74,7 @@ def build_policy(model_dir: Path, *, dtype: str, parallel: Parallel, memory: Mem
                 bridge.load_weights([module], str(model_dir))
             inner = Float16Module(bridge.config, module) if kind == torch.bfloat16 else module
         with memory.region(scratch=True):  # of gradients, which each minibatch sets to zero first
+            # float32, because gradients of many micro-batches and ranks are added up, each much smaller than the sum.
             ddp = DistributedDataParallel(bridge.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), inner)
     return Policy(module=module, ddp=ddp, bridge=bridge, parallel=parallel, memory=memory)
 

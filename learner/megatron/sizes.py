@@ -38,6 +38,7 @@ def rope_arguments(scaling: Any, *, where: str = "model") -> dict[str, Any]:
         return {}
     if kind == "linear" and factor:
         return {"seq_len_interpolation_factor": factor}
+    # Megatron takes the factor as an argument and has the other three built in.
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and factor and all(given.get(name) == value for name, value in llama3.items()):
         return {"rope_scaling": True, "rope_scaling_factor": factor}

@@ -119,6 +119,7 @@ def _sharded(policy: Policy, optimizer: PolicyOptimizer, proximal: WeightBackup 
     model = policy.module.sharded_state_dict()
     content = {"model": model, "optimizer": optimizer.inner.sharded_state_dict(model, is_loading=is_loading)}
     if proximal is not None:
+        # The layout of the model's own shards, with the copies as their data and under other names.
         copies = {name: part for name, part in policy.module.sharded_state_dict().items() if name in proximal.tensors}
         for name, part in copies.items():
             part.data = proximal.tensors[name]

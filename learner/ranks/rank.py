@@ -226,6 +226,7 @@ class Rank:
         push = batch.step % self._push_every == 0 or batch.step == start.steps
         if batch.recorded:  # an earlier start pushed it; only the weights of the last recorded step become head + 1
             push = batch.step == start.recorded_until
+        # Before the checkpoint, so that the engines receive the version while it is written.
         if push:
             self.pushes.publish()
         if self._here.rank == 0:
@@ -273,6 +274,7 @@ class Rank:
         dist.barrier()
         if rank == 0:
             try:
+                # After the barrier: the files of all ranks are complete.
                 path = checkpoints.commit(tmp, batch.state, extra={"step": batch.step, "epoch": epoch, "world": dist.get_world_size()})
             except OSError as error:
                 raise CheckpointUnwritten(str(tmp), str(error)) from error
