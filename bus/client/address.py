@@ -25,6 +25,7 @@ class Address:
 
     @property
     def tls(self) -> bool:
+        """True if the servers are reached by TLS."""
         return self.servers[0].startswith("tls://")
 
     def __str__(self) -> str:

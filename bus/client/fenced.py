@@ -35,7 +35,9 @@ class Written(Protocol):
     """A record of one learner."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Epoch of the learner that wrote it."""
+        ...
 
 
 R = TypeVar("R", bound=Written)
@@ -54,6 +56,7 @@ class FencedStream(Generic[R]):
 
     @property
     def name(self) -> str:
+        """Whole name of the stream, with that of the run."""
         return subjects.stream(self.jet.run, self.short)
 
     def read(self, message: Message | Delivered) -> R | None:
@@ -90,6 +93,7 @@ class FencedWriter(Generic[R]):
         async with self._lock:
             if self.epoch == epoch or await self._stands(epoch):
                 return
+            # Read before the fence: a message that comes in between makes its expected sequence wrong, and is found by ``_look``.
             self._last = (await self._jet.state(self._stream)).last_seq
             previous, self.epoch = self.epoch, epoch
             try:
@@ -126,6 +130,7 @@ class FencedWriter(Generic[R]):
                 if time.monotonic() - said_s > _SAY_EVERY_S:
                     said_s = time.monotonic()
                     _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
+            # The answer was lost, or another message has the expected place: the stream shows which of the two.
             mine = await self._look(message_id)
             if mine is not None:
                 return mine

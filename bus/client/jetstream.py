@@ -69,6 +69,7 @@ class JetStream:
         deadline = time.monotonic() + patience_s
 
         async def ask() -> dict[str, Any]:
+            """Send the request once, when the connection is up."""
             await self.link.wait_up(deadline - time.monotonic(), verb)
             answer = await self.link.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
             return _fields(verb, answer.data)

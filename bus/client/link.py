@@ -77,19 +77,23 @@ class Link:
 
     @property
     def connected(self) -> bool:
+        """True while the connection is up."""
         return self._up.is_set()
 
     @property
     def closed(self) -> bool:
+        """True once the connection is closed for good; a broken one is connected again."""
         return self.nc.is_closed
 
     @property
     def connected_url(self) -> str:
+        """URL of the present server; empty while there is none."""
         url = self.nc.connected_url
         return "" if url is None else url.geturl()
 
     @property
     def max_payload(self) -> int:
+        """Largest message that the server accepts, in bytes, headers included."""
         return self.nc.max_payload
 
     async def wait_up(self, timeout_s: float, where: str = "bus") -> None:
@@ -133,10 +137,12 @@ class Link:
         self.check_allowed(subject)
 
         def end() -> None:
+            """End the request now, as if its time were over."""
             if not scope.expired():
                 scope.reschedule(loop.time())
 
         def refused(error: Forbidden) -> bool:
+            """End the request if the refusal is of its subject. Returns whether it is."""
             if error.subject == subject.lower():
                 end()
             return error.subject == subject.lower()
@@ -148,6 +154,7 @@ class Link:
                     self.on_forbidden(refused),
                 ]
                 try:
+                    # Twice the time, so that always the scope above ends the request, and never the library.
                     answer = await self.nc.request(subject, payload, timeout=2 * timeout_s)
                 finally:
                     for forget in ends:
@@ -196,6 +203,7 @@ class Link:
                 await sub.unsubscribe()
 
     def unavailable(self, where: str, error: BaseException) -> BusUnavailable:
+        """Return an error of the client library as BusUnavailable."""
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
@@ -331,7 +339,7 @@ def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
 
 @asynccontextmanager
 async def linked(url: str, name: str, wait_s: float) -> AsyncIterator[Link]:
-    """Connect a link, and close it at the end of the block."""
+    """Yield a connected link, and close it at the end of the block. Raises as ``Link.open``."""
     link = Link()
     try:
         await link.open(url, name, wait_s)

@@ -17,16 +17,21 @@ from bus.errors import BusUnavailable, Forbidden, Refused
 _log = logging.getLogger(__name__)
 
 STREAM_FULL = 10077
+"""Error code of a stream that is at its limit."""
 _NO_ROOM = frozenset({10023, 10047})
 """Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be freed."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
+"""Error codes of a message with another expected last sequence than that of its stream or subject."""
 _ANSWER_S = 5.0
 """Seconds to wait for the acknowledgement before sending again."""
 _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
+"""Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment."""
 
 
 class Stored(NamedTuple):
+    """Acknowledgement of a stored message."""
+
     seq: int
     duplicate: bool
     """True when the server knew the message id; ``seq`` is then the sequence of the first copy."""
@@ -51,7 +56,10 @@ class Outbox:
         link.on_forbidden(self._forbidden)
 
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
-        """Send once. Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same."""
+        """Send once, and return the acknowledgement.
+
+        Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same.
+        """
         self._link.check_allowed(subject)
         if not self._inbox:
             await self._open()
@@ -76,7 +84,7 @@ class Outbox:
     async def store(
         self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
     ) -> Stored:
-        """Send until it is stored, for ever, under the same message id. Cancellable.
+        """Send until it is stored, for ever, under the same message id. Returns the acknowledgement. Cancellable.
 
         ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
         """
@@ -114,6 +122,7 @@ class Outbox:
                 return
             inbox = f"{self._link.nc.new_inbox()}."
             try:
+                # Without limits, beyond which the library drops messages: an answer that is dropped is a message sent twice.
                 await self._link.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
             except FOREIGN as error:
                 raise self._link.unavailable("outbox", error) from None

@@ -34,6 +34,8 @@ _NS = 1_000_000_000
 
 
 class Delivered(NamedTuple):
+    """A message of a stream, as a consumer delivered it."""
+
     seq: int
     subject: str
     headers: dict[str, str]
@@ -99,6 +101,7 @@ class OrderedPull:
         while True:
             while self._arrived and not self._lost:
                 delivered = self._take(self._arrived.popleft())
+                # Requested before the last ones have arrived, so that the server never waits for a request.
                 if self._asked <= _CREDIT // 2 and self._sub is not None:
                     await self._ask()
                 if delivered is not None:
@@ -114,6 +117,7 @@ class OrderedPull:
                 await self._waiter.wait(min(left, _MISSED_S))
 
     async def close(self) -> None:
+        """End the reading, and remove its consumer from the server."""
         self._forget()
         await self._drop()
 
@@ -122,6 +126,7 @@ class OrderedPull:
         if told is None:
             self._status(headers)
             return None
+        # A message was lost on its way here, or the consumer is an older one: the server would not send it again.
         if told.consumer_seq != self._consumer_seq + 1 or told.seq < self.position:
             self._doubt(f"consumer sequence {told.consumer_seq} behind {self._consumer_seq}")
             return None
@@ -177,6 +182,7 @@ class OrderedPull:
         except FOREIGN as error:
             raise self._jet.link.unavailable(self._stream, error) from None
         name = f"read-{inbox.rsplit('.', 1)[1]}"
+        # In the memory of one server, because nothing is lost with it: the position is here, and a new consumer continues from it.
         config = {
             "name": name,
             "ack_policy": "none",
@@ -199,6 +205,7 @@ class OrderedPull:
         assert self._sub is not None
         request = {
             "batch": _CREDIT - self._asked,
+            # More than one message of any size: a request with less room than the next message needs would end without it.
             "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.link.max_payload),
             "expires": int(_EXPIRES_S * _NS),
             "idle_heartbeat": int(_HEARTBEAT_S * _NS),

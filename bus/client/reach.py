@@ -66,6 +66,7 @@ def route_to(url: str) -> Route:
 
 
 def is_wildcard(host: str) -> bool:
+    """Return whether a host means every address of this machine: 0.0.0.0, ::, or none."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_unspecified
     except ValueError:

@@ -26,6 +26,7 @@ _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
 _OPERATION = "KV-Operation"
 """Header of a message that replaces a deleted row."""
 _AT_ONCE = 16
+"""Most rows that ``all`` reads at the same time."""
 
 Value = dict[str, Any]
 Row = tuple[Value, int]
@@ -69,6 +70,7 @@ class Rows:
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(key: str) -> tuple[str, dict[str, Any] | None, int]:
+            """Return (key, value, revision) of one row."""
             async with limit:
                 return key, *await self.standing(key)
 
@@ -76,6 +78,7 @@ class Rows:
         return {key: (value, revision) for key, value, revision in found if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
+        """Return the keys, or those that begin with ``under`` and a dot, sorted. The row of a key may be deleted or unreadable."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
@@ -96,7 +99,8 @@ class Rows:
         """Write the value that ``fn`` makes of the present one, by compare-and-set, repeated whenever another writer was faster.
 
         ``fn`` gets None when there is no row. It returns None to leave the row as it is; its exceptions are passed on.
-        Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None for that one, too.
+        Returns the row before and after. Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None
+        for that one, too.
         """
         while True:
             before, revision = await self.standing(key) if replace_unreadable else await self.get(key) or (None, 0)
@@ -155,6 +159,7 @@ class Rows:
         subject = subjects.row(self._jet.run, self.bucket, keys)
 
         async def notice(message: object) -> None:
+            """Call ``wake``, whatever was written."""
             wake()
 
         async with self._jet.link.subscribed(subject, notice):
@@ -169,6 +174,7 @@ class Rows:
         deadline = time.monotonic() + PATIENCE_S
 
         async def attempt() -> Stored:
+            """Send the write once, when the connection is up."""
             await self._jet.link.wait_up(deadline - time.monotonic(), subject)
             return await self._jet.outbox.attempt(subject, payload, headers)
 

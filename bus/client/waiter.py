@@ -14,6 +14,7 @@ class Waiter:
         self._woken = False
 
     def wake(self) -> None:
+        """End the present waits, or the next one if there is none."""
         self._woken = True
         for wait in self._waits:
             _end(wait)

@@ -52,6 +52,7 @@ class _Slot:
         jet.link.on_lost(self._lost)
 
     async def take(self, deadline: float) -> Msg | None:
+        """Return the next message; None at ``deadline`` (monotonic clock)."""
         while (left := deadline - time.monotonic()) > 0:
             try:
                 await self._jet.link.wait_up(left)
@@ -76,6 +77,7 @@ class _Slot:
             timer = loop.call_later(max(0.0, self._asked_until_s - now), self._resolve, None)
             message = await answer
         except BaseException:
+            # The caller has left (cancelled) in the moment in which its message arrived: another actor gets it at once.
             if answer.done() and not answer.cancelled() and (late := answer.result()) is not None:
                 await self._jet.link.tell(late.reply, NAK)
             raise

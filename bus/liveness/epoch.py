@@ -9,6 +9,7 @@ async def raise_epoch(bus: Bus) -> int:
     """Make this process the newest learner, and return its epoch (the first is 1)."""
 
     def following(row: Value | None) -> Value:
+        """Return the row with the next epoch."""
         return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
 
     return int((await bus.rows("run").change(subjects.EPOCH_KEY, following)).after["epoch"])

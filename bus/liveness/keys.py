@@ -51,6 +51,7 @@ class Keys:
         """Return whether ``presented`` is accepted for a command (``admin``) or another request. Compares in constant time."""
         wanted = (self.admin,) if admin else (self.admin, self.api)
         given = presented.encode(errors="surrogateescape")
+        # A list, not a generator: all keys are compared, so that the time does not show which one fits.
         return any([bool(key) and hmac.compare_digest(key.encode(), given) for key in wanted])
 
 
@@ -66,6 +67,7 @@ class RunKeys:
         """Return an object with these keys, which does not read the bus."""
 
         async def read() -> Keys:
+            """Return the given keys."""
             return keys
 
         return cls(read)
@@ -82,7 +84,7 @@ class RunKeys:
             return {}
 
     async def newest(self) -> Keys:
-        """Read the keys again, unless that was done within the last second: for a presented key that differs. Raises BusError."""
+        """Return the keys, read again unless that was done within the last second: for a presented key that differs. Raises BusError."""
         async with self._reading:
             if time.monotonic() - self._read_s >= _AGAIN_S:
                 self._keys = await self._read()
@@ -94,6 +96,7 @@ def admin_keys(bus: Bus) -> RunKeys:
     """Return the keys for a process that sends commands to engines, or receives them."""
 
     async def read() -> Keys:
+        """Return both keys, from the row of the admin key."""
         return Keys.of(await _key(bus, "keys", ADMIN_KEY))
 
     return RunKeys(read)
@@ -103,6 +106,7 @@ def api_keys(bus: Bus) -> RunKeys:
     """Return the keys for every other process."""
 
     async def read() -> Keys:
+        """Return the api key alone."""
         return Keys(api=await _key(bus, "run", API_KEY))
 
     return RunKeys(read)

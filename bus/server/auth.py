@@ -211,6 +211,7 @@ def route_password(directory: Path) -> str:
 
 
 def credentials_file(directory: Path, user: str) -> Path:
+    """Return the path of the file with the login of a user, as ``read_credentials`` reads it."""
     return directory / f"{user}.env"
 
 

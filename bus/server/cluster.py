@@ -37,6 +37,7 @@ class EmbeddedBus:
 
     @property
     def pid(self) -> int:
+        """Process id of the first server. Raises ServerFailed before ``start``."""
         return self.servers[0].pid
 
     def start(self) -> str:
@@ -51,6 +52,7 @@ class EmbeddedBus:
         return [server for server in self.servers if not server.running]
 
     def stop(self) -> None:
+        """Stop all servers."""
         for server in self.servers:
             server.stop()
 

@@ -83,12 +83,14 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int:
+        """Process id of the present or last server. Raises ServerFailed before the first ``start``."""
         if self._process is None:
             raise ServerFailed("not started yet: it has no pid")
         return self._process.pid
 
     @property
     def running(self) -> bool:
+        """True while the server runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -130,6 +132,7 @@ class EmbeddedServer:
             self._process.wait()
 
     def log_tail(self, lines: int = 20) -> str:
+        """Return the last lines of the server's log, as one text."""
         return "\n".join(tail(self._log)[-lines:])
 
     def __enter__(self) -> Self:

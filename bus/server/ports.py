@@ -23,6 +23,7 @@ class KeptPort:
         self.number = int(self._socket.getsockname()[1])
 
     def close(self) -> None:
+        """Give up the port: from now on the system may give it to any process."""
         self._socket.close()
 
     def __enter__(self) -> Self:

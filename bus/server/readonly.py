@@ -26,7 +26,7 @@ class ReaderLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        """Take the lock without waiting; False while another process has it."""
+        """Take the lock without waiting. Returns False while another process has it."""
         if self._file is not None:
             return True
         file = self._path.open("a")
@@ -39,6 +39,7 @@ class ReaderLock:
         return True
 
     def release(self) -> None:
+        """Release the lock, if this process holds it."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -60,7 +60,7 @@ class Bus:
 
     @property
     def connected_url(self) -> str:
-        """URL of the present or last server."""
+        """URL of the present server; empty while there is none."""
         return self._link.connected_url
 
     @property
@@ -70,6 +70,7 @@ class Bus:
 
     @property
     def connected(self) -> bool:
+        """True while the connection is up."""
         return self._link.connected
 
     async def wait_connected(self, timeout_s: float) -> None:
@@ -83,6 +84,7 @@ class Bus:
         """
 
         def report(error: BusUnavailable) -> None:
+            """Log the error that another try follows."""
             _log.warning("bus: still trying error=%s", error)
 
         return await retry(self._link, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)

@@ -94,6 +94,7 @@ class Reader:
         start, mine = await bus.samples.cursor(), f"{owner or bus.name} {nonce()}"
 
         def taken_over(value: Value | None) -> Value:
+            """Return the row with this reader as its owner, at the place of the last one."""
             before = None if value is None else _place(value)
             if before is not None and before.created != start.created:
                 raise StreamReplaced(f"cursor {name}", before.created, start.created)
@@ -131,6 +132,7 @@ async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes:
     """Change a row by compare-and-set; with ``owner``, only while the row names it. Raises NotFound, CursorTaken."""
 
     def changed(value: Value | None) -> Value:
+        """Return the row with the changes; the floor never falls."""
         if value is None:
             raise NotFound("cursor", name)
         place = _place(value)

@@ -125,6 +125,7 @@ class SampleStream:
         return decode_sample(await payload_of(self._jet, message))
 
     async def info(self) -> StreamState:
+        """Return identity and extent of SAMPLES."""
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
@@ -221,12 +222,14 @@ class _Waits:
         self._stats, self._full = stats, False
 
     def retry(self, reason: str, full: bool) -> None:
+        """Count a failed try, and whether the stream was full."""
         self._stats.retries += 1
         self._stats.full += full
         self._stats.last_error = reason
         self._set(full)
 
     def over(self) -> None:
+        """End the share: the publish has ended."""
         self._set(False)
 
     def _set(self, full: bool) -> None:
@@ -251,9 +254,11 @@ class _Reading:
         self._parts_prefix = subjects.parts(jet.run).removesuffix(">")
 
     async def messages(self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None) -> AsyncIterator[Received]:
+        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a jump in the sequences that is a hole."""
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
             expected = pull.position
             async for delivered in pull:
+                # A filter leaves out messages of other kinds, so a jump alone is no hole.
                 if delivered.seq != expected and expected > self._start:
                     await self._check_gap(expected)
                 if delivered.seq not in self._settled and not delivered.subject.startswith(self._parts_prefix):
@@ -263,6 +268,7 @@ class _Reading:
                 expected = pull.position
 
     async def received(self, delivered: Delivered) -> Received:
+        """Return a message with its sample, decoded and checked, or with the reason it cannot be used."""
         sample: Sample | WireError
         data = delivered.data
         try:

@@ -58,11 +58,13 @@ class Lease:
         link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
 
         async def ack() -> None:
+            """Acknowledge once, and wait for the confirmation."""
             left = deadline - time.monotonic()
             await link.wait_up(left)
             await link.request(self._reply, ACK, min(left, _CONFIRM_S))
 
         def report(error: BusUnavailable) -> None:
+            """Log the error that another try follows, or the last one."""
             _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
 
         try:
@@ -85,6 +87,7 @@ class Lease:
         if reports < self._queue.jet.config.max_attempts:
             await self.hand_back()
             return False
+        # Stored before the task is acknowledged: a kill in between leads to another delivery, not to a task that is lost.
         await self._queue.dead.store(_dead(self.task, reason, reports, actor))
         await self.settle()
         return True
@@ -125,6 +128,7 @@ class TaskQueue:
 
     @property
     def lease_s(self) -> float:
+        """Seconds after which a task is delivered again if its lease is not renewed."""
         return self.jet.config.lease_s
 
     # --- the learner's side
@@ -164,6 +168,7 @@ class TaskQueue:
         """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see ``acked_to``."""
 
         async def hear(message: Msg) -> None:
+            """Call ``on_ack`` with the task of an acknowledgement after which it is not delivered again."""
             told = subjects.delivery(message.subject)
             if told is not None and (message.data.startswith(_OVER) or not message.data):
                 on_ack(told.seq)
@@ -181,6 +186,7 @@ class TaskQueue:
         """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never falls."""
 
         def raised(row: Value | None) -> Value | None:
+            """Return the row with the floor; None if it is as high already."""
             return None if row is not None and row["floor"] >= floor else {"floor": floor}
 
         await self._rows.change(subjects.FLOOR_KEY, raised, replace_unreadable=True)

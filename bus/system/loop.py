@@ -4,6 +4,7 @@ import asyncio
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop; it is not set as the current one."""
     try:
         import uvloop
     except ImportError:  # there is none for Windows

@@ -33,8 +33,10 @@ def die_with_parent() -> Callable[[], None]:
     parent = os.getpid()
 
     def arrange() -> None:
+        """Request SIGKILL at the end of the parent; runs in the child, before its program."""
         if libc is None:
             return
+        # Between fork and exec only calls that take no lock are safe: libc was loaded before.
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the parent ended before prctl
             os.kill(os.getpid(), signal.SIGKILL)
@@ -79,10 +81,12 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Process id. Raises AssertionError before the first ``start``."""
         return self._started().pid
 
     @property
     def running(self) -> bool:
+        """True from ``start`` to the end of the process."""
         return self.process is not None and self.process.returncode is None
 
     @property
@@ -91,6 +95,7 @@ class Child:
         return None if self.process is None else self.process.returncode
 
     async def start(self, pass_fds: Sequence[int] = ()) -> None:
+        """Start the process; ``pass_fds`` stay open in it. Output goes to the log file, or to a pipe that ``wait`` reads."""
         with contextlib.ExitStack() as stack:
             output, error = asyncio.subprocess.PIPE, asyncio.subprocess.STDOUT
             if self.log_file is not None:

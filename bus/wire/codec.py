@@ -73,11 +73,15 @@ class Table:
         self._compiled: Compiled | None = None
 
     def compile(self) -> Self:
-        """Have msgspec encode and decode the messages that have every field and no unknown one. Worth its memory for samples."""
+        """Have msgspec encode and decode the messages that have every field and no unknown one. Returns this table.
+
+        It is worth its memory for samples.
+        """
         self._compiled = Compiled(self.message, self._forms, {"schema": SCHEMA, "type": self.name})
         return self
 
     def encode(self, value: Any) -> bytes:
+        """Return the bytes of a message. Raises WireError naming the field that cannot be written."""
         if self._compiled is not None and not value.extra and (found := self._compiled.encode(value)) is not None:
             return found
         packed: dict[str, Any] = {"schema": SCHEMA, "type": self.name}
@@ -120,6 +124,7 @@ class Table:
         field = ""
         try:
             for (field, exact, pack), item in zip(self._packers, self._values(value), strict=True):
+                # The exact type, not isinstance: a bool is an int for Python, and another type on the wire.
                 packed[field] = item if type(item) is exact else pack(item)
         except _BAD as error:
             if isinstance(error, WireError):
@@ -156,6 +161,7 @@ class Table:
         """Return the form of this message as a field of another: a map without unknown fields."""
 
         def unpack(value: Any) -> Any:
+            """Return the message in a map. Raises WireError for an unknown field, which would change the meaning."""
             if type(value) is not dict:
                 raise TypeError
             found = self._take(value)

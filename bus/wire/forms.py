@@ -115,6 +115,7 @@ def optional(form: Form) -> Form:
     """Return a form that also accepts nil."""
 
     def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that passes nil on, and converts other values."""
         return lambda value: None if value is None else convert(value)
 
     return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None), form.wire | None)
@@ -124,6 +125,7 @@ def many(form: Form) -> Form:
     """Return the form of a list, which is a tuple in memory."""
 
     def unpack(value: Any) -> tuple[Any, ...]:
+        """Return the tuple of a list."""
         if not isinstance(value, list):
             raise TypeError
         return tuple([form.unpack(item) for item in value])
@@ -136,6 +138,7 @@ def keyed(key: Form, form: Form) -> Form:
     """Return the form of a map from one form to another."""
 
     def convert(value: Any, key_of: Callable[[Any], Any], value_of: Callable[[Any], Any]) -> dict[Any, Any]:
+        """Return the map with keys and values converted."""
         if type(value) is not dict:
             raise TypeError
         return {key_of(name): value_of(item) for name, item in value.items()}
@@ -153,7 +156,10 @@ def either(first: Form, second: Form) -> Form:
     """Return the form of one of two. The exact type of the first is taken without a call; other values are tried as the second first."""
 
     def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that converts a value as the second form, or else as the first."""
+
         def convert(value: Any) -> Any:
+            """Convert a value that does not have the exact type of the first form."""
             try:
                 return convert_second(value)
             except (TypeError, ValueError):
@@ -170,11 +176,13 @@ def choice(enum: type[StrEnum]) -> Form:
     members = {str(member.value): member for member in enum}
 
     def unpack(value: Any) -> StrEnum:
+        """Return the member with this value."""
         if type(value) is not str or value not in members:
             raise ValueError
         return members[value]
 
     def pack(value: Any) -> str:
+        """Return the value of a member."""
         return str(enum(value).value)
 
     return Form(f"one of {', '.join(members)}", pack, unpack, None, enum)
@@ -187,11 +195,13 @@ def array(dtype: str) -> Form:
     swap = sys.byteorder != "little" and wire.itemsize > 1
 
     def pack(value: Any) -> bytes:
+        """Return the bytes of an array of exactly this dtype and one dimension."""
         if not isinstance(value, np.ndarray) or value.dtype != native or value.ndim != 1:
             raise TypeError
         return value.astype(wire).tobytes() if swap else value.tobytes()
 
     def unpack(value: Any) -> Any:
+        """Return a read-only view of the bytes, or a copy where the machine has the other byte order."""
         if type(value) is not bytes:
             raise TypeError
         found = np.frombuffer(value, dtype=wire)

@@ -138,6 +138,7 @@ class Sample:
 
     @property
     def message_id(self) -> str:
+        """Id under which the sample is stored once, however often it is sent: ``task.index.attempt``."""
         return f"{self.task}.{self.index}.{self.attempt}"
 
     @property
@@ -152,6 +153,7 @@ class Sample:
 
     @property
     def max_version(self) -> int:
+        """Newest version that generated one of its tokens (-1 for an empty response)."""
         return max([span.version for span in self.spans], default=-1)
 
 
@@ -195,6 +197,7 @@ class Partial:
 
     @property
     def message_id(self) -> str:
+        """Id under which the partial is stored once: ``partial.task.index.attempt``."""
         return f"partial.{self.task}.{self.index}.{self.attempt}"
 
 

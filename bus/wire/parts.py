@@ -45,6 +45,7 @@ def cut(data: bytes, max_payload: int) -> Iterator[bytes]:
 
 
 def fits(data: bytes, max_payload: int) -> bool:
+    """Return whether a sample of these bytes fits in one message, beside its headers."""
     return len(data) <= max_payload - HEADER_RESERVE_BYTES
 
 

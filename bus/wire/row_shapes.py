@@ -114,6 +114,7 @@ def _nested(shape: Shape) -> Form:
     """Return the form of a map in a row, which has fields of its own."""
 
     def check(value: Any) -> Any:
+        """Return the map if it has the shape. Raises WireError naming the field, TypeError for another type."""
         if not isinstance(value, dict):
             raise TypeError
         shape.check(value)
@@ -172,6 +173,7 @@ class _Head(Shape):
     """A version's row and the newest learner's epoch, or that alone."""
 
     def check(self, value: Mapping[str, Any]) -> None:
+        """Check a version only where there is one: before the first, the head has the fence alone."""
         if "version" in value:
             _VERSION.check(value)
         Shape.check(self, value)

@@ -45,6 +45,7 @@ def token(text: str) -> str:
 
 
 def stream(run: str, name: str) -> str:
+    """Return the name of a stream of a run; ``name`` is the short one, such as TASKS."""
     return f"TM_{run}_{name}"
 
 
@@ -54,6 +55,7 @@ def bucket_stream(run: str, bucket: str) -> str:
 
 
 def row(run: str, bucket: str, key: str) -> str:
+    """Return the subject of a row of a bucket."""
     return f"$KV.TM_{run}_{bucket}.{key}"
 
 
@@ -94,10 +96,12 @@ def sample_in(run: str, subject: str) -> str:
 
 
 def is_sample(run: str, subject: str) -> bool:
+    """Return whether a subject of SAMPLES is that of a sample or of its manifest, and not that of a part."""
     return subject.startswith(samples(run).removesuffix(">"))
 
 
 def kind_of_sample(subject: str) -> str:
+    """Return the kind in the subject of a sample: train or eval."""
     return subject.split(".")[3]
 
 
@@ -135,6 +139,7 @@ def parts(run: str) -> str:
 
 
 def partial(run: str, task: int | str = "*", index: int | str = "*") -> str:
+    """Return the subject of a partial, or the filter of many: by default of all of them."""
     return f"tm.{run}.partial.{task}.{index}"
 
 
@@ -183,14 +188,17 @@ def dead(run: str) -> str:
 
 
 def dead_task(run: str, task: int | str) -> str:
+    """Return the subject of a dead letter; the task ``*`` = the filter of all."""
     return f"tm.{run}.dead.task.{task}"
 
 
 def dead_report(run: str, task: int | str) -> str:
+    """Return the subject of the reports of failures of a task."""
     return f"tm.{run}.dead.report.{task}"
 
 
 def dead_word(run: str, task: int | str) -> str:
+    """Return the subject of the decision on a dead task; the task ``*`` = the filter of all."""
     return f"tm.{run}.dead.word.{task}"
 
 
