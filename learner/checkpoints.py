@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 2
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 _BLOCK = 1 << 22
+"""Bytes that are read and hashed at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

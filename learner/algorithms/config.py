@@ -18,7 +18,9 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "cons
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
 
 _PPO: dict[str, Any] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
+"""Range: DAPO 2503.14476."""
 _TIS: dict[str, Any] = {"weight": "token", "weight_action": "clip", "weight_low": 0.0, "weight_high": 2.0}
+"""Cap of 2: Yao et al. 2025."""
 _NONE: dict[str, Any] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
 _PLAIN: dict[str, Any] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
 

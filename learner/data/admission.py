@@ -59,6 +59,7 @@ class Admission:
 
     def wanted(self, *, num_open: int, step: int) -> TaskDemand | None:
         """Return the next task, given ``num_open`` open ones and plans up to ``step``; None while none is admitted."""
+        # Open tasks count as if all of them were trained; the ones that are dropped make room again.
         needed = (self._rules.steps - step) * self._rules.groups_per_step - num_open
         if self.head is None or needed <= 0 or self.out(num_open) >= self._rules.admitted:
             return None

@@ -383,6 +383,7 @@ class DataSource:
     def _apply_plan(self, plan: Plan) -> None:
         if plan.step != self.step + 1:
             raise ReplayMismatch("log PLAN", f"a plan of step {self.step + 1}", f"one of step {plan.step}")
+        # The chain covers all plans before: a restart that arrives at it has the same history, sample by sample.
         if (chain := chain_of(self.chain, plan)) != plan.chain:
             raise ReplayMismatch(_label(plan), f"chain {plan.chain}", chain)
         for group in self._open(plan):

@@ -23,6 +23,7 @@ class BufferedSample:
     @staticmethod
     def of(seq: int, sample: Sample) -> "BufferedSample":
         """Return the metadata of a sample in SAMPLES at ``seq``."""
+        # Cumulative sums: the trainable tokens of a span are the difference between its two ends.
         ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
         trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
         counts = trainable[ends[1:]] - trainable[ends[:-1]]
@@ -96,6 +97,7 @@ def mismatch(task: Task, sample: Sample, max_context: int) -> str:
         return "group_size"
     if not 0 <= sample.index < task.group_size:
         return "index"
+    # Other sampling means another distribution: the importance weights would be wrong without any sign of it.
     if sample.sampling != task.sampling:
         return "sampling"
     if not np.array_equal(sample.tokens[:prompt], task.prompt_tokens):

@@ -9,6 +9,7 @@ from bus.errors import WireError
 MAX_NAMES = 64
 """Most names from outside that have counters of their own; others share one, which bounds the memory."""
 OTHERS = "(others)"
+"""Name of the shared counter; no actor has parentheses in its name."""
 
 
 def count_of(counts: Counter[str], name: str) -> int:

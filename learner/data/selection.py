@@ -23,6 +23,7 @@ def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: 
     by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
     if not by_step:
         return "empty"
+    # mask: as long as one token is young enough, the others are masked, and the group is trained.
     if rules.gate == "mask" and max(by_step) < oldest:
         return "stale"
     if rules.gate == "drop" and min(by_step) < oldest:
@@ -70,6 +71,7 @@ def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRule
         group_sizes=sizes,
     )
     version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
+    # Tokens of weights that this step has yet to make: the registry and the plans belong to different histories.
     if max(version_steps.values()) >= step:
         raise ReplayMismatch(f"samples for step {step}", "versions of earlier steps only", f"steps of versions: {version_steps}")
     plan = Plan(

@@ -29,6 +29,7 @@ MAX_WORDS = 300
 SLOW_S = 1.0
 """Seconds between two tasks while no usable sample arrives."""
 _IDLE_S = 60.0
+"""Longest sleep while there is nothing to write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

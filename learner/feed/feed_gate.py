@@ -17,6 +17,7 @@ from learner.feed.feed_keys import FeedKeys
 _ZAP = "inproc://zeromq.zap.01"
 """Endpoint of libzmq's authentication requests: ZeroMQ RFC 27."""
 _FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+"""Events of peers that were refused, or that use no CURVE."""
 _MAX_MESSAGE_BYTES = 1 << 24
 """Largest message to the feeder; a peer that announces a larger one is disconnected. Ranks send headers only."""
 

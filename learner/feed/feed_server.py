@@ -24,9 +24,11 @@ from learner.feed.feed_messages import Start, pack, unpack_from_rank
 log = logging.getLogger(__name__)
 
 Frames = Sequence[Any]
+"""Frames of a ZMQ message: anything with a buffer."""
 _HELLO = 0
 """Value of ``_Rank.waits`` for a rank that waits for its start; steps begin at 1."""
 _LOG_REFUSED_S = 60.0
+"""Refusals within this time are one line in the log: a port scanner must not fill it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ class Outcomes:
         done = Done(epoch=self._epoch, step=step, metrics=numbers, weights_digest=weights_digest)
         await self._bus.plans.append(done)
         await self._announce(done)
+        # Plans from the checkpoint on are kept: the report of a later checkpoint is compared with them.
         self._plans = {other: kept for other, kept in self._plans.items() if other >= self.checkpoint_step}
 
     async def _announce(self, done: Done) -> None:
@@ -101,6 +102,7 @@ class Outcomes:
     async def _checkpointed(self, step: int, path: Path) -> None:
         one = checkpoints.named(path)
         here = one.epoch == self._epoch and path.parent.resolve() == self._root.resolve()
+        # A row that names a wrong directory would make every later start fail, so the report is not trusted.
         if not here or one.step != step or step > self._done or step not in self._plans:
             want = f"a directory of epoch {self._epoch} in {self._root}, of a step up to {self._done}"
             raise FeedError("checkpointed", want, (step, str(path)))
@@ -202,5 +204,6 @@ def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np
     lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])
     rows = np.concatenate([part.sample_T[part.loss_mask_T] for part in parts])
     newest = np.full(len(batches[0].rewards_N), np.iinfo(np.int32).max, np.int32)
+    # Not newest[rows] = ...: a sample has many tokens, and all of them count.
     np.minimum.at(newest, rows, lags)
     return newest[rows], lags - newest[rows]

@@ -47,6 +47,7 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path) -> Resum
     row = await bus.rows("run").get(CHECKPOINT_KEY)
     checkpoint = None if row is None else await asyncio.to_thread(_usable, root, row[0])
     if checkpoint is None:
+        # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the first one there is.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
@@ -131,6 +132,7 @@ async def _records(
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if isinstance(record, Plan):
             versions |= record.version_steps
+        # The last record of the checkpoint is read as well: it shows that the log is the one that the checkpoint was made with.
         if seq == source.plan_seq:
             if not isinstance(record, Plan) or record.chain != source.chain:
                 raise ReplayMismatch(f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record)

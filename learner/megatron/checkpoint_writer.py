@@ -28,6 +28,7 @@ class InProcessSave(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
         """Write this rank's shards into one file, and the metadata on rank 0. Raises CheckpointUnwritten, on every rank."""
+        # As Megatron's own strategy does, so that its loader finds the same keys.
         renamed, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*DTensor instead", category=FutureWarning)

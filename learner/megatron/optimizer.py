@@ -87,6 +87,7 @@ class PolicyOptimizer:
         sums = torch.tensor([loss, rate, *squares], dtype=torch.float64, device=here.device)
         if here.dp_size * here.tp_size > 1:
             dist.all_reduce(sums)
+        # One all-reduce decides for all ranks. A rank that skipped alone would leave the others with different weights.
         if bool(torch.isfinite(sums).all()) and float(sums[2:].sum()) < torch.finfo(torch.float32).max:
             return True
         norm = math.sqrt(sum(squares))

@@ -207,6 +207,7 @@ class Trainer:
         return [replace(row, seen=self._advised(row.seen, advantages_N)) for row in rows]
 
     def _advised(self, seen: Tokens, advantages_N: Tensor) -> Tokens:
+        # The advantage of a sample at each of its tokens; padding (-1) reads that of sample 0 and is set to 0.
         advantages_T = torch.where(seen.sample_T >= 0, advantages_N[seen.sample_T.clamp(min=0)], 0.0)
         if self._algorithm.distill_coef:
             assert seen.old_T is not None and seen.reference_T is not None
@@ -230,6 +231,7 @@ class Trainer:
         sums = diagnostics.merged(self._run(rows, partial(self._loss, step=step, denominators=denominators, coupled=coupled)))
         scale = 1.0
         if self._algorithm.ess_lr:
+            # After the backward pass, because the gradient does not depend on it: only the learning rate does.
             weights, squares, count = self._summed(sums.totals["ess"]).tolist()
             scale = effective_sample_share(weights, squares, count) ** 0.5
         norm, rate = self._optimizer.step(number, loss=float(sums.totals["loss"]), scale=scale)
@@ -242,6 +244,7 @@ class Trainer:
             "train/skipped_minibatches": float(len(updates) - len(taken)),
             "train/lr": sum(update.rate for update in updates) / len(updates),
         }
+        # Nothing was trained, and means over no token would be NaN.
         if not taken:
             return metrics | {"train/tokens": 0.0}
         sums = diagnostics.all_reduced(diagnostics.merged(update.sums for update in taken), self._policy.parallel.dp_group)

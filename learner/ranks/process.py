@@ -108,6 +108,7 @@ async def _watch(feeder: Child, ranks: Sequence[Child], draining: asyncio.Event,
             waits: set[asyncio.Task[int] | asyncio.Task[bool]] = {*left, *(() if deadline else (drain,))}
             timeout = None if deadline is None else max(0.0, deadline - loop.time())
             done, _ = await asyncio.wait(waits, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            # Only the drain has a deadline; without it the wait ends only with a child or with ``draining``.
             if not done:
                 late = ends[next(iter(left))]
                 raise ChildFailed(late.name, exit_codes.NOT_IN_TIME, (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines()))

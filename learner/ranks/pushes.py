@@ -70,6 +70,7 @@ class Pushes:
 
         Raises Fenced when a newer learner has taken over, BusUnavailable, PublisherClosed.
         """
+        # Made from an export of its own: later ones are streamed, tensor by tensor, and no rank has all of them at once.
         manifest = Manifest.of(self._policy.export()) if self._takes_part else None
         if not self._leads:
             self._begin(start)
@@ -142,6 +143,7 @@ class Pushes:
         A failed push (it reached fewer engines than required, or the bus was unreachable for too long) is repeated with the staged weights,
         because this rank alone cannot gather the current ones.
         """
+        # A loop, because a failed push is replaced by another one.
         while self._handle is not None and (wait or self._handle.done):
             began = time.monotonic()
             try:

@@ -71,6 +71,7 @@ class TurnByTurn:
     def mine(self) -> Iterator[None]:
         """Have the engines release, then resume the memory of all ranks; give it back when the body has succeeded."""
         with self._timed("engines_release"):
+            # Rank 0 waits for the engines, the others for rank 0: no rank takes memory that an engine still has.
             self._pushes.take()
             self._together()
         with self._timed("resume"):
