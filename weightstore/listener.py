@@ -59,6 +59,7 @@ class Access:
         if self.keys is None:
             return
         scheme, _, presented = request.headers.get("Authorization", "").partition(" ")
+        # The scheme of an Authorization header may be in any case (RFC 9110).
         presented = presented.strip() if scheme.lower() == _SCHEME else ""
         try:
             # The keys may have been made, or replaced, since they were read: a key that does not fit is compared once more with the newest

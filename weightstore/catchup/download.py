@@ -13,6 +13,7 @@ from weightstore.errors import SnapshotBroken, SnapshotUnavailable
 from weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
+"""Bytes that are received, or hashed, at a time."""
 _READ_S = 30.0
 """Deadline for the next bytes of a server."""
 _TRIES = 3

@@ -25,6 +25,7 @@ Allowed = Callable[[], Awaitable[bool]]
 """Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain times."""
 
 _POLL_S = 0.5
+"""Interval of asking for the first version."""
 _FETCH_S = 600.0
 """Deadline of one attempt of ``fetch_model``, which logs the reason and begins another one."""
 GRACE_S = 10.0

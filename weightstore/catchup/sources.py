@@ -33,6 +33,7 @@ OnWait = Callable[[str], None]
 _REQUEST_AGAIN_S = 2.0
 """A request is written again after this time: the learner may have failed to write the snapshot, which it does not try again."""
 _POLL_S = 0.5
+"""Interval of reading the row of the newest snapshot, besides the wake-ups."""
 
 
 class Source(Protocol):

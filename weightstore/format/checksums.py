@@ -97,6 +97,7 @@ def sha256(tensors: Sequence[Tensor]) -> str:
 
 
 SCHEMES: dict[str, Callable[[Sequence[Tensor]], str]] = {"sum64": sum64, "sha256": sha256}
+"""Functions by the name of the scheme in a report."""
 
 
 def sum_of(scheme: str, part: Part, tensors: Mapping[str, Tensor]) -> str:

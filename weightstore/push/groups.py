@@ -41,7 +41,9 @@ _JOIN_S = 2.0
 """SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without answering."""
 
 Buckets = Sequence[tuple[Bucket, Tensor]]
+"""Buckets of a version, each with its flat uint8 tensor."""
 Outcome = dict[Member, Updated | ReceiverFailed]
+"""The times of a member that took the version, or the reason that it did not."""
 Opener = Callable[[LiveRow], WeightReceiver]
 """Makes the receiver of a live engine."""
 T = TypeVar("T")
@@ -176,6 +178,7 @@ class PushGroup:
     async def update(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
         """Push a version to all engines of the group. Returns how each took it, or why it did not. Raises Fenced."""
         going, apart, outcome = list(self.members), list[Member](), Outcome()
+        # Decided once for all rounds of this push.
         checks = {member: check_of(member) for member in going}
         served: dict[Member, float | None] = {}
         while going:
@@ -252,6 +255,7 @@ async def _send_in_one_request(
 ) -> dict[Member, float | None]:
     """Send one request for all buckets. The deadline holds for each bucket, and then for the answers."""
     specs = [bucket.specs for bucket, _ in buckets]
+    # All sends are queued at once: the channel's single thread keeps them in order.
     sends = [round.start(f"bucket {number} of {len(buckets)}", None, channel.send(flat)) for number, (_, flat) in enumerate(buckets, 1)]
     requests = {member: round.start("transfer", member, member.receive(version, specs, serve=serve)) for member in members}
     await round.until(sends)

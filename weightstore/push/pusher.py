@@ -120,6 +120,7 @@ class Pusher:
         stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
         await self._record_evicted()
+        # Before ``open``, so that a failure in the middle of it closes the part that is open.
         stack.push_async_callback(self._snapshots.close)
         await self._snapshots.open()
 
@@ -204,6 +205,7 @@ class Pusher:
         try:
             if staging is not None:
                 return tuple(sorted(await self._update(groups, staging, {})))
+            # Version 0 was never pushed; its weights are in the model directory.
             if head.version == 0 and head.snapshot:
                 return await self._each(members, lambda member: member.load(head.snapshot, 0))
         finally:
@@ -306,6 +308,7 @@ class Pusher:
     async def _publish(self, row: VersionRow, staging: Staging) -> None:
         """Move the head. Its copy is held until there is a copy of the next head."""
         self.head = await self._registry.publish(row)
+        # The copy stays filled as long as it is the head: snapshots of it are written on demand.
         old, self._head_staging = self._head_staging, staging.hold()
         if old is not None:
             old.release()

@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 _KEY = "turn"
 _LEARNER, _ENGINES = "learner", "engines"
 _POLL_S = 0.5
+"""Interval of looking for a change of ownership or of live rows."""
 TAKING_S = 600.0
 """Deadline for engines that began to take memory before the learner acquired the accelerator; one that starts may need minutes."""
 

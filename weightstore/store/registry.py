@@ -55,6 +55,7 @@ class VersionRegistry:
         Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns the same.
         """
         row = await self.row(version)
+        # Its learner is between creating the row and setting ``after``, or died there.
         if row is not None and row.after < 0 and row.state == "pushing":
             return await self._begin_after(row, seq)
         return row

@@ -30,6 +30,7 @@ ASIDE = ".part"
 """Suffix of a directory that is being written."""
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
+"""Suffixes of weights, in the formats of Hugging Face: they are not copied, because a snapshot has weights of its own."""
 _CODES = {
     "float64": "F64",
     "float32": "F32",

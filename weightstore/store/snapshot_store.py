@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"v(\d+)")
 _SHUTDOWN_S = 1.0
+"""Time that downloads have to end; an engine resumes an interrupted one later."""
 
 
 class SnapshotStore:
@@ -55,6 +56,7 @@ class SnapshotStore:
         for path in self._directory.glob("*" + snapshot.ASIDE):
             shutil.rmtree(path)
         self._listener = Listener({}, Access(self._keys), files=self._directory, shutdown_s=_SHUTDOWN_S)
+        # Any port: engines read the URL from the row of the version.
         self.url = await self._listener.start(self._at.bind, 0, advertise=self._at.advertised, name="weights.host")
         newest = await self._registry.snapshot()
         if newest is not None and newest.snapshot.startswith("http"):

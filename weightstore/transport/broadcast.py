@@ -28,6 +28,7 @@ BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
 """NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier."""
 _POLL_S = 0.001
+"""Interval of asking whether a broadcast by NCCL is complete."""
 _ABORT_S = 5.0
 """An abort takes less time than this, or never returns."""
 

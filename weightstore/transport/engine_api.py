@@ -63,7 +63,9 @@ class CallFailed(WeightstoreError):
 
 
 Translate = Callable[[CallFailed], Exception]
+"""Returns the error of the caller's own room for a failed call."""
 Headers = Callable[[], Awaitable[Mapping[str, str]]]
+"""Returns the headers of a request, with the key."""
 
 
 async def no_headers() -> Mapping[str, str]:

@@ -75,6 +75,7 @@ class HostMemory:
         fd = os.memfd_create("tidemill-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # or a reader could get SIGBUS
+        # The tensor keeps the mapping, and with it the memory, after the descriptor is closed.
         flat = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)[:num_bytes]
         if self._pin:
             from weightstore.transport.cuda_handles import pin
