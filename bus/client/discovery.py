@@ -14,6 +14,7 @@ from bus.errors import BusError, BusUnavailable
 from bus.wire import subjects
 
 LOOK_EVERY_S = 1.0
+"""Interval of looking for a run that is to start."""
 _ANSWER_S = 5.0
 _TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
 

@@ -21,9 +21,11 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANSWER_S = 2.0
+"""Deadline of one attempt."""
 PATIENCE_S = 15.0
 """Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
+"""Error codes of the server, and the kind of thing that is missing."""
 _STARTING = (10008, 10074)
 """Error codes of a server that is not ready yet."""
 

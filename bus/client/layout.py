@@ -12,6 +12,7 @@ _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
 """Stream or consumer exists with another configuration."""
 _ROW_DUPLICATE_WINDOW_S = 120
+"""Seconds for which the server recognises a row that is written again."""
 _CHANGED_IN_PLACE = ("allow_rollup_hdrs",)
 """Settings with another value in older releases. They are updated in place, because they affect stored messages."""
 _MAX_WAITING = 16_384

@@ -23,16 +23,20 @@ from bus.wire.subjects import token
 _log = logging.getLogger(__name__)
 
 _RECONNECT_S = 0.2
+"""Pause between two attempts to reconnect to the same server."""
 _PING_S = 5.0
 """Seconds between two pings; a silently cut network is detected after three."""
 _SAY_EVERY_S = 5.0
+"""Interval of the log lines about one outage."""
 _CLOSE_S = 1.0
 _FORBIDDEN_S = 10.0
 """Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
+"""The server's error for a forbidden subject, which has no code."""
 _TIDYING = "$js.api.consumer.delete."
 """Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself, too."""
 _NO_ENTRY = ("authorization violation", "authentication", "user credentials")
+"""Parts of the server's errors for a wrong user or password, in lower case."""
 
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 """Errors that the client library raises for causes outside of this process."""

@@ -165,6 +165,7 @@ _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
 _NOT_NOW = frozenset({10008, 10158})
 """Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused by the message."""
 _UNAVAILABLE = 503
+"""Status of an answer, like that of HTTP."""
 
 
 class _Error(msgspec.Struct):

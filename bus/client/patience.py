@@ -12,6 +12,7 @@ from bus.errors import BusUnavailable
 RETRY_S = 0.1
 """Seconds between two tries of one request."""
 CANCEL_AGAIN_S = 0.2
+"""Interval of the cancellations of work that has forgotten one."""
 
 T = TypeVar("T")
 

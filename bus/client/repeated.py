@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 EVERY_S = 60.0
+"""Seconds between two lines of one kind."""
 
 
 @dataclass(slots=True)

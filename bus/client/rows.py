@@ -23,6 +23,7 @@ from bus.wire import subjects
 from bus.wire.row_shapes import read_row
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
+"""Keys that every NATS tool accepts in a bucket."""
 _OPERATION = "KV-Operation"
 """Header of a message that replaces a deleted row."""
 _AT_ONCE = 16

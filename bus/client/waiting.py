@@ -18,10 +18,12 @@ from bus.client.patience import RETRY_S, before_retry
 from bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
+"""Payloads of acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
 _ASK_S = 2.0
 """Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
 _GRACE_S = 0.5
+"""Time that the answer to an expired request has to arrive."""
 _NS = 1_000_000_000
 
 

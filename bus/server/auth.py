@@ -24,6 +24,7 @@ from bus.wire import subjects
 ACCOUNT = "TIDEMILL"
 """Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""
 NO_ACCOUNT = "$G"
+"""The account of a server without users."""
 POOLS = ("actor", "engine", "host")
 """Roles with numbered users."""
 LEARNER, VIEWER, OPERATOR, ROUTER = "learner", "viewer", "operator", "router"

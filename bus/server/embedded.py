@@ -24,6 +24,7 @@ LOCK_FILE = "lock"
 _START_S = 30.0
 """Seconds to wait for the start: recovery of a large store after a crash takes seconds; an empty one is up in 20 ms."""
 _STOP_S = 5.0
+"""Time that a server, or a reader of its store, has to end."""
 
 
 def find_binary() -> str:

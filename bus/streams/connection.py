@@ -29,7 +29,9 @@ _log = logging.getLogger(__name__)
 
 _DEFAULT = BusConfig()
 _PAUSE_S = 1.0
+"""Pause between two attempts of ``Bus.retry``."""
 _OUTAGE_S = 3600.0
+"""Outage of the bus after which ``Bus.retry`` gives up."""
 
 T = TypeVar("T")
 

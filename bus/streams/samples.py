@@ -14,9 +14,11 @@ from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Cursor, Kind, Sample
 
 SAMPLE_HEADER = "Tm-Sample"
+"""Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)."""
 PARTS_HEADER = "Tm-Parts"
 """Header with the number of parts; only on a manifest."""
 _HEADER_VALUE = re.compile(r"[!-~]{1,200}")
+"""Printable ASCII without a space: spaces separate the fields of the header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ MAX_DELIVERIES = 50
 _LOOK_EVERY_S = 2.0
 """Seconds after which the task floor and the fences known to an actor are read again."""
 _CONFIRM_S = 2.0
+"""Deadline of one attempt to have an acknowledgement confirmed."""
 _OVER = (ACK, b"+NXT", b"+TERM")
 """Acknowledgements after which a task is not delivered again."""
 _NS = 1_000_000_000

@@ -56,6 +56,7 @@ _MISSING: Any = object()
 _AS_DATETIME = 3
 """msgpack's number for timestamps as datetime, the type that msgspec decodes them to as well."""
 _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""Errors that a value from outside can cause while it is packed or unpacked."""
 
 
 class Table:

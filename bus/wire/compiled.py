@@ -14,6 +14,7 @@ import msgspec
 from bus.wire.forms import Form
 
 _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
+"""Errors after which the table handles the message itself, and gives the reason if it cannot either."""
 
 
 class Compiled:

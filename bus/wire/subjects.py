@@ -26,8 +26,11 @@ EXPECTED_LAST_ON_SUBJECT = "Nats-Expected-Last-Subject-Sequence"
 EPOCH_HEADER = "Tm-Epoch"
 
 _LIMIT = 2**63
+"""Sequences are signed 64-bit numbers in the columns of plans."""
 _MOST_DIGITS = 19
+"""Digits of 2**63. A longer text is not converted: that takes quadratic time."""
 _ACK_TOKENS = 9
+"""Tokens of an acknowledgement subject without a JetStream domain."""
 _LONGEST_NAME = 64
 _NOT_TOKEN = re.compile(r"[^A-Za-z0-9_-]")
 
