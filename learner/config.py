@@ -14,7 +14,7 @@ class DataConfig:
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
     label_key: str = "label"
-    """Column with what the reward compares with (``reward_model.ground_truth``); empty = none."""
+    """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""
     """Column with a map that travels with the sample and reaches the reward; empty = none."""
     apply_chat_template: bool = False
@@ -31,7 +31,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StalenessConfig:
-    """How old data may be, and what happens to older data (admit, order, gate)."""
+    """Largest age of the data, and the treatment of older data (admit, order, gate)."""
 
     max_lag: int = 2
     """Largest lag in steps; 0 = synchronous on-policy, 1 = one step off."""

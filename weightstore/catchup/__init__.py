@@ -1,1 +1,1 @@
-"""How an engine that missed pushes gets the current version."""
+"""Catch-up of an engine that missed pushes: the sources of the current version."""

@@ -48,7 +48,7 @@ class Loading:
     """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did not work."""
 
     def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, on_wait: OnWait) -> None:
-        """``version`` returns what the engine serves now."""
+        """``version`` returns the version that the engine serves now."""
         self.engine, self.version = engine, version
         self.refused: set[str] = set()
         """URLs and directories that had no usable snapshot."""

@@ -66,7 +66,7 @@ class PushReport:
     seconds: float
     """The whole push without preparation: reserve, join, transfer, head."""
     bytes: int
-    """Size of the weights, which is what each engine receives."""
+    """Size of the weights; each engine receives as many bytes."""
 
 
 class Pusher:

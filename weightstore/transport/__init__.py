@@ -1,1 +1,1 @@
-"""How tensors get from the learner to an engine: NCCL or gloo, shared memory, HTTP."""
+"""Transport of tensors from the learner to an engine: NCCL or gloo, shared memory, HTTP."""

@@ -150,7 +150,7 @@ class EngineApi:
 
 
 def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:
-    """Return what an answer of another status than 200 with this body means."""
+    """Return the error for an answer with this body and another status than 200."""
     reason, answer = _reason_in(raw)
     failure = STATUSES.get(status, Failure.REFUSED if 400 <= status < 500 else Failure.FAILED)
     return CallFailed(url, path, failure, reason or f"HTTP {status}", status=status, answer=answer)
