@@ -60,7 +60,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "subjects": subject_list,
             "retention": "limits",
             "storage": "file",
-            "discard": "new",
+            "discard": "new",  # a full stream refuses new messages, because the old ones may not have been read
             "max_bytes": config.samples_max_bytes if name == subjects.SAMPLES else -1,
             "max_age": 0,
             "max_msgs": -1,
@@ -75,7 +75,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "retention": "limits",
             "storage": "file",
             "discard": "new",
-            "max_msgs_per_subject": 1,
+            "max_msgs_per_subject": 1,  # a row is the last message on its subject
             "num_replicas": config.copies,
             "duplicate_window": _ROW_DUPLICATE_WINDOW_S * _NS,
             "allow_direct": True,
@@ -93,8 +93,8 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
             "ack_policy": "explicit",
             "deliver_policy": "all",
             "ack_wait": int(config.lease_s * _NS),
-            "max_deliver": -1,
-            "max_ack_pending": -1,
+            "max_deliver": -1,  # failures are counted in DEAD (docs/decisions/002-failures-are-counted-in-the-stream.md)
+            "max_ack_pending": -1,  # the learner bounds the tasks that are out
             "max_waiting": _MAX_WAITING,
             "filter_subject": subjects.task(run, kind),
         }

@@ -106,6 +106,7 @@ class Reader:
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
         """Yield every sample after its place, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
+        # A new reader begins at the first sample there is when it reads, even if the ones at its place have been trimmed meanwhile.
         cursor = None if self._is_new else Cursor(created=self.place.created, floor=self.place.floor)
         async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
             yield received

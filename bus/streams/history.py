@@ -67,6 +67,7 @@ class History:
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
+        # A binary search: the times of a stream rise with its sequences.
         while low < high:
             middle = (low + high) // 2
             try:

@@ -403,6 +403,7 @@ def decode_word(data: bytes) -> Word:
 def unpack(data: bytes, *types: str) -> dict[str, Any]:
     """Return the map of a message of one of these types. Raises WireError, UnknownSchema."""
     try:
+        # strict_map_key: the keys of ``version_steps`` are integers.
         fields = msgpack.unpackb(data, strict_map_key=False, timestamp=_AS_DATETIME)
     except (*_BAD, msgpack.UnpackException) as error:
         raise WireError("message", "one msgpack map", f"{len(data)} bytes: {error or type(error).__name__}") from None

@@ -25,6 +25,7 @@ class Compiled:
         fields = [(name, form.wire) for name, form in forms.items()]
         incoming = msgspec.defstruct(message.__name__, [*heads.items(), *fields], gc=False)
         given = [(name, wire, head[name]) for name, wire in heads.items()]
+        # kw_only, because the heads have defaults and stand before fields without. gc: such an object is never part of a cycle.
         self._outgoing = msgspec.defstruct(message.__name__, [*given, *fields], kw_only=True, gc=False)
         self._message = message
         self._decoder = msgspec.msgpack.Decoder(incoming, ext_hook=lambda code, data: msgpack.ExtType(code, bytes(data)))
@@ -45,6 +46,7 @@ class Compiled:
 
     def decode(self, data: bytes) -> Any:
         """Return the message; None when the table must decode it."""
+        # Another number of fields: some are missing or unknown, which the table handles.
         if not data.startswith(self._map_header):
             return None
         try:
