@@ -26,7 +26,7 @@ _MAX_DIGITS = 1000
 
 
 def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:
-    """Score a response against the label; ``score = correct_weight * correct + format_weight * format``.
+    """Return ``score``, ``correct`` and ``format`` of a response; ``score = correct_weight * correct + format_weight * format``.
 
     ``correct`` is 0 or 1. ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows it, and nothing
     follows the number. The label is the answer itself or a worked solution that ends in ``#### answer``.

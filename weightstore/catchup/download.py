@@ -23,7 +23,7 @@ _TRIES = 3
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
     """Download the snapshot at ``url`` into ``directory`` (not synced to the disk), continuing an earlier partial download.
 
-    ``headers`` are sent with every request.
+    ``headers`` are sent with every request. Returns the contents of the snapshot's manifest.
 
     Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (the partial
     download is removed then), SnapshotBroken when wrong bytes arrive in every attempt.

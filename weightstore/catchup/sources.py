@@ -99,7 +99,10 @@ class Peers:
         self._view, self._registry, self._loading = LiveView(bus), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
-        """Download from one peer after another, in random order. A URL that has failed is not tried again."""
+        """Download from one peer after another, in random order. Returns True after the first success.
+
+        A URL that has failed is not tried again.
+        """
         alive = await self._view.alive("engine")
         peers = [row for row in alive if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version]
         for peer in random.sample(peers, len(peers)):  # engines that start together do not all use the same peer

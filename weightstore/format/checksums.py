@@ -53,7 +53,7 @@ class ChecksumReport:
 
     @classmethod
     def parse(cls, answer: Mapping[str, Any]) -> "ChecksumReport":
-        """Parse an engine's answer. Raises ValueError naming the wrong part."""
+        """Return the report in an engine's answer. Raises ValueError naming the wrong part."""
         try:
             parts = tuple(
                 Part(names=tuple(map(str, part["names"])), dtype=part["dtype"], sum=part["sum"], zeros=int(part.get("zeros", 0)))

@@ -106,7 +106,7 @@ class HandleReceiver:
         await self._request("leave")
 
     async def load_snapshot(self, directory: str, version: int) -> float:
-        """Send the path: engine and learner are on one host."""
+        """Send the path, because engine and learner are on one host. Returns the seconds in the answer."""
         return stall_of(self.url, "load", await self._request("load", directory=directory, version=version))
 
     async def release(self) -> None:

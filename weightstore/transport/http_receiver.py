@@ -62,7 +62,7 @@ class HttpReceiver:
         await self._post("update_weights_from_distributed", body | _specs(specs))
 
     async def receive(self, version: int, buckets: Sequence[Sequence[TensorSpec]], *, serve: bool) -> float | None:
-        """POST /receive_push, which is no path of SGLang, with the specs of all buckets."""
+        """POST /receive_push, which is no path of SGLang, with the specs of all buckets. Returns seconds with ``serve``, else None."""
         self._version = version
         body = {"group_name": self._group, "weight_version": str(version), "buckets": [_specs(specs) for specs in buckets], "serve": serve}
         answer = await self._post("receive_push", body, bounded=False)

@@ -63,7 +63,7 @@ class Staging:
         return self._sums.differences
 
     def hold(self) -> "Staging":
-        """Add a user to a copy that is in use."""
+        """Add a user to a copy that is in use, and return the copy."""
         with self._changed:
             assert self.users > 0, "the copy is not held: it may be filled again at any time"
             self.users += 1
