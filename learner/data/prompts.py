@@ -113,7 +113,7 @@ class PromptFile:
 
         Raises PromptError when all prompts are too long.
         """
-        for _ in range(len(self) + 1):
+        for _ in range(2 * len(self)):  # the rest of this pass and all of the next, whose order is another
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0
             drawn = self._look(epoch, offset)

@@ -77,6 +77,16 @@ def test_too_long_prompts_are_skipped_counted_and_named(tmp_path: Path, caplog: 
         file.at(0, 2)
 
 
+def test_the_only_short_prompt_is_found_from_every_position(tmp_path: Path) -> None:
+    """The next pass has another order: a prompt behind the position may be at the end of the next pass, too."""
+    rows = [{"prompt": "short", "label": 0}, *({"prompt": "long " * 9, "label": 0} for _ in range(7))]
+    for seed in range(5):
+        file = open_file(write(tmp_path, rows), seed=seed)
+        for epoch in range(4):
+            for offset in range(len(file)):
+                assert file.after(epoch, offset).row.prompt == "short"
+
+
 def test_only_too_long_prompts_are_an_error_not_an_endless_search(tmp_path: Path) -> None:
     file = open_file(write(tmp_path, [{"prompt": "x" * 30, "label": 0}] * 3))
     with pytest.raises(PromptError, match="want a prompt of <= 20 tokens, got 3 longer ones"):
