@@ -228,7 +228,14 @@ async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_
         assert (await served.generate(PROMPT, max_new_tokens=4, temperature=0.0))["meta_info"]["weight_version"] == "0"
 
 
-@pytest.mark.parametrize("part", ["sglang.launch_server", "sglang::scheduler", "sglang::detokenizer"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param("sglang.launch_server", marks=pytest.mark.slow),
+        "sglang::scheduler",
+        pytest.param("sglang::detokenizer", marks=pytest.mark.slow),
+    ],
+)
 def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, directories: list[Path], tmp_path: Path, part: str) -> None:
     """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too."""
 

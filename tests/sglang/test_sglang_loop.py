@@ -32,6 +32,7 @@ def assert_agreement(run: Up) -> None:
         assert step.get("offpolicy/fresh_logprob_diff_abs", 0.0) < AGREE, step
 
 
+@pytest.mark.slow
 def test_a_run_on_two_real_servers(python: str, tmp_path: Path) -> None:
     """Every push reaches every server while it generates; nothing is aborted, lost or trained twice."""
     settings = on_sglang(python, "up.engines=2", "learner.steps=12", "sampling.max_new_tokens=24", "weights.min_engines=2")

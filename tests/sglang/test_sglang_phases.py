@@ -22,11 +22,17 @@ def victims(python: str, tmp_path: Path) -> tuple[str, ...]:
     return ("engine=" + yaml.safe_dump(values, default_flow_style=True, width=100_000),)
 
 
-def test_real_engines_that_die_or_freeze_in_the_middle_of_a_push_hold_up_nobody(python: str, tmp_path: Path) -> None:
-    rounds = [Round(phase="sglang receiving", how="KILL"), Round(phase="sglang ending", how="STOP", may_end=True)]
+def test_a_real_engine_that_dies_in_the_middle_of_a_push_holds_up_nobody(python: str, tmp_path: Path) -> None:
+    play(tmp_path, [Round(phase="sglang receiving", how="KILL")], deadline_s=DEADLINE_S, victims=victims(python, tmp_path))
+
+
+@pytest.mark.slow
+def test_a_real_engine_that_freezes_in_the_middle_of_a_push_holds_up_nobody(python: str, tmp_path: Path) -> None:
+    rounds = [Round(phase="sglang ending", how="STOP", may_end=True)]
     play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path))
 
 
+@pytest.mark.slow
 def test_a_real_engine_that_dies_in_a_cohort_with_a_built_in_one(python: str, tmp_path: Path) -> None:
     rounds = [Round(phase="sglang receiving", how="KILL")]
     log = play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=("weights.group=all",))
