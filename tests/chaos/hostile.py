@@ -134,6 +134,8 @@ class Hostile:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._to_come: list[str] = []
+        """Names of defects, each of which is sent before one is sent again."""
 
     async def rage(self) -> None:
         """Misbehave until cancelled, over every loss of the bus."""
@@ -251,7 +253,8 @@ class Hostile:
                 await self._store(nc, DUPLICATE, id, msgpack.packb(body))
                 await self._store(nc, DUPLICATE, f"{id}-again", msgpack.packb({**body, "attempt": f"{body['attempt']}-again"}))
         elif what == "defect":
-            name = self._random.choice(list(DEFECTS))
+            self._to_come = self._to_come or self._random.sample(list(DEFECTS), len(DEFECTS))
+            name = self._to_come.pop()
             DEFECTS[name](body, self.head)
             await self._store(nc, name, id, msgpack.packb(body))
         elif what == "bytes":

@@ -29,13 +29,17 @@ ROOM_BYTES = 500_000_000
 async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("--storm-seed") or 1
     print(f"seed {seed} (--storm-seed {seed})")
-    hostile = Hostile(tmp_path / "run", RUN, USER, seed)
-    with up(tmp_path, *SETTINGS, f"learner.steps={STEPS}", "bus.history_samples=1000000") as run:
+    hostile, enough = Hostile(tmp_path / "run", RUN, USER, seed), tmp_path / "enough"
+    held = ("actor.reward=tests.unhurried:held", f"actor.reward_options.until={enough}")
+    with up(tmp_path, *SETTINGS, *held, f"learner.steps={STEPS}", "bus.history_samples=1000000") as run:
         async with _bus(run) as bus:
             await until_step(bus, 1)
             grown = Counter[str]()
             rogue, meter = asyncio.create_task(hostile.rage()), asyncio.create_task(_measure(run, grown))
             try:
+                while run.process.poll() is None and not _has_sent_enough(hostile):  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+                enough.touch()
                 assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
             finally:
                 await _end(rogue, meter)
@@ -47,10 +51,16 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
     assert run.summary["steps"] == STEPS
     assert not [line for line in run.log.splitlines() if "started again" in line or "ended with code" in line], run.log[-4000:]
     assert max(grown.values()) < ROOM_BYTES, (seed, grown)
-    assert sum(hostile.sent[f"sample: {kind}"] > 0 for kind in DEFECTS) > len(DEFECTS) // 2, hostile.sent
-    assert verdict.refused > 0 and hostile.sent["http"] > 0 and hostile.sent["frames"] > 0, (verdict, hostile.sent)
+    assert _has_sent_enough(hostile), hostile.sent
+    assert verdict.refused > 0, verdict
     assert run.summary["samples_invalid_by_actor"] == {USER: run.summary["samples_invalid"]}, run.summary
     print(run.summary["samples_invalid_by_field"])
+
+
+def _has_sent_enough(hostile: Hostile) -> bool:
+    """Return whether most defects were sent, and requests and messages of every other kind."""
+    defects = sum(hostile.sent[f"sample: {kind}"] > 0 for kind in DEFECTS)
+    return defects > len(DEFECTS) // 2 and min(hostile.sent["http"], hostile.sent["frames"]) >= 20
 
 
 @pytest.mark.slow
