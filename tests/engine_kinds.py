@@ -18,8 +18,8 @@ from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.sglang.api import Api
-from actors.serving.sglang.child import STOP_S, command_line, server_child
 from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.server_process import STOP_S, command_line, server_child
 from bus.server.ports import KeptPort
 from tests.engine_serving import LIMIT_S, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config

@@ -17,7 +17,7 @@ NewestEpoch = Callable[[], Awaitable[int]]
 class Fenced(Protocol):
     """The part of an engine that keeps the highest epoch seen."""
 
-    def admit(self, epoch: int | None, what: str) -> None:
+    def require_current_epoch(self, epoch: int | None, what: str) -> None:
         """Record the epoch. Raises StaleEpoch when a higher one was seen."""
 
 
@@ -30,14 +30,14 @@ class Authority:
         self.refused = ""
         """Why the newest command was refused; "" once a command has been accepted."""
 
-    async def admit(self, updates: Fenced, body: Mapping[str, Any], engine: str, what: str) -> None:
+    async def require_current_epoch(self, updates: Fenced, body: Mapping[str, Any], engine: str, what: str) -> None:
         """Check the epoch of a command, if it has one, and record it in ``updates``.
 
         Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would fence the real
         ones), EngineUnavailable for one that is newer than the known one while the bus cannot be reached.
         """
         try:
-            updates.admit(await self._epoch_in(body, engine), what)
+            updates.require_current_epoch(await self._epoch_in(body, engine), what)
         except EngineError as error:
             self.note(str(error))
             raise

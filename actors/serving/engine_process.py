@@ -11,17 +11,17 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from actors.config import EngineConfig
 from actors.engines.membership import connected, default_id, first_row
 from actors.errors import EngineFailed
 from actors.scratch import Scratch
 from actors.serving.authority import Authority
+from actors.serving.port import Factory, ServedEngine
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.errors import BusError
@@ -29,7 +29,6 @@ from bus.liveness.keys import admin_keys
 from bus.liveness.live import Heartbeat
 from bus.streams.connection import Bus
 from bus.system.coroutines import first_of
-from bus.wire.messages import Capabilities
 from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
 from weightstore.push.turns import AcceleratorLease
@@ -44,58 +43,6 @@ PROBE_AGAIN_S = 0.5
 STORED_S = 5.0
 MEMORY = "the learner to give the turn, and with it memory"
 WHOLE = "all of the weights of an update"
-
-
-class ServedEngine(Protocol):
-    """Interface of the engine that this process serves."""
-
-    phase: str
-    url: str
-    handles: str
-    """URL of the socket for pushes by handles; "" = the engine takes no handles."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def whole(self) -> bool:
-        """True when there are weights to serve: not from the release of their memory until an update."""
-        raise NotImplementedError
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def capabilities(self) -> Capabilities:
-        """Kinds of push that the engine accepts now, and whether its peers can fetch its weights."""
-        raise NotImplementedError
-
-    def load(self) -> None:
-        """Read the model directory (blocking)."""
-
-    async def start(self) -> str:
-        """Listen, and return the URL. Nothing is generated before the phase is ``serving``."""
-        raise NotImplementedError
-
-    async def load_snapshot(self, directory: Path, version: int, epoch: int) -> None:
-        """Load and serve the weights of a directory, all of them or none."""
-
-    async def probe(self) -> None:
-        """Generate one token. Raises when that fails."""
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
-        raise NotImplementedError
-
-    async def close(self) -> None: ...
-    async def failed(self) -> None:
-        """Wait until the engine cannot generate any more, for good; return or raise then."""
-
-    def stats(self) -> dict[str, float]:
-        """Counters and gauges for the live row."""
-        raise NotImplementedError
-
-
-Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not known yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -11,13 +11,12 @@ from aiohttp import web
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from actors.events import DATA, END, data_in
 from actors.http_api import body_of, error_of
+from actors.serving.host import EngineHost
 from actors.serving.sglang.aborts import Aborts, Watch
-from actors.serving.sglang.api import Aborted
-from actors.serving.sglang.checks import responses_in
-from actors.serving.sglang.names import Names
-
-if TYPE_CHECKING:
-    from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.api import Aborted, Api
+from actors.serving.sglang.request_ids import RequestIds
+from actors.serving.sglang.updates import WeightUpdates
+from actors.serving.sglang.validation import responses_in
 
 HOLD_S = 30.0
 """Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""
@@ -31,19 +30,20 @@ OURS = ("continued_tokens", "min_version", "min_version_timeout_s", "epoch", "ti
 class Generating:
     """The requests of one engine, those of ``actors.openai.openai_server`` included."""
 
-    def __init__(self, engine: "SglangEngine", aborts: Aborts) -> None:
-        self._engine, self._aborts = engine, aborts
+    def __init__(self, host: EngineHost[WeightUpdates], api: Api, aborts: Aborts, counters: dict[str, float], cache_prefix: str) -> None:
+        """``cache_prefix``: beginning of the cache keys of this proxy, followed by the version of the weights."""
+        self._host, self._api, self._aborts, self._counters, self._cache_prefix = host, api, aborts, counters, cache_prefix
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """POST /generate."""
-        async with self._taken(await body_of(request)) as (asked, watch):
+        async with self._accepted(await body_of(request)) as (asked, watch):
             if asked.get("stream"):
                 return await self._relay(request, asked, watch)
             return web.Response(body=await self._answer(asked, watch), content_type="application/json")
 
     async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the states of all responses, as ``actors.openai.openai_server.Generating`` requires."""
-        async with self._taken(body) as (asked, watch):
+        async with self._accepted(body) as (asked, watch):
             if asked.get("stream"):
                 async with aclosing(self._streamed(asked, watch)) as states:
                     async for state in states:
@@ -54,40 +54,42 @@ class Generating:
                     yield one
 
     @asynccontextmanager
-    async def _taken(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[dict[str, Any], Watch]]:
+    async def _accepted(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[dict[str, Any], Watch]]:
         """Validate a body of /generate and yield it in SGLang's form. Until this context is left the request and its aborts are counted."""
-        engine = self._engine
-        self._want_serving()
+        host = self._host
+        if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
+            host.require_servable()
         try:
-            count = responses_in(body, engine.limits, most=engine.config.max_waiting)
+            count = responses_in(body, host.limits, most=host.config.max_waiting)
         except BadRequest:
-            engine.counters["refused"] += 1
+            self._counters["refused"] += 1
             raise
         wanted, timeout_s = _number(body, "min_version", 0), _number(body, "min_version_timeout_s", 60.0)
-        with self._aborts.watching(Names(body, count)) as watch:
+        with self._aborts.watching(RequestIds(body, count)) as watch:
             if wanted > 0:
-                await engine.serve_version(int(wanted), timeout_s)
-            _want_wanted(watch)
-            watch.since = engine.updates.completed
-            engine.began(count)
+                await host.serve_version(int(wanted), timeout_s)
+            _require_not_aborted(watch)
+            watch.since = host.updates.completed
+            host.accept(count)
+            self._counters["requests"] += count
             try:
-                yield {name: value for name, value in body.items() if name not in OURS} | {"rid": watch.names.given}, watch
+                yield {name: value for name, value in body.items() if name not in OURS} | {"rid": watch.ids.given}, watch
             finally:
-                engine.ended(count)
+                host.ended(count)
 
     async def _keyed(self, asked: Mapping[str, Any], watch: Watch, *, again: bool) -> dict[str, Any]:
         """Wait while an update is under way. Returns the request with a cache key that finds only results of the served weights."""
-        await self._engine.between_updates(HOLD_S)
-        _want_wanted(watch)
-        if not again or not self._engine.whole:  # a draining engine still answers accepted requests
-            self._engine.want_servable()
-        watch.asked()
-        return {**keyed(asked, self._engine.cache_key()), "rid": watch.names.ask()}
+        await self._host.updates.between_updates(HOLD_S)
+        _require_not_aborted(watch)
+        if not again or not self._host.whole:  # a draining engine still answers accepted requests
+            self._host.require_servable()
+        watch.sent()
+        return {**keyed(asked, f"{self._cache_prefix} {self._host.version}"), "rid": watch.ids.for_sending()}
 
     async def _answer(self, asked: Mapping[str, Any], watch: Watch) -> bytes:
         async with self._asked(asked, watch, aiohttp.StreamReader.read) as chunks:
             raw = b"".join([chunk async for chunk in chunks])
-        watch.see(raw)
+        watch.scan(raw)
         return raw
 
     @asynccontextmanager
@@ -99,20 +101,20 @@ class Generating:
         The request is sent again if weights changed before the response began and its prompt was in the cache of the previous weights: no
         span would show that its keys and values are of both. (Not a stream of several responses: the others may have been seen.)
         """
-        engine, can_again = self._engine, not asked.get("stream") or (len(watch.names.responses) == 1 and watch.names.ours)
+        weights, can_again = self._host.updates, not asked.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
         for attempt in range(1, ATTEMPTS + 1):
-            body, updates = await self._keyed(asked, watch, again=attempt > 1), engine.updates.completed
-            version = str(engine.version)
-            async with translated(self._engine), engine.api.open("POST", "/generate", body) as answer:
+            body, completed = await self._keyed(asked, watch, again=attempt > 1), weights.completed
+            version = str(self._host.version)
+            async with translated(self._host), self._api.open("POST", "/generate", body) as answer:
                 raw = await read(answer.content)
-                changed = (engine.updates.completed != updates or engine.updates.under_way) and engine.updates.keeps_cache
-                if not (can_again and changed and attempt < ATTEMPTS and not watch.called_off and _cached_before(raw, version)):
-                    yield _chunks(raw, answer.content, watch.names)
+                changed = (weights.completed != completed or weights.under_way) and weights.keeps_cache
+                if not (can_again and changed and attempt < ATTEMPTS and not watch.is_aborted and _cached_before(raw, version)):
+                    yield _chunks(raw, answer.content, watch.ids)
                     return
-                engine.counters["asked_again"] += 1
-                for name in watch.names.at_server if asked.get("stream") else ():
+                self._counters["asked_again"] += 1
+                for name in watch.ids.at_server if asked.get("stream") else ():
                     with suppress(EngineError):  # the connection is closed, which has the same effect
-                        await engine.api.call("POST", "/abort_request", {"rid": name}, timeout_s=LEAVE_S)
+                        await self._api.call("POST", "/abort_request", {"rid": name}, timeout_s=LEAVE_S)
 
     async def _streamed(self, asked: Mapping[str, Any], watch: Watch) -> AsyncGenerator[dict[str, Any], None]:
         """Yield a stream's states, each with all tokens so far."""
@@ -130,7 +132,7 @@ class Generating:
                 watch.aborted += finish.get("type") == "abort"
                 yield state
         if unended:
-            raise EngineFailed(self._engine.url, "/generate: the stream ended within a response")
+            raise EngineFailed(self._host.url, "/generate: the stream ended within a response")
 
     async def _relay(self, request: web.Request, asked: Mapping[str, Any], watch: Watch) -> web.StreamResponse:
         """Pass a stream on as it is received."""
@@ -139,7 +141,7 @@ class Generating:
             async with self._asked(asked, watch, _first_state) as chunks:
                 await response.prepare(request)
                 async for chunk in chunks:
-                    watch.see(chunk)
+                    watch.scan(chunk)
                     await response.write(chunk)
                 return response
         except EngineError as error:
@@ -147,20 +149,15 @@ class Generating:
                 raise ConnectionResetError(str(error)) from error
             raise
 
-    def _want_serving(self) -> None:
-        """Raise EngineUnavailable unless the engine serves, or will at the end of an update."""
-        if not self._engine.updates.under_way or not self._engine.servable:
-            self._engine.want_servable()
-
 
 @asynccontextmanager
-async def translated(engine: "SglangEngine") -> AsyncIterator[None]:
+async def translated(host: EngineHost[WeightUpdates]) -> AsyncIterator[None]:
     """Raise EngineFailed (500) for a server that breaks off while the engine serves; any other EngineUnavailable stays a 503."""
     try:
         yield
     except EngineUnavailable as error:
-        if engine.servable:
-            raise EngineFailed(engine.url, error.reason) from error
+        if host.servable:
+            raise EngineFailed(host.url, error.reason) from error
         raise
 
 
@@ -172,14 +169,14 @@ async def _first_state(content: aiohttp.StreamReader) -> bytes:
     return begin
 
 
-async def _chunks(begin: bytes, rest: aiohttp.StreamReader, names: Names) -> AsyncIterator[bytes]:
+async def _chunks(begin: bytes, rest: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
     """Yield an answer with its client's ids."""
     chunk, line = begin, b""
     while chunk:
         whole, end, line = (line + chunk).rpartition(b"\n")
-        yield names.told(whole + end)
+        yield ids.with_client_ids(whole + end)
         chunk = await rest.readany()
-    yield names.told(line)
+    yield ids.with_client_ids(line)
 
 
 def keyed(body: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -188,8 +185,8 @@ def keyed(body: Mapping[str, Any], key: str) -> dict[str, Any]:
     return {**body, "extra_key": [f"{key} {one or ''}" for one in own] if isinstance(own, list) else f"{key} {own or ''}"}
 
 
-def _want_wanted(watch: Watch) -> None:
-    if watch.called_off:
+def _require_not_aborted(watch: Watch) -> None:
+    if watch.is_aborted:
         raise Aborted("/generate: aborted before it began")
 
 
@@ -204,9 +201,9 @@ def _cached_before(raw: bytes, version: str) -> bool:
         return False
     answer = json.loads(state)
     for one in answer if isinstance(answer, list) else [answer]:
-        told = one.get("meta_info") or {}
-        begun = told["weight_versions"][0]["version"] if told.get("weight_versions") else told.get("weight_version", version)
-        if begun != version and told.get("cached_tokens") and (told.get("finish_reason") or {}).get("type") != "abort":
+        meta = one.get("meta_info") or {}
+        begun = meta["weight_versions"][0]["version"] if meta.get("weight_versions") else meta.get("weight_version", version)
+        if begun != version and meta.get("cached_tokens") and (meta.get("finish_reason") or {}).get("type") != "abort":
             return True
     return False
 
