@@ -1,5 +1,4 @@
-"""Requests as an SGLang engine answers them: /generate through ``generating``, aborts repeated until they take effect, the rest as the
-server answers it."""
+"""Requests as an SGLang engine answers them: /generate validated and held during updates, aborts repeated, the rest as the server answers."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

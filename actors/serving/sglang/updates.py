@@ -334,7 +334,7 @@ class WeightUpdates(FencedUpdates):
     async def _open_bracket(self) -> None:
         try:
             await self._api.command("/begin_weight_update", {})
-        except UpdateRefused:  # the server may have one open that is not known here: another guard's, or one with a lost answer
+        except UpdateRefused:  # the server may have one open that is not known here: another proxy's, or one with a lost answer
             self._bracket = True
             await self._close_bracket()
             await self._api.command("/begin_weight_update", {})
