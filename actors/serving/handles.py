@@ -88,7 +88,7 @@ class HandleListener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._forget()
+        self._unmap()
         self._context.destroy(linger=0)
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory = ""
@@ -110,7 +110,7 @@ class HandleListener:
             verb = need(body, "verb", str)
             if verb not in self._verbs:
                 raise BadRequest(f"verb: want one of {', '.join(self._verbs)}, got {verb!r}")
-            await self._authority.require_current_epoch(self._updates, body, self._directory, verb)
+            await self._authority.require_current_epoch(self._updates.require_current_epoch, body, self._directory, verb)
             if verb != "join":
                 self._joined(sender)
             answer = {"status": 200, **await self._verbs[verb](sender, body)}
@@ -125,10 +125,8 @@ class HandleListener:
         except Exception as error:
             log.exception("push by handles failed")
             answer = {"status": 500, "message": repr(error)}
-        with contextlib.suppress(zmq.ZMQError):  # the learner has gone
+        with contextlib.suppress(zmq.ZMQError):  # the learner has ended
             await self._socket.send_multipart([*envelope, msgpack.packb({"id": body.get("id"), **answer})])
-
-    # -- verbs ----------------------------------------------------------------------------------------------------------
 
     async def _join(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
         """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
@@ -137,7 +135,7 @@ class HandleListener:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None
-        self._forget()
+        self._unmap()
         self._learner = _Learner(sender, Mapped(), pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
         log.info("the learner joined, by handles pid=%d", pid)
@@ -149,7 +147,7 @@ class HandleListener:
 
     async def _bucket(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
         learner = self._joined(sender)
-        specs = [_spec(told) for told in need(body, "specs", list)]
+        specs = [_spec(entry) for entry in need(body, "specs", list)]
         offered = Offered(learner.mapped, need(body, "handle", dict))
         taking = self._updates.read_bucket(specs, offered, version=need(body, "version", int), timeout_s=float(body["timeout_s"]))
         await self._updates.run_shielded(taking)
@@ -167,11 +165,9 @@ class HandleListener:
         return {"stall_s": await self._updates.run_shielded(self._updates.load_directory(directory, version))}
 
     async def _leave(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._forget()
+        self._unmap()
         await self._sender_left()
         return {}
-
-    # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _joined(self, sender: bytes) -> _Learner:
         """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted learner would
@@ -183,7 +179,7 @@ class HandleListener:
 
     def _ended(self) -> None:
         """Treat the end of the learner's process like its ``leave``."""
-        self._forget()
+        self._unmap()
         task = asyncio.create_task(self._sender_left(), name="handles: sender left")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -192,7 +188,7 @@ class HandleListener:
         with contextlib.suppress(EngineError):  # there is no learner left to answer
             await self._updates.run_shielded(self._updates.sender_left())
 
-    def _forget(self) -> None:
+    def _unmap(self) -> None:
         """Unmap the learner's memory; a copy that is under way keeps its part until it is done."""
         learner, self._learner = self._learner, None
         if learner is not None:
@@ -224,9 +220,9 @@ def _map_of(request: bytes) -> Mapping[str, Any]:
     return body
 
 
-def _spec(told: Any) -> TensorSpec:
+def _spec(entry: Any) -> TensorSpec:
     try:
-        name, dtype, shape = told
+        name, dtype, shape = entry
         return TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"specs: want [name, dtype, shape] for each, got {told!r}: {error}") from None
+        raise BadRequest(f"specs: want [name, dtype, shape] for each, got {entry!r}: {error}") from None

@@ -6,7 +6,7 @@ A process embeds its engine. The host knows no bus: its owner sets ``phase``, an
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -17,11 +17,10 @@ from actors.http_api import listen
 from actors.request import Limits
 from actors.serving.authority import Authority
 from actors.serving.handles import HandleListener
-from actors.serving.port import PHASES, Backend, Updates
+from actors.serving.port import PHASES, Backend, ServedEngine, Updates
 from actors.serving.server import EngineServer
 from actors.text.text import Text
 from bus.client.waiter import Waiter
-from bus.wire.messages import Capabilities
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +29,7 @@ PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature
 AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 
 
-class EngineHost(ABC, Generic[AnyUpdates]):
+class EngineHost(ServedEngine, Generic[AnyUpdates]):
     """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
 
     It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
@@ -62,27 +61,9 @@ class EngineHost(ABC, Generic[AnyUpdates]):
         self._server: EngineServer | None = None
         self._handles: HandleListener | None = None
 
-    # -- own of each kind -----------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def load(self) -> None:
-        """Read the model directory. Raises UnsupportedModel when this engine cannot serve its model."""
-
     @abstractmethod
     async def _open(self) -> Backend:
         """Make the engine able to generate. Raises EngineFailed."""
-
-    @abstractmethod
-    async def failed(self) -> None:
-        """Wait until the engine cannot generate any more, for good, then raise EngineFailed."""
-
-    @abstractmethod
-    async def probe(self) -> None:
-        """Generate one token, in any phase. Raises EngineFailed when that fails, or its log-prob is not finite."""
-
-    @property
-    @abstractmethod
-    def capabilities(self) -> Capabilities: ...
 
     @property
     @abstractmethod
@@ -102,8 +83,6 @@ class EngineHost(ABC, Generic[AnyUpdates]):
             max_responses=self.config.max_running + self.config.max_waiting,
         )
 
-    # -- life -----------------------------------------------------------------------------------------------------------
-
     async def start(self, host: str | None = None, port: int | None = None) -> str:
         """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
         self._server = EngineServer(self, await self._open())
@@ -113,7 +92,6 @@ class EngineHost(ABC, Generic[AnyUpdates]):
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)
@@ -141,8 +119,6 @@ class EngineHost(ABC, Generic[AnyUpdates]):
             return 0.0
         return await self.updates.run_shielded(self.updates.serve_directory(Path(directory), version))
 
-    # -- state ----------------------------------------------------------------------------------------------------------
-
     @property
     def updates(self) -> AnyUpdates:
         assert self._updates is not None, "the engine is not loaded, or not started"
@@ -160,7 +136,6 @@ class EngineHost(ABC, Generic[AnyUpdates]):
 
     @property
     def whole(self) -> bool:
-        """True when there are weights to serve: not from the release of their memory until an update."""
         return self._updates is not None and self._updates.whole
 
     @property
@@ -194,8 +169,6 @@ class EngineHost(ABC, Generic[AnyUpdates]):
             "stall_s": self.updates.stall_s,
             "released": float(len(self.updates.released)),
         }
-
-    # -- requests -------------------------------------------------------------------------------------------------------
 
     async def serve_version(self, wanted: int, timeout_s: float) -> None:
         """Wait until weights of at least this version are served. Raises VersionUnavailable after ``timeout_s``."""

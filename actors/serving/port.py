@@ -104,7 +104,7 @@ class Updates(Protocol):
 
     async def leave(self, group_name: str) -> None: ...
     async def sender_left(self) -> None:
-        """Discard an open update whose tensors come in messages: its sender sends no more of them."""
+        """Discard an open update whose tensors are sent in messages: there will be no more of them."""
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
         """Open an update; an unfinished one is discarded. Each operation that follows takes at most ``timeout_s``."""
@@ -116,7 +116,7 @@ class Updates(Protocol):
         """Read one flat bucket from memory that processes of this host can read."""
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights. Returns the seconds for which generation was held up. Refused unless every tensor came once."""
+        """Serve the received weights, if every tensor was received once. Returns the seconds for which generation was held up."""
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
         """Load and serve all weights of a directory, or none. Returns seconds as ``end``."""

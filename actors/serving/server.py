@@ -87,11 +87,9 @@ class EngineServer:
     async def _command(self, request: web.Request) -> dict[str, Any]:
         """Return the body of a learner's command without its epoch, which is checked first."""
         body = dict(await body_of(request))
-        await self._engine.authority.require_current_epoch(self._updates, body, self._engine.url, request.path)
+        await self._engine.authority.require_current_epoch(self._updates.require_current_epoch, body, self._engine.url, request.path)
         body.pop("epoch", None)
         return body
-
-    # -- operations -----------------------------------------------------------------------------------------------------
 
     def _pause(self, body: Body) -> Coroutine[Any, Any, None]:
         mode = body.get("mode", "abort")
@@ -116,8 +114,6 @@ class EngineServer:
 
     def _ended(self, stall_s: float) -> web.Response:
         return done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
-
-    # -- other requests -------------------------------------------------------------------------------------------------
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = await self._command(request)

@@ -1,17 +1,16 @@
 """Name -> adapter: the only place that names backends. Each is imported when it is requested."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from actors.config import EngineConfig
-
-if TYPE_CHECKING:
-    from actors.serving.port import Factory
 
 ENGINES = ("builtin", "sglang")
 """Allowed values of ``engine.kind``."""
 
 
-def engine_factory(config: EngineConfig) -> "Factory":
+def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
     """Return the factory of the engine that ``config.kind`` names. Raises ValueError for an unknown name."""
     match config.kind:
         case "builtin":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from actors.errors import BadRequest, EngineUnavailable
-from actors.serving.sglang.generating import HOLD_S
+from actors.serving.sglang.proxy import HOLD_S
 from bus.client.reach import HERE
 from bus.wire.messages import LiveRow, Sampling
 from tests.engine_kinds import Kind

@@ -13,7 +13,7 @@ import pytest
 from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
 from actors.errors import BadRequest, EngineFailed
-from actors.serving.sglang.generating import OURS
+from actors.serving.sglang.proxy import OURS
 from bus.wire.messages import Sampling, Span
 from tests.engine_serving import Served, serving
 from tests.tiny_models import tiny_tokenizer, write_tiny_model

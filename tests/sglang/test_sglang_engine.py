@@ -246,7 +246,7 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
                 one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.process_group" not in one.cmdline()
             ]
             victim.kill()
-            with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* is gone" if "::" in part else "")):
+            with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")):
                 await asyncio.wait_for(engine.failed(), 30)
             assert not engine.servable
             with pytest.raises(aiohttp.ClientError):  # rather than wait for more

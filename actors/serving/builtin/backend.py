@@ -45,8 +45,6 @@ class BuiltinBackend:
     ) -> None:
         self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = host, scheduler, shape, model, peer_snapshots
 
-    # -- generating -----------------------------------------------------------------------------------------------------
-
     async def generate(self, request: web.Request) -> web.StreamResponse:
         async with self._submitted(await body_of(request)) as (generate, progress):
             if generate.stream:
@@ -152,8 +150,6 @@ class BuiltinBackend:
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
-    # -- state ------------------------------------------------------------------------------------------------------------
-
     async def model_info(self) -> dict[str, Any]:
         host, shape = self._host, self._shape
         return {
@@ -200,8 +196,6 @@ class BuiltinBackend:
         }
         accelerator = "cpu" if self._scheduler.device.type == "cpu" else "gpu"
         return web.json_response({"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]})
-
-    # -- weights ------------------------------------------------------------------------------------------------------------
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
         async def receive_push(request: web.Request) -> web.Response:

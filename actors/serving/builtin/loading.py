@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from actors.errors import UpdateRefused
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
+from actors.serving.builtin.weights import HEAD, Weights, read_safetensors
 from weightstore.format.checksums import ChecksumReport, report_checksums
 from weightstore.format.manifest import Bucket
 from weightstore.store import snapshot
@@ -76,4 +76,4 @@ def empty_cache(device: torch.device) -> None:
 
 def checksum_report_of(weights: Weights) -> ChecksumReport:
     """Return the checksums of the weights, with those of a tied output projection."""
-    return report_checksums(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))
+    return report_checksums(weights.with_alias())

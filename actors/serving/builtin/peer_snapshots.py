@@ -15,11 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from actors.errors import PeerTransferRefused
 from actors.scratch import Scratch
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from actors.serving.builtin.weights import Weights
 from weightstore.format.manifest import Manifest
 from weightstore.store import snapshot
 
@@ -96,7 +94,8 @@ class PeerSnapshotServer:
         version, weights = await self._served()
         if match is None or int(match[1]) != version:
             raise PeerTransferRefused(f"{name}: version {version} is served")
-        tensors = next((tensors for tensors in _kinds(weights) if Manifest.of(tensors.items()).digest == match[2]), None)
+        kinds = (weights.named, weights.with_alias())
+        tensors = next((tensors for tensors in kinds if Manifest.of(tensors.items()).digest == match[2]), None)
         if tensors is None:
             raise PeerTransferRefused(f"{name}: it is not kept in these types")
         self._prune()
@@ -122,9 +121,3 @@ class PeerSnapshotServer:
             assert self._scratch is not None
             with suppress(OSError):
                 shutil.rmtree(self._scratch.path / name)
-
-
-def _kinds(weights: Weights) -> list[dict[str, Tensor]]:
-    """Return the tensors, and once more with an output projection that is tied to the embedding under its own name."""
-    alias = {HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}
-    return [dict(weights.named), weights.named | alias]

@@ -23,6 +23,8 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 from torch import Tensor, inference_mode, set_num_threads
@@ -40,6 +42,7 @@ from actors.serving.port import Result
 
 log = logging.getLogger(__name__)
 
+Args = ParamSpec("Args")
 Event = tuple[Sequence, int, bool]
 """A sequence, the number of its tokens that may be read, and whether it has ended."""
 
@@ -50,6 +53,16 @@ class Donor:
 
     sequence: Sequence
     scores_V: Tensor
+
+
+def between_steps(method: Callable[Concatenate["Scheduler", Args], Result]) -> Callable[Concatenate["Scheduler", Args], "Future[Result]"]:
+    """Make a method one that any thread may call: the decoding thread runs it between two of its steps."""
+
+    @wraps(method)
+    def queued(self: "Scheduler", *args: Args.args, **kwargs: Args.kwargs) -> "Future[Result]":
+        return self.call(lambda: method(self, *args, **kwargs))
+
+    return queued
 
 
 class Scheduler:
@@ -89,8 +102,6 @@ class Scheduler:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
-    # -- called from anywhere -----------------------------------------------------------------------------------------
-
     def start(self) -> None:
         self._thread.start()
 
@@ -125,38 +136,10 @@ class Scheduler:
         """End matching sequences with their tokens so far. Returns their number."""
         return self.call(lambda: self._abort(wanted, message))
 
-    def pause(self, mode: str) -> "Future[None]":
-        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every sequence."""
-        return self.call(lambda: self._pause(mode))
-
-    def resume(self) -> "Future[None]":
-        return self.call(self._resume)
-
     @property
     def held(self) -> bool:
         """True while nothing is generated, even if sequences wait."""
         return self.paused or bool(self.released) or self._runner.weights is None
-
-    def release(self, tags: frozenset[str]) -> "Future[int]":
-        """Release memory. Returns the tokens generated so far. Raises UpdateRefused while sequences run and decoding is not held."""
-        return self.call(lambda: self._release(tags))
-
-    def restore(self, tags: frozenset[str]) -> "Future[int]":
-        """Take released memory again, and with that of keys and values end a pause. Returns the number of tokens generated so far.
-
-        There are no weights before a ``flip``.
-        """
-        return self.call(lambda: self._restore(tags))
-
-    def flip(self, weights: Weights, version: int) -> "Future[tuple[Weights | None, float]]":
-        """Serve these weights from the next step on. Returns the old ones and the seconds for which decoding was held up."""
-        return self.call(lambda: self._flip(weights, version))
-
-    def flush(self) -> "Future[bool]":
-        """Forget cached keys and values. Returns False when running sequences need them."""
-        return self.call(self._flush)
-
-    # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         set_num_threads(self._threads)
@@ -206,8 +189,6 @@ class Scheduler:
             events, self._events = self._events, []
             self._post(events)
 
-    # -- admission ----------------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         """Fill free rows, oldest request first, up to the token budget of one step."""
         started, budget, shared = time.perf_counter(), PREFILL_TOKENS, self._donors.keys() if self._share_prefix else None
@@ -249,8 +230,6 @@ class Scheduler:
             self.counters.prompt_tokens += sequence.length
         self.running.extend(sequences)
         self._sampler = None
-
-    # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         """Generate one token for every running sequence."""
@@ -322,8 +301,6 @@ class Scheduler:
         self.counters.count_end(sequence, updating=self.updating)
         self._events.append((sequence, len(sequence.tokens), True))
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
     def _abort(self, wanted: Callable[[Sequence], bool], message: str) -> int:
         rows = [row for row, sequence in enumerate(self.running) if wanted(sequence)]
         for row in reversed(rows):
@@ -336,7 +313,9 @@ class Scheduler:
             self._report_end(sequence)
         return len(rows) + len(ended)
 
-    def _pause(self, mode: str) -> None:
+    @between_steps
+    def pause(self, mode: str) -> None:
+        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every sequence."""
         self.paused = True
         if mode == "abort":
             before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "All aborted")
@@ -350,10 +329,13 @@ class Scheduler:
         self.waiting.extendleft(reversed(self.running))
         self._clear()
 
-    def _resume(self) -> None:
+    @between_steps
+    def resume(self) -> None:
         self.paused = False
 
-    def _release(self, tags: frozenset[str]) -> int:
+    @between_steps
+    def release(self, tags: frozenset[str]) -> int:
+        """Release memory. Returns the tokens generated so far. Raises UpdateRefused while sequences run and decoding is not held."""
         if self.running and not self.held:
             what = ", ".join(sorted(tags))
             raise UpdateRefused(f"release of {what}: {len(self.running)} requests are being decoded; pause generation first")
@@ -364,7 +346,12 @@ class Scheduler:
             self._runner.weights = None
         return self.counters.tokens_generated
 
-    def _restore(self, tags: frozenset[str]) -> int:
+    @between_steps
+    def restore(self, tags: frozenset[str]) -> int:
+        """Take released memory again, and with that of keys and values end a pause; there are no weights before a ``flip``.
+
+        Returns the number of tokens generated so far.
+        """
         back = tags & self.released
         self.released -= tags
         if KV_CACHE in back:
@@ -373,7 +360,9 @@ class Scheduler:
             self.paused = False
         return self.counters.tokens_generated
 
-    def _flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
+    @between_steps
+    def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
+        """Serve these weights from the next step on. Returns the old ones and the seconds for which decoding was held up."""
         started = time.perf_counter()
         old, self._runner.weights, self.version = self._runner.weights, weights, version
         self._donors.clear()  # their scores are the old version's
@@ -381,7 +370,9 @@ class Scheduler:
             sequence.enter(version)
         return old, time.perf_counter() - started
 
-    def _flush(self) -> bool:
+    @between_steps
+    def flush(self) -> bool:
+        """Forget cached keys and values. Returns False when running sequences need them."""
         if self.running:
             return False
         self._clear()

@@ -27,7 +27,7 @@ class Update:
     alias: Tensor | None = None
     """Output projection that was sent although it is tied to the embedding; kept to be compared."""
     is_sent: bool = True
-    """True when the update comes in messages, not from a directory."""
+    """True when the tensors are sent in messages, not read from a directory."""
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UpdateRefused unless these tensors fit the model, whose names and shapes are ``sizes``, and none was announced before."""

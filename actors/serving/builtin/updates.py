@@ -1,7 +1,7 @@
 """New weights for a running engine: received into a standby copy, flipped in when complete, never served in part.
 
     begin -> bucket, bucket, ... -> end = flip between two decoding steps
-                                    (refused unless every tensor came exactly once)
+                                    (refused unless every tensor was received exactly once)
 
 Any failure before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and leaves
 the served weights as they are. Where the memory of the weights has been released there are none to serve: the first complete update after
@@ -239,7 +239,7 @@ class WeightUpdates(FencedUpdates):
             return await self._load(update, directory)
 
     def _open_from_directory(self, version: int | None) -> Update:
-        """Open an update from a directory, in place of one that comes in messages."""
+        """Open an update from a directory, in place of one that is sent in messages."""
         self._require_weight_memory(self.released)
         if self._open is not None:
             self._discard("weights are loaded from a directory instead")
@@ -324,8 +324,8 @@ class WeightUpdates(FencedUpdates):
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
     async def _ensure_standby(self) -> Weights:
-        """Return a copy that can be written: a new one when there is none, when tensors come in another order, or when a push that broke
-        off may still write the old one."""
+        """Return a copy that can be written: a new one when there is none, when the order of the tensors has changed, or when a push that
+        broke off may still write the old one."""
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
             shape, order = self._shape, self._order

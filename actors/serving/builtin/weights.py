@@ -82,8 +82,9 @@ class Weights:
     def size_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
 
-    def _empty(self, *sizes: int) -> Tensor:
-        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+    def with_alias(self) -> dict[str, Tensor]:
+        """Return the named tensors, and an output projection that is tied to the embedding under its own name too."""
+        return self.named | ({HEAD: self.named[EMBEDDING]} if self.shape.tied else {})
 
     def place(self, bucket: Bucket) -> Tensor | None:
         """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
@@ -145,7 +146,9 @@ class Weights:
         if self.shape.head_norm:
             self._one(at + "self_attn.q_norm.weight")
             self._one(at + "self_attn.k_norm.weight")
-            head_norm = self._empty(self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim)
+            head_norm = torch.zeros(
+                (self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim), dtype=self.dtype, device=self.device
+            )
         return LayerWeights(
             input_norm=self._one(at + "input_layernorm.weight"),
             qkv_QE=qkv_weight,

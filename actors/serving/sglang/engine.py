@@ -31,6 +31,9 @@ PROBE_S = 60.0
 class SglangEngine(EngineHost[WeightUpdates]):
     """An engine that generates in a SGLang server."""
 
+    api: Api
+    """The server's own API."""
+
     def __init__(self, *args: Any, release: Release | None = None, **settings: Any) -> None:
         """``release``: release of the server; None = the one in its /server_info."""
         super().__init__(*args, **settings)
@@ -55,9 +58,10 @@ class SglangEngine(EngineHost[WeightUpdates]):
     async def _open(self) -> Proxy:
         """Start the server, or find it, and wait until it answers. Raises EngineFailed with the server's last lines."""
         process = self._process = await ServerProcess.open(self.model_dir, self.config)
-        updates = await self._updates_of(process.api)
-        self._updates = updates
-        if self.config.sglang.url and await _has_version_0(process.api):
+        self.api = process.api
+        self._updates = updates = await self._updates_of(process.api)
+        info = await process.api.call("GET", "/model_info", timeout_s=INFO_S) if self.config.sglang.url else {}
+        if str(info.get("weight_version")) == "0":  # not written since its start; any other version may be another run's
             updates.version = max(0, self._first_version)
             await updates.run_shielded(updates.generate_as_is())
         watching = process.watch(lambda: updates.operation, updates.resume_if_abandoned)
@@ -84,7 +88,8 @@ class SglangEngine(EngineHost[WeightUpdates]):
         return updates
 
     async def failed(self) -> None:
-        await self._running.failed()
+        assert self._process is not None, "the engine is not started"
+        await self._process.failed()
 
     async def close(self) -> None:
         """Stop listening; end the server, if it was started here."""
@@ -96,22 +101,12 @@ class SglangEngine(EngineHost[WeightUpdates]):
             await self._process.close()
 
     @property
-    def _running(self) -> ServerProcess:
-        assert self._process is not None, "the engine is not started"
-        return self._process
-
-    @property
-    def api(self) -> Api:
-        """The server's own API."""
-        return self._running.api
-
-    @property
     def capabilities(self) -> Capabilities:
         return Capabilities(colocated=self.config.colocated, ranks=self.ranks)
 
     @property
     def _alive(self) -> bool:
-        return not self._running.lost.is_set()
+        return self._process is not None and not self._process.lost.is_set()
 
     def stats(self) -> dict[str, float]:
         return {**self.counters, **super().stats()}
@@ -128,12 +123,6 @@ class SglangEngine(EngineHost[WeightUpdates]):
             raise EngineFailed(self.api.url, f"the probe got no token: {error!r}") from error
         if not log_prob <= 1e-5:
             raise EngineFailed(self.api.url, f"the probe's log-prob is {log_prob}")
-
-
-async def _has_version_0(api: Api) -> bool:
-    """Return whether the server was started with version 0 and not written since. Any other version may be another run's."""
-    info = await api.call("GET", "/model_info", timeout_s=INFO_S)
-    return str(info.get("weight_version")) == "0"
 
 
 def tensor_names(model_dir: Path) -> list[str]:

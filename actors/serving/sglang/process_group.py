@@ -62,7 +62,7 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
         if ending.is_set() or (gone and ending.wait(SIGTERM_S)):
             return
         if gone:
-            print(f"{parts[gone[0][0]]} is gone, so the server is ended", file=sys.stderr, flush=True)
+            print(f"{parts[gone[0][0]]} has ended, so the server is ended", file=sys.stderr, flush=True)
             server.kill()
             return
 

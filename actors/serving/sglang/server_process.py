@@ -1,4 +1,4 @@
-"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL. Watched until it is gone."""
+"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL; watched until it ends."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ class ServerProcess:
         await self._closing.aclose()
 
     async def failed(self) -> None:
-        """Wait until the server is gone or silent, then raise EngineFailed with its last lines."""
+        """Wait until the server has ended or is silent, then raise EngineFailed with its last lines."""
         await self.lost.wait()
         raise _failure(self.api, self._child, f"SGLang has not answered for {self._silent_s:g} s")
 

@@ -1,7 +1,7 @@
 """New weights for a running SGLang server: paused, received, continued. Never served in part.
 
     begin = pause, open -> bucket, bucket, ... -> end = close, continue
-                                    (refused unless every tensor came exactly once)
+                                    (refused unless every tensor was received exactly once)
 
 SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and continue with
 the new weights. A push that breaks off leaves torn weights (of two versions): the server stays paused, ``version`` is -1, and only a
@@ -23,7 +23,7 @@ from actors.errors import CannotTell, UpdateRefused
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body, Result
 from actors.serving.sglang.api import Api
-from actors.serving.sglang.checksums import Layout, report_of
+from actors.serving.sglang.checksums import HEAD, Layout, report_of
 from actors.serving.sglang.pauses import Pauses
 from actors.serving.sglang.tensors import SharedBucket
 from weightstore.errors import WeightstoreError
@@ -39,8 +39,6 @@ OPEN_S = 60.0
 """Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 NO_BRACKET = "no weight-update session is open"
 """Part of SGLang's error when there is no update to end."""
-HEAD = "lm_head.weight"
-"""Output projection, which may be sent, or left out, where it is tied to the embedding."""
 
 
 class WeightUpdates(FencedUpdates):
@@ -85,7 +83,7 @@ class WeightUpdates(FencedUpdates):
     async def run_shielded(self, operation: Coroutine[Any, Any, Result]) -> Result:
         """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
 
-        async def alone() -> Result:
+        async def exclusive() -> Result:
             try:
                 async with self._turn:
                     self.operation = task
@@ -99,7 +97,7 @@ class WeightUpdates(FencedUpdates):
                     self.operation, self._operation_ended_s = None, time.monotonic()
                 operation.close()  # it may never have been begun
 
-        task = self._started(alone())
+        task = self._started(exclusive())
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -258,6 +256,7 @@ class WeightUpdates(FencedUpdates):
             raise UpdateRefused("a bucket was sent outside of an update: want begin_weight_update first")
         if version is not None and version != self._open:
             raise UpdateRefused(f"the open update is of version {self._open}, this bucket of version {version}")
+        # The output projection may be sent, or left out, where it is tied to the embedding.
         strange = [name for name in names if name not in self._names and name != HEAD]
         again = [name for name in names if name in self._received]
         if strange or again or len(set(names)) != len(names):
