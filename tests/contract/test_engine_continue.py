@@ -29,7 +29,7 @@ WAYS = {
 
 
 class AsToSglang(HttpEngine):
-    """A client with requests in the form in which the guard passes them on to SGLang."""
+    """A client with requests in the form in which the proxy passes them on to SGLang."""
 
     async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         known = {name: value for name, value in body.items() if name not in OURS}

@@ -137,7 +137,7 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
 async def test_a_request_that_a_push_overtakes_before_it_is_begun_is_of_the_new_weights_alone(
     python: str, server: str, directories: list[Path], models: list[Any], stream: bool, length: int
 ) -> None:
-    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the guard. None is refused or mixes versions."""
+    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the proxy. None is refused or mixes versions."""
     prompt = list(range(5, 69))
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -277,8 +277,8 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
     asyncio.run(started())
 
 
-def test_a_server_started_here_cannot_be_asked_past_its_guard(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """Other users of this machine cannot: it requires a key that neither its command line, its log nor the guard reveals."""
+def test_a_server_started_here_cannot_be_asked_past_its_proxy(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """Other users of this machine cannot: it requires a key that neither its command line, its log nor the proxy reveals."""
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))

@@ -1,4 +1,4 @@
-"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the guard has ended."""
+"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the proxy has ended."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Requests to a real SGLang server through its guard: invalid ones one by one, and requests through the router. None ends the server."""
+"""Requests to a real SGLang server through its proxy: invalid ones one by one, and requests through the router. None ends the server."""
 
 import asyncio
 import json
@@ -184,7 +184,7 @@ async def test_the_router_in_front_of_it(python: str, server: str, directories: 
 
 
 async def test_an_update_that_is_left_alone_is_let_go(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """The learner dies between begin and the first bucket: the present weights serve on. A session that another guard left is closed."""
+    """The learner dies between begin and the first bucket: the present weights serve on. A session that another proxy left is closed."""
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.engine.api.call("POST", "/begin_weight_update", {})
         await push.begin(1)

@@ -1,4 +1,4 @@
-"""Requests that the guard of a SGLang server refuses, and those that it passes on."""
+"""Requests that the proxy of a SGLang server refuses, and those that it passes on."""
 
 from pathlib import Path
 from typing import Any
