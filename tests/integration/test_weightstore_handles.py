@@ -249,7 +249,7 @@ async def test_what_comes_late_from_before_a_join_is_refused(directory: Path) ->
         async with pushing(served, memory) as receiver:
             await receiver.begin(2)
             for verb in (lambda: old.bucket(old_weights.buckets[0][0].specs, old_weights.buckets[0][1]), old.end, lambda: old.begin(1)):
-                with pytest.raises(ReceiverFailed, match="another one has joined since"):
+                with pytest.raises(ReceiverFailed, match="another learner has joined since"):
                     await verb()
             for bucket, flat in staging.buckets:
                 await receiver.bucket(bucket.specs, flat)
