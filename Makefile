@@ -7,7 +7,8 @@ CONFIG ?= launch/configs/digits.yaml
 ARGS   ?=
 
 SGLANG ?= .venv-sglang
-ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_bfloat16.py -k "not builtin"
+ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
+	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
 .PHONY: run gsm8k sglang test test-all test-sglang test-sglang-all check bench setup clean
 

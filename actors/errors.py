@@ -92,7 +92,7 @@ class CannotTell(EngineError):
         return f"engine {self.engine}: no checksums: {self.reason}"
 
 
-class NotLent(EngineError):
+class PeerTransferRefused(EngineError):
     """The engine does not have the requested snapshot; another engine may."""
 
     def __init__(self, reason: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from actors.config import EngineConfig
-from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, NotLent, StaleEpoch, UpdateRefused
+from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
 from bus.client.reach import AUTO, LOOPBACK
 from weightstore.listener import Handler, Listener
 
@@ -47,7 +47,7 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 400)}, status=400)
     except StaleEpoch as error:
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409)
-    except NotLent as error:
+    except PeerTransferRefused as error:
         return web.json_response(error_of(str(error), 404), status=404)
     except CannotTell as error:
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 501)}, status=501)

@@ -1,4 +1,4 @@
-"""Both kinds of engine behind one kit: the built-in one in this process, and a guard in front of a real SGLang server.
+"""Both kinds of engine behind one kit: the built-in one in this process, and a proxy in front of a real SGLang server.
 
 Tests of ``tests/contract`` that take ``kind`` run on the built-in engine, and with ``--sglang-python`` on SGLang as well.
 """
@@ -18,8 +18,8 @@ from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.sglang.api import Api
-from actors.serving.sglang.child import STOP_S, command_line, server_child
 from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.server_process import STOP_S, command_line, server_child
 from bus.server.ports import KeptPort
 from tests.engine_serving import LIMIT_S, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
@@ -60,7 +60,7 @@ class Builtin:
 
 
 class Sglang:
-    """One server for all tests; for each of them a new guard, and its weights loaded."""
+    """One server for all tests; for each of them a new proxy, and its weights loaded."""
 
     name, in_standby, seeds = "sglang", False, False
 

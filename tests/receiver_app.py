@@ -19,7 +19,8 @@ import torch
 from aiohttp import web
 
 from actors.errors import CannotTell, StaleEpoch, UpdateRefused
-from actors.serving.handles import HandleListener, Updates
+from actors.serving.handles import HandleListener
+from actors.serving.port import Updates
 from bus.config import BusConfig
 from bus.liveness.live import Heartbeat
 from bus.streams.connection import connect
@@ -213,7 +214,7 @@ class _ByHandles:
 
     engine: Engine
 
-    def admit(self, epoch: int | None, what: str) -> None:
+    def require_current_epoch(self, epoch: int | None, what: str) -> None:
         assert epoch is not None
         if epoch < self.engine.epoch:
             raise StaleEpoch(what, epoch, self.engine.epoch)
@@ -221,19 +222,19 @@ class _ByHandles:
         if self.engine.fails(what):
             raise UpdateRefused(f"refused at {what}")
 
-    async def carry_out(self, verb: Coroutine[Any, Any, Any]) -> Any:
-        return await verb
+    async def run_shielded(self, operation: Coroutine[Any, Any, Any]) -> Any:
+        return await operation
 
     async def begin(self, version: int | None) -> None:
         await self.engine.begin({})
 
-    async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+    async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
         if self.engine.behaviour.handles == "blind":
             raise BadManifest("handle: device", "no GPU", "one")
         self.engine.read += 1
         await asyncio.to_thread(lambda: self.engine.store(specs, offered.tensor()))
 
-    async def told(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
+    async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
         if self.engine.behaviour.mute:
             raise CannotTell("", "mute")
         return 0, ChecksumReport.parse(await self.engine.checksums({"of": "update"}))

@@ -4,7 +4,7 @@
     request  every other path           the run's api key, where the listener can be reached from other machines
     command  paths named as commands    the run's admin key, everywhere
 
-Engines, the guard of SGLang, the router and the learner's snapshots use it. Knows the keys, but not the meaning of the paths.
+Engines, the proxy of SGLang, the router and the learner's snapshots use it. Knows the keys, but not the meaning of the paths.
 """
 
 import asyncio

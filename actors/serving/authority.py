@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from actors.errors import BadRequest, EngineError, EngineUnavailable
 from bus.errors import BusError
@@ -14,11 +14,8 @@ NewestEpoch = Callable[[], Awaitable[int]]
 """Returns the newest learner epoch, read from the bus. Raises BusError."""
 
 
-class Fenced(Protocol):
-    """The part of an engine that keeps the highest epoch seen."""
-
-    def admit(self, epoch: int | None, what: str) -> None:
-        """Record the epoch. Raises StaleEpoch when a higher one was seen."""
+Record = Callable[[int | None, str], None]
+"""Records an epoch that is named by a command. Raises StaleEpoch when a higher one was seen."""
 
 
 class Authority:
@@ -30,14 +27,14 @@ class Authority:
         self.refused = ""
         """Why the newest command was refused; "" once a command has been accepted."""
 
-    async def admit(self, updates: Fenced, body: Mapping[str, Any], engine: str, what: str) -> None:
-        """Check the epoch of a command, if it has one, and record it in ``updates``.
+    async def require_current_epoch(self, record: Record, body: Mapping[str, Any], engine: str, what: str) -> None:
+        """Check the epoch of a command, if it has one, and ``record`` it.
 
         Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would fence the real
         ones), EngineUnavailable for one that is newer than the known one while the bus cannot be reached.
         """
         try:
-            updates.admit(await self._epoch_in(body, engine), what)
+            record(await self._epoch_in(body, engine), what)
         except EngineError as error:
             self.note(str(error))
             raise

@@ -11,17 +11,17 @@ import asyncio
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 from actors.config import EngineConfig
 from actors.engines.membership import connected, default_id, first_row
 from actors.errors import EngineFailed
 from actors.scratch import Scratch
 from actors.serving.authority import Authority
+from actors.serving.port import Factory, ServedEngine
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.errors import BusError
@@ -29,7 +29,6 @@ from bus.liveness.keys import admin_keys
 from bus.liveness.live import Heartbeat
 from bus.streams.connection import Bus
 from bus.system.coroutines import first_of
-from bus.wire.messages import Capabilities
 from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
 from weightstore.push.turns import AcceleratorLease
@@ -38,64 +37,12 @@ from weightstore.transport.handles import shared_memory_domain
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 1.0
+ROW_EVERY_S = 1.0
 CATCH_UP_S = 600.0
 PROBE_AGAIN_S = 0.5
 STORED_S = 5.0
-MEMORY = "the learner to give the turn, and with it memory"
-WHOLE = "all of the weights of an update"
-
-
-class ServedEngine(Protocol):
-    """Interface of the engine that this process serves."""
-
-    phase: str
-    url: str
-    handles: str
-    """URL of the socket for pushes by handles; "" = the engine takes no handles."""
-
-    @property
-    def version(self) -> int: ...
-    @property
-    def whole(self) -> bool:
-        """True when there are weights to serve: not from the release of their memory until an update."""
-        raise NotImplementedError
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def capabilities(self) -> Capabilities:
-        """Kinds of push that the engine accepts now, and whether its peers can fetch its weights."""
-        raise NotImplementedError
-
-    def load(self) -> None:
-        """Read the model directory (blocking)."""
-
-    async def start(self) -> str:
-        """Listen, and return the URL. Nothing is generated before the phase is ``serving``."""
-        raise NotImplementedError
-
-    async def load_snapshot(self, directory: Path, version: int, epoch: int) -> None:
-        """Load and serve the weights of a directory, all of them or none."""
-
-    async def probe(self) -> None:
-        """Generate one token. Raises when that fails."""
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
-        raise NotImplementedError
-
-    async def close(self) -> None: ...
-    async def failed(self) -> None:
-        """Wait until the engine cannot generate any more, for good; return or raise then."""
-
-    def stats(self) -> dict[str, float]:
-        """Counters and gauges for the live row."""
-        raise NotImplementedError
-
-
-Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not known yet."""
+MEMORY = "the learner to release the accelerator's memory"
+WHOLE = "a complete weight update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +88,7 @@ async def run_engine(
             places.model_dir,
             replace(engine_config, host=at.bind, advertise=at.advertised),
             version=-1,
-            on_update=lambda version, epoch: served.tell(),
+            on_update=lambda version, epoch: served.update_row(),
             authority=served.authority,
         )
         async with served.taking_memory(draining):
@@ -152,7 +99,7 @@ async def run_engine(
             await engine.start()
             served.engine = engine
         await served.serve(engine, draining, limits)
-        served.tell()
+        served.update_row()
         if not await engine.drain(limits.drain_s):
             log.warning("requests left unanswered after %.0f s", limits.drain_s)
 
@@ -190,25 +137,25 @@ class _Served:
                 await self._heartbeat.stored()  # so that either this sees the learner's turn, or the learner sees this row
             return await turns.available()
         except (BusError, TimeoutError) as error:
-            log.warning("memory is not taken before the row says so error=%r", error)
+            log.warning("memory is not taken before the live row is stored error=%r", error)
             return False
 
     def _take(self, taking: bool) -> None:
         if self._turns is not None:
             self._heartbeat.update(taking_memory=taking)
-        self.tell()
+        self.update_row()
 
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, limits: EngineLimits) -> None:
         """Serve until ``draining`` is set. Raises the engine's error when it fails."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
             follower = _Follower(self, engine, scratch.path, limits, bus=self._bus, id=self._id, turns=self._turns)
-            await first_of(follower.run(), self._tell_for_ever(), draining.wait(), engine.failed())
+            await first_of(follower.run(), self._update_row_periodically(), draining.wait(), engine.failed())
 
-    def say(self, text: str) -> None:
+    def set_waits_for(self, text: str) -> None:
         self._waits_for = text
-        self.tell()
+        self.update_row()
 
-    def tell(self) -> None:
+    def update_row(self) -> None:
         """Update the live row."""
         engine = self.engine
         if engine is not None:
@@ -230,10 +177,10 @@ class _Served:
         refused = self.authority.refused
         return f"{waits_for} (refused: {refused})" if waits_for and refused else waits_for
 
-    async def _tell_for_ever(self) -> None:
+    async def _update_row_periodically(self) -> None:
         while True:
-            self.tell()
-            await asyncio.sleep(TELL_EVERY_S)
+            self.update_row()
+            await asyncio.sleep(ROW_EVERY_S)
 
 
 class _Follower:
@@ -251,7 +198,7 @@ class _Follower:
         turns: AcceleratorLease | None,
     ) -> None:
         self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
-        self._joiner = Joiner(id=id, version=self._version, load=self._load, directory=directory, on_wait=served.say)
+        self._joiner = Joiner(id=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for)
 
     async def run(self) -> None:
         """Catch up with the head, serve, and keep up with it, without end. Raises EngineFailed when the engine cannot generate."""
@@ -264,7 +211,7 @@ class _Follower:
         gc.collect()
         gc.freeze()  # the loaded objects stay: a full collection walks all of them, and nothing is decoded for a tenth of a second
         engine.phase = "serving"
-        self._served.tell()
+        self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)
         await keep_up(
             self._bus,
@@ -280,14 +227,14 @@ class _Follower:
             try:
                 await catch_up(self._bus, self._joiner, deadline_s=self._limits.catch_up_s)
             except (CatchUpTimeout, BusError) as error:
-                log.warning("no weights yet, trying on engine=%s error=%s", self._joiner.id, error)
-                self._served.say(str(error))
+                log.warning("no weights yet, catching up is repeated engine=%s error=%s", self._joiner.id, error)
+                self._served.set_waits_for(str(error))
                 await asyncio.sleep(0.2)
                 continue
             if self._version() < 0:
-                self._served.say("the learner to publish version 0")
+                self._served.set_waits_for("the learner to publish version 0")
                 await asyncio.sleep(0.2)
-        self._served.say("")
+        self._served.set_waits_for("")
 
     async def _probed(self) -> bool:
         """Generate one token. Returns False when the weights were torn or released meanwhile."""
@@ -296,13 +243,13 @@ class _Follower:
         except EngineFailed as error:
             if self._version() >= 0 and not self._engine.stats().get("released"):
                 raise
-            log.warning("a push broke off, or memory was released, in the middle of the probe: %s", error)
+            log.warning("a push broke off, or memory was released, during the probe: %s", error)
             return False
         return True
 
     def _stale(self, is_stale: bool) -> None:
         self._engine.phase = "stale" if is_stale else "serving"
-        self._served.tell()
+        self._served.update_row()
 
     async def _load(self, directory: Path, version: int, epoch: int) -> None:
         async with self._served.taking_memory():

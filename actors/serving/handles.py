@@ -13,10 +13,10 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgpack
 import zmq
@@ -25,37 +25,15 @@ import zmq.asyncio
 from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
 from actors.http_api import need
 from actors.serving.authority import Authority
+from actors.serving.port import Updates
 from weightstore.errors import WeightstoreError
-from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
 from weightstore.transport.handles import Mapped, Offered
 
 log = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
 PREFIX = "tidemill-handles-"
 SOCKET = "push"
-
-
-class Updates(Protocol):
-    """The methods of an engine's ``WeightUpdates`` that pushes by handles use."""
-
-    def admit(self, epoch: int | None, what: str) -> None: ...
-    async def carry_out(self, verb: Coroutine[Any, Any, Result]) -> Result:
-        raise NotImplementedError
-
-    async def begin(self, version: int | None) -> None: ...
-    async def take(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None: ...
-    async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        raise NotImplementedError
-
-    async def end(self, version: int | None) -> float:
-        raise NotImplementedError
-
-    async def load_directory(self, directory: Path, version: int | None) -> float:
-        raise NotImplementedError
-
-    async def sender_left(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -96,7 +74,7 @@ class HandleListener:
         try:
             self._socket.bind(url)
         except zmq.ZMQError as error:  # the path is too long, or the directory takes no sockets
-            log.warning("no handles are taken: %s: %s; cure: a shorter TMPDIR", url, error)
+            log.warning("pushes by handles are not possible: %s: %s; cure: a shorter TMPDIR", url, error)
             await self.close()
             return ""
         self._serving = asyncio.create_task(self._serve(), name="handles")
@@ -110,7 +88,7 @@ class HandleListener:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._forget()
+        self._unmap()
         self._context.destroy(linger=0)
         await asyncio.to_thread(shutil.rmtree, self._directory, ignore_errors=True)
         self._directory = ""
@@ -132,7 +110,7 @@ class HandleListener:
             verb = need(body, "verb", str)
             if verb not in self._verbs:
                 raise BadRequest(f"verb: want one of {', '.join(self._verbs)}, got {verb!r}")
-            await self._authority.admit(self._updates, body, self._directory, verb)
+            await self._authority.require_current_epoch(self._updates.require_current_epoch, body, self._directory, verb)
             if verb != "join":
                 self._joined(sender)
             answer = {"status": 200, **await self._verbs[verb](sender, body)}
@@ -147,10 +125,8 @@ class HandleListener:
         except Exception as error:
             log.exception("push by handles failed")
             answer = {"status": 500, "message": repr(error)}
-        with contextlib.suppress(zmq.ZMQError):  # the learner has gone
+        with contextlib.suppress(zmq.ZMQError):  # the learner has ended
             await self._socket.send_multipart([*envelope, msgpack.packb({"id": body.get("id"), **answer})])
-
-    # -- verbs ----------------------------------------------------------------------------------------------------------
 
     async def _join(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
         """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
@@ -159,62 +135,60 @@ class HandleListener:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise BadRequest(f"pid: want a process of this host, got {pid}: {error.strerror}") from None
-        self._forget()
+        self._unmap()
         self._learner = _Learner(sender, Mapped(), pidfd)
         asyncio.get_running_loop().add_reader(pidfd, self._ended)
         log.info("the learner joined, by handles pid=%d", pid)
         return {}
 
     async def _begin(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-        await self._updates.carry_out(self._updates.begin(need(body, "version", int)))
+        await self._updates.run_shielded(self._updates.begin(need(body, "version", int)))
         return {}
 
     async def _bucket(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
         learner = self._joined(sender)
-        specs = [_spec(told) for told in need(body, "specs", list)]
+        specs = [_spec(entry) for entry in need(body, "specs", list)]
         offered = Offered(learner.mapped, need(body, "handle", dict))
-        taking = self._updates.take(specs, offered, version=need(body, "version", int), timeout_s=float(body["timeout_s"]))
-        await self._updates.carry_out(taking)
+        taking = self._updates.read_bucket(specs, offered, version=need(body, "version", int), timeout_s=float(body["timeout_s"]))
+        await self._updates.run_shielded(taking)
         return {}
 
     async def _checksums(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-        _, told = await self._updates.carry_out(self._updates.told(of_update=True))
-        return told.to_json()
+        _, report = await self._updates.run_shielded(self._updates.checksum_report(of_update=True))
+        return report.to_json()
 
     async def _end(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"stall_s": await self._updates.carry_out(self._updates.end(need(body, "version", int)))}
+        return {"stall_s": await self._updates.run_shielded(self._updates.end(need(body, "version", int)))}
 
     async def _load(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
         directory, version = Path(need(body, "directory", str)), need(body, "version", int)
-        return {"stall_s": await self._updates.carry_out(self._updates.load_directory(directory, version))}
+        return {"stall_s": await self._updates.run_shielded(self._updates.load_directory(directory, version))}
 
     async def _leave(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._forget()
+        self._unmap()
         await self._sender_left()
         return {}
-
-    # -- inside -----------------------------------------------------------------------------------------------------------
 
     def _joined(self, sender: bytes) -> _Learner:
         """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted learner would
         be mixed with the push of the next one.
         """
         if self._learner is None or self._learner.sender != sender:
-            raise BadRequest("want join first" + ("" if self._learner is None else ": another one has joined since"))
+            raise BadRequest("want join first" + ("" if self._learner is None else ": another learner has joined since"))
         return self._learner
 
     def _ended(self) -> None:
         """Treat the end of the learner's process like its ``leave``."""
-        self._forget()
+        self._unmap()
         task = asyncio.create_task(self._sender_left(), name="handles: sender left")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _sender_left(self) -> None:
         with contextlib.suppress(EngineError):  # there is no learner left to answer
-            await self._updates.carry_out(self._updates.sender_left())
+            await self._updates.run_shielded(self._updates.sender_left())
 
-    def _forget(self) -> None:
+    def _unmap(self) -> None:
         """Unmap the learner's memory; a copy that is under way keeps its part until it is done."""
         learner, self._learner = self._learner, None
         if learner is not None:
@@ -246,9 +220,9 @@ def _map_of(request: bytes) -> Mapping[str, Any]:
     return body
 
 
-def _spec(told: Any) -> TensorSpec:
+def _spec(entry: Any) -> TensorSpec:
     try:
-        name, dtype, shape = told
+        name, dtype, shape = entry
         return TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"specs: want [name, dtype, shape] for each, got {told!r}: {error}") from None
+        raise BadRequest(f"specs: want [name, dtype, shape] for each, got {entry!r}: {error}") from None

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from actors.request import SamplingParams
-from actors.serving.builtin.filling import fill_from_directory
+from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.scheduler import Event, Scheduler
 from actors.serving.builtin.sequence import Model
 from actors.serving.builtin.sequence import Sequence as Response
@@ -103,7 +103,7 @@ class LocalEngine:
         assert text is not None
         self.text, self.eos_ids = text, frozenset(shape.eos_ids) | frozenset(text.eos_ids)
         weights = self._empty(shape)
-        fill_from_directory(weights, model_dir)
+        load_from_directory(weights, model_dir)
         self._standby, self._context = self._empty(shape), 64
         self._facts = Model(eos_ids=self.eos_ids, max_context=self._context, text=text)
         self._done, self._open = threading.Event(), 0

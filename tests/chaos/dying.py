@@ -61,22 +61,22 @@ PHASES = {
     "beginning": ("actors.serving.builtin.updates:WeightUpdates.begin", 2),
     "receiving": ("actors.serving.builtin.updates:WeightUpdates._receive", 2),
     "writing": ("actors.serving.builtin.updates:WeightUpdates._write", 2),
-    "verifying": ("actors.serving.builtin.updates:WeightUpdates.told", 1),
+    "verifying": ("actors.serving.builtin.updates:WeightUpdates.checksum_report", 1),
     "ending": ("actors.serving.builtin.updates:WeightUpdates.end", 2),
     "flipping": ("actors.serving.builtin.updates:WeightUpdates._flip", 2),
-    "between": ("actors.serving.builtin.engine:BuiltinEngine._updated", 3),
+    "between": ("actors.serving.host:EngineHost._updated", 3),
 }
 """Phases of a push: the engine's function, and the number of the call on which it dies."""
 
 SGLANG_PHASES = {
     "sglang joining": ("actors.serving.sglang.updates:WeightUpdates.join", 1),
     "sglang beginning": ("actors.serving.sglang.updates:WeightUpdates.begin", 2),
-    "sglang receiving": ("actors.serving.sglang.updates:WeightUpdates.bucket", 2),
-    "sglang verifying": ("actors.serving.sglang.updates:WeightUpdates.told", 1),
+    "sglang receiving": ("actors.serving.sglang.updates:WeightUpdates.receive_bucket", 2),
+    "sglang verifying": ("actors.serving.sglang.updates:WeightUpdates.checksum_report", 1),
     "sglang ending": ("actors.serving.sglang.updates:WeightUpdates.end", 2),
-    "sglang between": ("actors.serving.sglang.engine:SglangEngine._updated", 3),
+    "sglang between": ("actors.serving.host:EngineHost._updated", 3),
 }
-"""Phases in the guard of a real SGLang server."""
+"""Phases in the proxy of a real SGLang server."""
 
 
 def engine(phase: str, how: str, arguments: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""Invalid requests are a 400, never a 500, at the built-in engine, at a SGLang server's guard and at the router."""
+"""Invalid requests are a 400, never a 500, at the built-in engine, at a SGLang server's proxy and at the router."""
 
 import asyncio
 import json
@@ -58,15 +58,15 @@ async def router(model_dir: Path) -> AsyncIterator[Asked]:
 
 
 @asynccontextmanager
-async def guard(model_dir: Path) -> AsyncIterator[Asked]:
-    """Start a guard in front of a server that would accept anything."""
-    async with faulty() as server, guarding(model_dir, server) as asked:
+async def proxy(model_dir: Path) -> AsyncIterator[Asked]:
+    """Start a proxy in front of a server that would accept anything."""
+    async with faulty() as server, proxying(model_dir, server) as asked:
         server.does = "generate"
         yield asked
 
 
 @asynccontextmanager
-async def guarding(model_dir: Path, server: Faulty, **config: Any) -> AsyncIterator[Asked]:
+async def proxying(model_dir: Path, server: Faulty, **config: Any) -> AsyncIterator[Asked]:
     settings = EngineConfig(kind="sglang", sglang=SglangConfig(url=server.url), **config)
     engine = SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"))
     await asyncio.to_thread(engine.load)
@@ -80,7 +80,7 @@ async def guarding(model_dir: Path, server: Faulty, **config: Any) -> AsyncItera
 
 
 Place = Callable[[Path], AbstractAsyncContextManager[Asked]]
-PLACES = pytest.mark.parametrize("place", [builtin, router, guard], ids=lambda place: str(place.__name__))
+PLACES = pytest.mark.parametrize("place", [builtin, router, proxy], ids=lambda place: str(place.__name__))
 
 
 @PLACES
@@ -127,7 +127,7 @@ async def test_chats_and_completions_of_what_is_no_text(place: Place, model_dir:
         assert (await asked.post("/v1/chat/completions", body))[0] in (200, 400), "whether the template shows it"
 
 
-@pytest.mark.parametrize("place", [builtin, guard], ids=["builtin", "guard"])
+@pytest.mark.parametrize("place", [builtin, proxy], ids=["builtin", "proxy"])
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
@@ -149,15 +149,15 @@ async def test_numbers_out_of_range(place: Place, path: str, body: Any, why: str
         assert (status, why in answer) == (400, True), answer
 
 
-async def test_a_text_of_no_tokens_is_refused_at_a_guard(model_dir: Path) -> None:
-    async with guard(model_dir) as asked:
+async def test_a_text_of_no_tokens_is_refused_at_a_proxy(model_dir: Path) -> None:
+    async with proxy(model_dir) as asked:
         for text in ("", [""], ["3", ""]):
             status, answer = await asked.post("/generate", {"text": text, "sampling_params": PARAMS})
             assert (status, "text: want at least one token" in answer) == (400, True), answer
 
 
-async def test_more_than_may_wait_is_a_503_at_a_guard(model_dir: Path) -> None:
-    async with faulty() as server, guarding(model_dir, server, max_running=2, max_waiting=3) as asked:
+async def test_more_than_may_wait_is_a_503_at_a_proxy(model_dir: Path) -> None:
+    async with faulty() as server, proxying(model_dir, server, max_running=2, max_waiting=3) as asked:
         server.does = "hang"
         body = {"input_ids": [[5], [6]], "sampling_params": PARAMS}
         waiting = [asyncio.create_task(asked.post("/generate", body)) for _ in range(2)]

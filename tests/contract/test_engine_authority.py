@@ -1,4 +1,4 @@
-"""Commands that an engine obeys: those with the run's admin key, of a learner of this run. Built-in engine and SGLang's guard."""
+"""Commands that an engine obeys: those with the run's admin key, of a learner of this run. Built-in engine and SGLang's proxy."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -64,7 +64,7 @@ async def builtin(model_dir: Path, authority: Authority, **config: Any) -> Async
 
 
 @asynccontextmanager
-async def guard(model_dir: Path, authority: Authority, **config: Any) -> AsyncIterator[Asked]:
+async def proxy(model_dir: Path, authority: Authority, **config: Any) -> AsyncIterator[Asked]:
     async with faulty() as server:
         server.does = "generate"
         settings = EngineConfig(kind="sglang", sglang=SglangConfig(url=server.url), **config)
@@ -73,14 +73,14 @@ async def guard(model_dir: Path, authority: Authority, **config: Any) -> AsyncIt
 
 
 Place = Callable[..., AbstractAsyncContextManager[Asked]]
-PLACES = pytest.mark.parametrize("place", [builtin, guard], ids=["builtin", "guard"])
+PLACES = pytest.mark.parametrize("place", [builtin, proxy], ids=["builtin", "proxy"])
 
 
 @PLACES
 @pytest.mark.parametrize("key", ["", "wrong", KEYS.api, "\xff"], ids=["none", "wrong", "api", "odd"])
 async def test_no_command_is_obeyed_without_the_admin_key(place: Place, key: str, model_dir: Path) -> None:
     async with place(model_dir, Authority(RunKeys.fixed(KEYS))) as engine:
-        commands = sorted(COMMANDS - ({"/receive_push"} if place is guard else set()))
+        commands = sorted(COMMANDS - ({"/receive_push"} if place is proxy else set()))
         for path, body in [(path, {"epoch": 10**30}) for path in commands] + [("/abort_request", {"abort_all": True})]:
             status, answer = await engine.ask(path, body, key)
             assert (status, f"{path}: want the run's admin key" in answer) == (401, True), (path, answer)

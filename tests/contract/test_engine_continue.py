@@ -13,7 +13,7 @@ import pytest
 from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
 from actors.errors import BadRequest, EngineFailed
-from actors.serving.sglang.generating import OURS
+from actors.serving.sglang.proxy import OURS
 from bus.wire.messages import Sampling, Span
 from tests.engine_serving import Served, serving
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
@@ -29,7 +29,7 @@ WAYS = {
 
 
 class AsToSglang(HttpEngine):
-    """A client with requests in the form in which the guard passes them on to SGLang."""
+    """A client with requests in the form in which the proxy passes them on to SGLang."""
 
     async def _call(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
         known = {name: value for name, value in body.items() if name not in OURS}

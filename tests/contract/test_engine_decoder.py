@@ -9,7 +9,7 @@ import torch
 
 from actors.errors import UnsupportedModel
 from actors.serving.builtin import decoder
-from actors.serving.builtin.filling import fill_from_directory
+from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.slots import FIRST_LENGTH, KVSlots
 from actors.serving.builtin.weights import Weights
@@ -35,7 +35,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 def load(model_dir: Path, dtype: torch.dtype = torch.float32) -> Weights:
     weights = Weights(ModelShape.read(model_dir), dtype=dtype, device=CPU)
-    fill_from_directory(weights, model_dir)
+    load_from_directory(weights, model_dir)
     return weights
 
 

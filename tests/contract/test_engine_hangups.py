@@ -49,7 +49,7 @@ async def hang_up_on(served: Served, path: str, body: object) -> None:
     writer.write(head.encode() + content)
     await until(lambda: served.engine.scheduler._calls.qsize() > asked)
     writer.close()
-    await until(lambda: not served.engine._server._runner.server.connections)
+    await until(lambda: not served.engine._server.listener._runner.server.connections)
 
 
 async def until(reached: object) -> None:
@@ -127,7 +127,7 @@ async def test_a_response_that_fails_by_itself_fails_alone(model_dir: Path) -> N
     async with serving(model_dir) as served:
         company = await innocent(served)
         assert served.engine.text is not None
-        progress = served.engine.submit(parse_generate({"input_ids": [5]}, served.engine.limits))
+        progress = served.engine._backend.submit(parse_generate({"input_ids": [5]}, served.engine.limits))
         progress.sequences[0].stop_strings = Unreadable(served.engine.text, ("x",))
         (failed,) = await progress.finished()
         assert "no such token" in (failed.error or "")

@@ -1,7 +1,6 @@
 """SGLang's HTTP API, as implemented by the built-in engine: answers, streams, refusals, abort, pause, limits, draining."""
 
 import asyncio
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -33,25 +32,6 @@ async def start(served: Served, prompt: list[int], rid: str, **params: Any) -> "
     return task
 
 
-async def test_an_answer_has_what_sglangs_has(model_dir: Path) -> None:
-    async with serving(model_dir) as served:
-        body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}, "return_logprob": True, "rid": "mine"}
-        status, answer = await served.post("/generate", body)
-        meta = answer["meta_info"]
-        assert status == 200
-        assert meta["id"] == "mine"
-        assert meta["finish_reason"] == {"type": "length", "length": 4}
-        assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 4, 0)
-        assert meta["weight_version"] == "0"
-        assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
-        assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in answer["output_ids"]]
-        assert meta["e2e_latency"] > 0
-        assert served.engine.text is not None
-        assert answer["text"] == served.engine.text.decode(answer["output_ids"])
-        _, quiet = await served.post("/generate", body | {"return_logprob": False})
-        assert "output_token_logprobs" not in quiet["meta_info"]
-
-
 async def test_lists_come_back_in_order(model_dir: Path) -> None:
     async with serving(model_dir) as served:
         params = [{"max_new_tokens": 2, "n": 2, "ignore_eos": True, "sampling_seed": 1}, {"max_new_tokens": 3, "ignore_eos": True}]
@@ -66,26 +46,6 @@ async def test_lists_come_back_in_order(model_dir: Path) -> None:
         status, answers = await served.post("/generate", {"text": ["three plus", "four"], "sampling_params": {"max_new_tokens": 1}})
         assert served.engine.text is not None
         assert [a["meta_info"]["prompt_tokens"] for a in answers] == [len(served.engine.text.encode(t)) for t in ("three plus", "four")]
-
-
-async def test_a_stream_is_cumulative_and_ends_whole(model_dir: Path) -> None:
-    async with serving(model_dir) as served:
-        params = {"max_new_tokens": 40, "sampling_seed": 3, "ignore_eos": True}
-        whole = await served.generate([5, 6, 7], **params)
-        body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True, "stream": True}
-        async with served.session.post(served.engine.url + "/generate", json=body) as response:
-            assert response.content_type == "text/event-stream"
-            events = [line[6:] for line in (await response.text()).split("\n\n") if line]
-        assert events.pop() == "[DONE]"
-        states = [json.loads(event) for event in events]
-        for before, after in itertools.pairwise(states):
-            assert before["meta_info"]["finish_reason"] is None
-            assert len(before["output_ids"]) < len(after["output_ids"]) or after["meta_info"]["finish_reason"]
-            assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
-        assert states[-1]["output_ids"] == whole["output_ids"]
-        assert states[-1]["text"] == whole["text"]
-        for name in ("finish_reason", "output_token_logprobs", "weight_versions", "completion_tokens"):
-            assert states[-1]["meta_info"][name] == whole["meta_info"][name]
 
 
 async def test_stop_strings_end_and_are_cut_from_the_text(model_dir: Path) -> None:
@@ -211,16 +171,6 @@ async def test_a_pause_holds_everything_and_loses_nothing(model_dir: Path, mode:
         assert (await served.post("/flush_cache"))[0] == 200
 
 
-async def test_pause_with_abort_is_the_default_and_unknown_modes_are_refused(model_dir: Path) -> None:
-    async with serving(model_dir) as served:
-        running = await start(served, [5, 6], "running")
-        assert (await served.post("/pause_generation", {"mode": "gently"}))[0] == 400
-        assert (await served.post("/pause_generation", {}))[0] == 200
-        assert (await running)[1]["meta_info"]["finish_reason"]["type"] == "abort"
-        await served.client.resume()
-        await served.generate([5], max_new_tokens=1)
-
-
 async def test_a_full_queue_is_a_503_and_nothing_is_lost(model_dir: Path) -> None:
     async with serving(model_dir, max_running=2, max_waiting=3) as served:
         await served.client.pause()
@@ -232,21 +182,6 @@ async def test_a_full_queue_is_a_503_and_nothing_is_lost(model_dir: Path) -> Non
             await served.client.generate([5], Sampling())
         await served.client.resume()
         assert len(await asyncio.gather(*tasks)) == 5
-
-
-async def test_only_a_serving_engine_answers(model_dir: Path) -> None:
-    async with serving(model_dir, phase="catching up") as served:
-        for path in ("/health", "/health_generate"):
-            assert (await served.get(path))[0] == 503
-        assert not await served.client.healthy()
-        with pytest.raises(EngineUnavailable, match="catching up"):
-            await served.client.generate([5], Sampling())
-        await served.engine.probe()
-        served.engine.phase = "serving"
-        for path in ("/health", "/health_generate"):
-            assert (await served.get(path))[0] == 200
-        with pytest.raises(ValueError, match="phase: want one of"):
-            served.engine.phase = "asleep"
 
 
 async def test_draining_finishes_what_there_is_and_takes_nothing_new(model_dir: Path) -> None:

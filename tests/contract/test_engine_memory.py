@@ -32,7 +32,7 @@ def storages(served: Served) -> dict[str, set[tuple[int, int]]]:
     weights = [each for each in (updates._served, updates._standby) if each is not None]
     return {
         "weights": {place(tensor) for each in weights for tensor in each.named.values()},
-        "kv_cache": {place(tensor) for layer in scheduler._slots.layers for tensor in layer},
+        "kv_cache": {place(tensor) for layer in scheduler._runner.slots.layers for tensor in layer},
     }
 
 
@@ -182,7 +182,7 @@ async def test_a_release_while_it_takes_a_directory_by_itself_comes_behind_it(di
         load = asyncio.create_task(served.engine.load_snapshot(directory, 5))
         while not updates._writing.locked():  # noqa: ASYNC110 - it tells nobody
             await asyncio.sleep(0)
-        release = asyncio.create_task(updates.carry_out(updates.release(frozenset({"weights", "kv_cache"}))))
+        release = asyncio.create_task(updates.run_shielded(updates.release(frozenset({"weights", "kv_cache"}))))
         await asyncio.gather(load, release)
         assert served.engine.version == 5
         assert served.engine.scheduler.released == {"weights", "kv_cache"}

@@ -173,7 +173,7 @@ async def test_a_push_whose_last_message_is_copied_when_another_epoch_takes_over
         asked = asyncio.create_task(push.ask_at_once([tensors], 1))
         await asyncio.to_thread(push.group.send, flat(tensors), DEADLINE_S)
         await asyncio.to_thread(copying.wait, DEADLINE_S)
-        served.engine.updates.admit(2, "of the next learner")
+        served.engine.updates.require_current_epoch(2, "of the next learner")
         status, answer = await asked
         assert (status, "epoch 2" in answer["message"]) == (400, True), answer
         assert served.engine.version == 0 and serves(served, models[0])

@@ -314,7 +314,7 @@ async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
         await written.wait()
         ends.set()
 
-    caller = asyncio.create_task(engine.updates.carry_out(verb()))
+    caller = asyncio.create_task(engine.updates.run_shielded(verb()))
     await asyncio.sleep(0)
     caller.cancel()
     await asyncio.gather(caller, return_exceptions=True)

@@ -44,7 +44,7 @@ CHECKED = """
 from pathlib import Path
 
 from actors.config import EngineConfig
-from actors.serving.engine_process import Factory, ServedEngine
+from actors.serving.port import Factory, ServedEngine
 from rewards.port import Reward
 from shared_directory import SharedDirectory
 from uniform_engine import UniformEngine

@@ -249,7 +249,7 @@ async def test_what_comes_late_from_before_a_join_is_refused(directory: Path) ->
         async with pushing(served, memory) as receiver:
             await receiver.begin(2)
             for verb in (lambda: old.bucket(old_weights.buckets[0][0].specs, old_weights.buckets[0][1]), old.end, lambda: old.begin(1)):
-                with pytest.raises(ReceiverFailed, match="another one has joined since"):
+                with pytest.raises(ReceiverFailed, match="another learner has joined since"):
                     await verb()
             for bucket, flat in staging.buckets:
                 await receiver.bucket(bucket.specs, flat)
@@ -342,10 +342,10 @@ async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_ser
     model, (prompt,) = tiny_model(seed=2), prompts(1)
     async with serving(directory) as served, joined_by_handles(served) as push:
         updates = served.engine.updates
-        await updates.carry_out(updates.begin(1))
+        await updates.run_shielded(updates.begin(1))
         try:
             with pytest.raises(UpdateRefused, match="not done in time"):
-                await updates.carry_out(updates.take(specs, late, version=1, timeout_s=0.05))  # type: ignore[arg-type]
+                await updates.run_shielded(updates.read_bucket(specs, late, version=1, timeout_s=0.05))  # type: ignore[arg-type]
             await push.whole(model, 2)
         finally:
             late.come.set()

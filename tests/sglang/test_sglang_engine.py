@@ -39,6 +39,7 @@ from weightstore.transport.http_receiver import HttpReceiver
 
 TOLERANCE = 1e-3
 """Tolerance of log-probs, in fp32 on both sides."""
+GROUP = "actors.serving.sglang.process_group"
 PROMPT = [5, 6, 7, 8]
 
 
@@ -136,7 +137,7 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
 async def test_a_request_that_a_push_overtakes_before_it_is_begun_is_of_the_new_weights_alone(
     python: str, server: str, directories: list[Path], models: list[Any], stream: bool, length: int
 ) -> None:
-    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the guard. None is refused or mixes versions."""
+    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the proxy. None is refused or mixes versions."""
     prompt = list(range(5, 69))
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -165,7 +166,7 @@ async def test_a_push_that_breaks_off_leaves_nothing_to_be_served_and_a_snapshot
         assert (await push.begin(1))[0] == 200
         assert (await push.bucket(tensors[:5]))[0] == 200
         status, answer = await push.end(1)
-        assert status == 400 and "have not come" in answer["message"]
+        assert status == 400 and "are missing" in answer["message"]
         assert served.engine.version == -1
         refused = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
         assert (await served.post("/generate", refused))[0] == 503
@@ -222,7 +223,7 @@ async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_
     body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "gone", "timeout_s": 5.0}
     async with serving(python, server, directories[0]) as served:
         status, answer = await served.post("/init_weights_update_group", body)
-        assert (status, f"127.0.0.1:{port}: nobody listens" in str(answer)) == (400, True)
+        assert (status, f"127.0.0.1:{port}: the connection is refused" in str(answer)) == (400, True)
         status, answer = await served.post("/init_weights_update_group", {**body, "master_port": "x"})
         assert (status, "master_port" in str(answer)) == (400, True)
         assert (await served.generate(PROMPT, max_new_tokens=4, temperature=0.0))["meta_info"]["weight_version"] == "0"
@@ -248,9 +249,11 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
             await asyncio.wait_for(begun.wait(), 60)
             await asyncio.sleep(1)  # the keeper has recorded all of them
-            (victim,) = [one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.keeper" not in one.cmdline()]
+            (victim,) = [
+                one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.process_group" not in one.cmdline()
+            ]
             victim.kill()
-            with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* is gone" if "::" in part else "")):
+            with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")):
                 await asyncio.wait_for(engine.failed(), 30)
             assert not engine.servable
             with pytest.raises(aiohttp.ClientError):  # rather than wait for more
@@ -281,8 +284,8 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
     asyncio.run(started())
 
 
-def test_a_server_started_here_cannot_be_asked_past_its_guard(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """Other users of this machine cannot: it requires a key that neither its command line, its log nor the guard reveals."""
+def test_a_server_started_here_cannot_be_asked_past_its_proxy(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """Other users of this machine cannot: it requires a key that neither its command line, its log nor the proxy reveals."""
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
@@ -321,7 +324,7 @@ async def _join_for_ever(engine: SglangEngine) -> None:
     async with listening:
         while True:
             with pytest.raises(UpdateRefused):
-                await engine.updates.carry_out(engine.updates.join(body))
+                await engine.updates.run_shielded(engine.updates.join(body))
 
 
 @asynccontextmanager
@@ -332,9 +335,7 @@ async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterat
     others = {one.pid for one in psutil.Process().children()}
     await engine.start()
     try:
-        (keeper,) = [
-            one for one in psutil.Process().children() if one.pid not in others and "actors.serving.sglang.keeper" in one.cmdline()
-        ]
+        (keeper,) = [one for one in psutil.Process().children() if one.pid not in others and GROUP in one.cmdline()]
         whole = [keeper, *keeper.children(recursive=True)]
         assert len(whole) >= 4
         yield engine, whole

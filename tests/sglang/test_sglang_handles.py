@@ -1,4 +1,4 @@
-"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the guard has ended."""
+"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the proxy has ended."""
 
 import asyncio
 from pathlib import Path
@@ -49,7 +49,7 @@ async def test_pushes_by_handles(python: str, server: str, directories: list[Pat
             for version in (1, 2):
                 assert await push(version) > 0
                 await _says(served, models[version], str(version))
-            with pytest.raises(ReceiverFailed, match=r"of \d+ tensors have not come"):
+            with pytest.raises(ReceiverFailed, match=r"of \d+ tensors are missing"):
                 await push(3, buckets=2)
             assert served.engine.version == -1
             await push(4)

@@ -1,4 +1,4 @@
-"""OpenAI's paths in front of a real SGLang server: the guarantees of the guard for /generate hold for them too."""
+"""OpenAI's paths in front of a real SGLang server: the guarantees of the proxy for /generate hold for them too."""
 
 import asyncio
 import json

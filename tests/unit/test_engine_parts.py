@@ -1,7 +1,6 @@
 """Parts of the built-in engine that need neither a socket nor a model: sequences, stop strings, progress, client errors."""
 
 import asyncio
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ import pytest
 from actors.engines.engine_client import _generation
 from actors.errors import EngineFailed
 from actors.request import SamplingParams
-from actors.serving.builtin.answer import answer
 from actors.serving.builtin.progress import Progress
+from actors.serving.builtin.response import response_json
 from actors.serving.builtin.sequence import Model, Sequence
 from actors.serving.builtin.shape import ModelShape
 from actors.text.text import StopStrings, Text
@@ -66,20 +65,15 @@ def test_a_retracted_sequence_has_another_key() -> None:
 def test_a_partial_answer_has_no_end_even_when_the_thread_has_come_to_one() -> None:
     """The decoding thread runs ahead of the loop's answers."""
 
-    @dataclass
-    class Teller:
-        text: Text | None
-        version: int
-
     sequence = new_sequence(max_new_tokens=2)
     sequence.enter(4)
     for token in (8, 9):
         sequence.append(token, -1.0)
-    part = answer(sequence, Teller(None, 4), logprobs=True, partial=1)
+    part = response_json(sequence, None, 4, logprobs=True, partial=1)
     assert (part["output_ids"], part["meta_info"]["finish_reason"]) == ([8], None)
     assert part["meta_info"]["output_token_logprobs"] == [(-1.0, 8, None)]
     assert part["meta_info"]["weight_versions"] == [{"version": "4", "start": 0, "end": 1}]
-    whole = answer(sequence, Teller(None, 4), logprobs=False)
+    whole = response_json(sequence, None, 4, logprobs=False)
     assert whole["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
 
 
@@ -116,10 +110,10 @@ def test_progress_gives_the_newest_state_of_each() -> None:
             progress.add(sequence)
         changes = progress.changes()
         for count in (1, 2, 3):
-            progress.tell(sequences[1], count, False)
+            progress.update(sequences[1], count, False)
         assert await anext(changes) == (1, 3, False)
-        progress.tell(sequences[0], 4, True)
-        progress.tell(sequences[1], 5, True)
+        progress.update(sequences[0], 4, True)
+        progress.update(sequences[1], 5, True)
         assert [change async for change in changes] == [(0, 4, True), (1, 5, True)]
         assert progress.done
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from actors.serving.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, Watch
-from actors.serving.sglang.names import Names
+from actors.serving.sglang.request_ids import RequestIds
 
 NEVER = float("inf")
 
@@ -29,7 +29,7 @@ NEVER = float("inf")
     ],
 )
 def test_when_it_must_be_there(asked: float, last_pause: tuple[float, float], paused_since: float, scheduled: float) -> None:
-    updates: Any = SimpleNamespace(completed=0, paused_since_s=paused_since, last_pause_s=last_pause)
-    watch = Watch(Names({"input_ids": [5]}, 1), updates)
-    watch._asked_s = asked
+    updates: Any = SimpleNamespace(completed=0, pauses=SimpleNamespace(since_s=paused_since, last_s=last_pause))
+    watch = Watch(RequestIds({"input_ids": [5]}, 1), updates)
+    watch._sent_s = asked
     assert watch._scheduled_s() == scheduled

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.serving.sglang.checksums import VOCAB_ROWS, layout_of, told_of
+from actors.serving.sglang.checksums import VOCAB_ROWS, layout_of, report_of
 from tests.tiny_models import tiny_model
 from weightstore.format.checksums import differences, sum_of
 
@@ -42,7 +42,7 @@ def test_every_tensor_is_spoken_of_and_one_bit_shows(family: str, tied: bool) ->
     assert vocab_size % VOCAB_ROWS
     layout = layout_of(CPU, vocab_size=vocab_size, hidden_size=hidden_size)
     assert layout.not_comparable == ""
-    told = told_of(kept_by_sglang(sent, tied=tied), layout)
+    told = report_of(kept_by_sglang(sent, tied=tied), layout)
     assert {name for part in told.parts for name in part.names} == set(sent)
     assert differences(told, sent, lambda part: sum_of("sha256", part, sent)) == []
     for lost in ("model.layers.1.self_attn.v_proj.weight", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"):

@@ -7,7 +7,7 @@ from actors.serving.builtin.sequence import Sequence
 
 
 class Progress:
-    """Responses of one request, in order; ``tell`` is the sink of its sequences."""
+    """Responses of one request, in order; ``update`` is the sink of its sequences."""
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
@@ -26,7 +26,7 @@ class Progress:
     def done(self) -> bool:
         return self._left == 0
 
-    def tell(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+    def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
         if ended:
             self._left -= 1
         if ended or sequence.stream:

@@ -15,7 +15,6 @@ assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no t
 Shape letters: N = running rows, U = different prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill, V = vocabulary.
 """
 
-import contextlib
 import logging
 import queue
 import threading
@@ -24,59 +23,28 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, inference_mode, set_num_threads
 
 from actors.errors import EngineFailed, UpdateRefused
-from actors.serving.builtin import decoder
+from actors.serving.builtin.calls import Call, CallQueue, run
+from actors.serving.builtin.counters import CLOSING, Counters
+from actors.serving.builtin.prefill import PREFILL_TOKENS, take_prompts
+from actors.serving.builtin.runner import ModelRunner
 from actors.serving.builtin.sampler import Sampler
 from actors.serving.builtin.sequence import Sequence
-from actors.serving.builtin.slots import KVSlots
 from actors.serving.builtin.weights import Weights
+from actors.serving.fenced_updates import KV_CACHE, WEIGHTS
+from actors.serving.port import Result
 
 log = logging.getLogger(__name__)
 
-PREFILL_TOKENS = 8192
-"""Most padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled whole)."""
-MAX_PADDING = 1.5
-"""A prefill batch has at most this many times the tokens of its prompts."""
-
-CLIENT_GONE, CLOSING, ABORTED_BY_ID = "The client has gone", "The engine is closing", "Aborted"
-KV_CACHE, WEIGHTS = "kv_cache", "weights"
-"""Kinds of memory that can be released, under SGLang's names."""
-UNRELATED = (CLIENT_GONE, CLOSING, ABORTED_BY_ID)
-"""Reasons of an abort that are not caused by a weight update."""
-
-Result = TypeVar("Result")
+Args = ParamSpec("Args")
 Event = tuple[Sequence, int, bool]
 """A sequence, the number of its tokens that may be read, and whether it has ended."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counters of the thread, which alone writes them; any thread may read them."""
-
-    tokens_generated: int = 0
-    prompt_tokens: int = 0
-    prefill_tokens: int = 0
-    """Prompt tokens computed; shared prefixes have saved the difference to ``prompt_tokens``."""
-    requests_finished: int = 0
-    requests_aborted: int = 0
-    requests_aborted_by_pushes: int = 0
-    """Number of aborted requests that were ended by a pause of mode ``abort``, or while a weight update was open by
-    anything but their client or the engine's end."""
-    requests_failed: int = 0
-    steps: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    idle_s: float = 0.0
-    """Seconds spent waiting for requests."""
-    decode_cpu_s: float = 0.0
-    """CPU time of the decoding thread."""
-    paused_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +53,16 @@ class Donor:
 
     sequence: Sequence
     scores_V: Tensor
+
+
+def between_steps(method: Callable[Concatenate["Scheduler", Args], Result]) -> Callable[Concatenate["Scheduler", Args], "Future[Result]"]:
+    """Make a method one that any thread may call: the decoding thread runs it between two of its steps."""
+
+    @wraps(method)
+    def queued(self: "Scheduler", *args: Args.args, **kwargs: Args.kwargs) -> "Future[Result]":
+        return self.call(lambda: method(self, *args, **kwargs))
+
+    return queued
 
 
 class Scheduler:
@@ -101,7 +79,6 @@ class Scheduler:
         threads: int,
         post: Callable[[list[Event]], None],
     ) -> None:
-        shape = weights.shape
         self.version = version
         self.counters = Counters()
         self.paused = False
@@ -111,33 +88,19 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
-        self._shape = weights.shape
-        self._weights: Weights | None = weights
-        """None from the release of their memory until the next flip."""
+        self.device = weights.device
         self._post, self._threads = post, threads
         self._max_running, self._share_prefix = max_running, share_prefix
-        self._device, self._dtype = weights.device, weights.dtype
-        self._slots = KVSlots(
-            num_layers=shape.num_layers,
-            slots=max_running,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            max_length=max_context,
-            dtype=weights.dtype,
-            device=weights.device,
-        )
-        self._rope: decoder.RopeTable | None = None
+        self._runner = ModelRunner(weights, max_running=max_running, max_context=max_context)
         self._sampler: Sampler | None = None
         """None = the batch has changed."""
         self._last_N, self._positions_N = np.zeros(0, np.int64), np.zeros(0, np.int64)
         self._donors: dict[bytes, Donor] = {}
         self._events: list[Event] = []
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        self._calls = CallQueue()
         self._idle_since: float | None = None
-        self._closed = self._over = False
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
-
-    # -- called from anywhere -----------------------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -147,6 +110,10 @@ class Scheduler:
         if self._thread.is_alive():
             self.call(self._close)
             self._thread.join(timeout_s)
+
+    def _close(self) -> None:
+        self._closed = True
+        self._abort(lambda sequence: True, CLOSING)
 
     @property
     def alive(self) -> bool:
@@ -160,11 +127,7 @@ class Scheduler:
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
         """Run ``function`` in the thread, between two steps."""
-        future: Future[Result] = Future()
-        self._calls.put((function, future))
-        if self._over:
-            self._cancel_calls()
-        return future
+        return self._calls.call(function)
 
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
         return self.call(lambda: self.waiting.extend(sequences))
@@ -173,55 +136,21 @@ class Scheduler:
         """End matching sequences with their tokens so far. Returns their number."""
         return self.call(lambda: self._abort(wanted, message))
 
-    def pause(self, mode: str) -> "Future[None]":
-        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every sequence."""
-        return self.call(lambda: self._pause(mode))
-
-    def resume(self) -> "Future[None]":
-        return self.call(self._resume)
-
     @property
     def held(self) -> bool:
         """True while nothing is generated, even if sequences wait."""
-        return self.paused or bool(self.released) or self._weights is None
-
-    def release(self, tags: frozenset[str]) -> "Future[int]":
-        """Release memory. Returns the tokens generated so far. Raises UpdateRefused while sequences run and decoding is not held."""
-        return self.call(lambda: self._release(tags))
-
-    def restore(self, tags: frozenset[str]) -> "Future[int]":
-        """Take released memory again, and with that of keys and values end a pause. Returns the number of tokens generated so far.
-
-        There are no weights before a ``flip``.
-        """
-        return self.call(lambda: self._restore(tags))
-
-    def flip(self, weights: Weights, version: int) -> "Future[tuple[Weights | None, float]]":
-        """Serve these weights from the next step on. Returns the old ones and the seconds for which decoding was held up."""
-        return self.call(lambda: self._flip(weights, version))
-
-    def flush(self) -> "Future[bool]":
-        """Forget cached keys and values. Returns False when running sequences need them."""
-        return self.call(self._flush)
-
-    # -- the thread ---------------------------------------------------------------------------------------------------
+        return self.paused or bool(self.released) or self._runner.weights is None
 
     def _run(self) -> None:
-        torch.set_num_threads(self._threads)
-        with torch.inference_mode():
+        set_num_threads(self._threads)
+        with inference_mode():
             while not self._closed:
                 self._take_calls()
                 if not self.held:
                     self._step()
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
-        self._over = True
-        self._cancel_calls()
-
-    def _cancel_calls(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._calls.get_nowait()[1].cancel()
+        self._calls.close()
 
     def _step(self) -> None:
         try:
@@ -237,18 +166,13 @@ class Scheduler:
         while not self._closed:
             busy = not self.held and (self.running or self.waiting)
             try:
-                function, future = self._calls.get_nowait() if busy else self._wait_for_call()
+                call = self._calls.get_nowait() if busy else self._wait_for_call()
             except queue.Empty:
                 return
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function())
-            except Exception as error:
-                future.set_exception(error)
+            run(call)
             self._deliver()
 
-    def _wait_for_call(self) -> tuple[Callable[[], Any], "Future[Any]"]:
+    def _wait_for_call(self) -> Call:
         since = time.perf_counter()
         if self.held:
             call = self._calls.get()
@@ -265,46 +189,24 @@ class Scheduler:
             events, self._events = self._events, []
             self._post(events)
 
-    def _close(self) -> None:
-        self._closed = True
-        self._abort(lambda sequence: True, CLOSING)
-
-    # -- admission ----------------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         """Fill free rows, oldest request first, up to the token budget of one step."""
-        started, budget = time.perf_counter(), PREFILL_TOKENS
+        started, budget, shared = time.perf_counter(), PREFILL_TOKENS, self._donors.keys() if self._share_prefix else None
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             if self.waiting[0].key in self._donors:
                 self._copy_prompt(self.waiting.popleft())
             else:
-                budget -= self._prefill(self._next_prompts(budget))
+                free = self._max_running - len(self.running)
+                budget -= self._prefill(take_prompts(self.waiting, free=free, budget=budget, shared=shared))
             self.counters.prefill_s += time.perf_counter() - started
             started = time.perf_counter()
 
     def _copy_prompt(self, sequence: Sequence) -> None:
         """Admit a sequence by copying keys, values and first scores from a running one with the same prompt."""
         donor, row = self._donors[sequence.key], len(self.running)
-        self._slots.move(self.running.index(donor.sequence), row, sequence.length)
+        self._runner.slots.move(self.running.index(donor.sequence), row, sequence.length)
         self._enter([sequence], cached=True)
         self._sample([sequence], donor.scores_V[None].clone(), first_row=row)
-
-    def _next_prompts(self, budget: int) -> dict[bytes, list[Sequence]]:
-        """Take prompts of similar length that fit from the head of the queue, each with all neighbours that have the same one."""
-        free, tokens, longest = self._max_running - len(self.running), 0, 0
-        prompts: dict[bytes, list[Sequence]] = {}
-        while self.waiting and free > 0:
-            sequence = self.waiting[0]
-            if not (self._share_prefix and sequence.key in prompts):
-                length = sequence.length
-                padded = max(longest, length) * (len(prompts) + 1)
-                if prompts and (padded > budget or padded > MAX_PADDING * (tokens + length) or sequence.key in self._donors):
-                    break
-                longest, tokens = max(longest, length), tokens + length
-            key = sequence.key if self._share_prefix else id(sequence).to_bytes(8)
-            prompts.setdefault(key, []).append(self.waiting.popleft())
-            free -= 1
-        return prompts
 
     def _prefill(self, prompts: dict[bytes, list[Sequence]]) -> int:
         """Prefill prompts and sample their first tokens. Returns the number of padded tokens."""
@@ -312,27 +214,14 @@ class Scheduler:
         for same in prompts.values():
             self._enter(same[:1], cached=False)
             self._enter(same[1:], cached=True)
-        contexts = [same[0].context() for same in prompts.values()]
-        lengths_U = np.array([len(context) for context in contexts])
-        tokens_UT = np.zeros((len(contexts), lengths_U.max()), np.int64)
-        for row, context in enumerate(contexts):
-            tokens_UT[row, : len(context)] = context
-        prompt_R = torch.tensor([prompt for prompt, same in enumerate(prompts.values()) for _ in same], device=self._device)
-        self._slots.reserve(tokens_UT.shape[1])
-        assert self._weights is not None
-        x_UTE = decoder.forward(
-            self._weights,
-            torch.from_numpy(tokens_UT).to(self._device),
-            self._angles(torch.arange(tokens_UT.shape[1], device=self._device)[None]),
-            self._slots.prefilling(first_row, prompt_R),
-        )
-        last_U = torch.from_numpy(lengths_U - 1).to(self._device)
-        scores_UV = decoder.logits(self._weights, x_UTE[torch.arange(len(contexts), device=self._device), last_U])
+        prompt_of_R = [prompt for prompt, same in enumerate(prompts.values()) for _ in same]
+        scores_RV, num_padded = self._runner.prefill([same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row)
         if self._share_prefix:
-            self._donors.update({key: Donor(same[0], scores_UV[row].clone()) for row, (key, same) in enumerate(prompts.items())})
-        self.counters.prefill_tokens += int(lengths_U.sum())
-        self._sample(admitted, scores_UV[prompt_R], first_row=first_row)
-        return int(tokens_UT.size)
+            for prompt, (key, same) in enumerate(prompts.items()):
+                self._donors[key] = Donor(same[0], scores_RV[prompt_of_R.index(prompt)].clone())
+        self.counters.prefill_tokens += sum(same[0].length for same in prompts.values())
+        self._sample(admitted, scores_RV, first_row=first_row)
+        return num_padded
 
     def _enter(self, sequences: list[Sequence], *, cached: bool) -> None:
         for sequence in sequences:
@@ -342,38 +231,20 @@ class Scheduler:
         self.running.extend(sequences)
         self._sampler = None
 
-    # -- decoding -----------------------------------------------------------------------------------------------------
-
     def _decode(self) -> None:
         """Generate one token for every running sequence."""
         started = time.perf_counter()
         if self._sampler is None:
             self._compose()
-        length = int(self._positions_N.max()) + 1
-        self._slots.reserve(length)
-        assert self._weights is not None
-        positions_N = torch.from_numpy(self._positions_N).to(self._device)
-        x_N1E = decoder.forward(
-            self._weights,
-            torch.from_numpy(self._last_N).to(self._device)[:, None],
-            self._angles(positions_N[:, None]),
-            self._slots.decoding(positions_N, length),
-        )
-        self._sample(self.running, decoder.logits(self._weights, x_N1E[:, 0]), first_row=0)
+        self._sample(self.running, self._runner.decode(self._last_N, self._positions_N), first_row=0)
         self.counters.steps += 1
         self.counters.decode_s += time.perf_counter() - started
 
     def _compose(self) -> None:
         """Build the sampler and the arrays of last tokens and positions for the next steps."""
-        self._sampler = Sampler([each.params for each in self.running], [each.seed for each in self.running], self._device)
+        self._sampler = Sampler([each.params for each in self.running], [each.seed for each in self.running], self.device)
         self._last_N = np.array([each.tokens[-1] for each in self.running], np.int64)
         self._positions_N = np.array([each.length - 1 for each in self.running], np.int64)
-
-    def _angles(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        if self._rope is None or self._rope.length < self._slots.length:
-            shape = self._shape
-            self._rope = decoder.RopeTable(shape.rope, self._slots.length, head_dim=shape.head_dim, dtype=self._dtype, device=self._device)
-        return self._rope.at(positions_BT)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
         """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave the batch."""
@@ -382,7 +253,7 @@ class Scheduler:
                 scores_NV[row, sequence.suppressed] = float("-inf")
         sampler, positions_N = self._sampler, self._positions_N + 1
         if sampler is None:
-            sampler = Sampler([each.params for each in sequences], [each.seed for each in sequences], self._device)
+            sampler = Sampler([each.params for each in sequences], [each.seed for each in sequences], self.device)
             positions_N = np.array([each.length for each in sequences], np.int64)
         tokens_N, log_probs_N = sampler.draw(scores_NV, positions_N)
         if self._sampler is not None:
@@ -412,31 +283,23 @@ class Scheduler:
         for sequence, log_prob in zip(sequences, log_probs_N, strict=True):
             if not np.isfinite(log_prob):
                 sequence.fail(f"the model's scores are not finite under version {self.version}")
-                self._slots.wipe(self.running.index(sequence))
+                self._runner.slots.wipe(self.running.index(sequence))
 
     def _leave(self, row: int) -> None:
         """Take a row out and report the end of its sequence; the last row takes its place."""
         sequence, last = self.running[row], len(self.running) - 1
         if row != last:
             self.running[row] = self.running[last]
-            self._slots.move(last, row, self.running[row].length)
+            self._runner.slots.move(last, row, self.running[row].length)
         self.running.pop()
         self._sampler = None
         if (donor := self._donors.get(sequence.key)) is not None and donor.sequence is sequence:
             del self._donors[sequence.key]
-        self._tell_end(sequence)
+        self._report_end(sequence)
 
-    def _tell_end(self, sequence: Sequence) -> None:
-        if sequence.error is not None:
-            self.counters.requests_failed += 1
-        elif sequence.finish is not None and sequence.finish["type"] == "abort":
-            self.counters.requests_aborted += 1
-            self.counters.requests_aborted_by_pushes += self.updating and sequence.finish["message"] not in UNRELATED
-        else:
-            self.counters.requests_finished += 1
+    def _report_end(self, sequence: Sequence) -> None:
+        self.counters.count_end(sequence, updating=self.updating)
         self._events.append((sequence, len(sequence.tokens), True))
-
-    # -- calls --------------------------------------------------------------------------------------------------------
 
     def _abort(self, wanted: Callable[[Sequence], bool], message: str) -> int:
         rows = [row for row, sequence in enumerate(self.running) if wanted(sequence)]
@@ -447,10 +310,12 @@ class Scheduler:
         for sequence in ended:
             self.waiting.remove(sequence)
             sequence.abort(message)
-            self._tell_end(sequence)
+            self._report_end(sequence)
         return len(rows) + len(ended)
 
-    def _pause(self, mode: str) -> None:
+    @between_steps
+    def pause(self, mode: str) -> None:
+        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every sequence."""
         self.paused = True
         if mode == "abort":
             before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "All aborted")
@@ -464,38 +329,50 @@ class Scheduler:
         self.waiting.extendleft(reversed(self.running))
         self._clear()
 
-    def _resume(self) -> None:
+    @between_steps
+    def resume(self) -> None:
         self.paused = False
 
-    def _release(self, tags: frozenset[str]) -> int:
+    @between_steps
+    def release(self, tags: frozenset[str]) -> int:
+        """Release memory. Returns the tokens generated so far. Raises UpdateRefused while sequences run and decoding is not held."""
         if self.running and not self.held:
-            raise UpdateRefused(f"release of {', '.join(sorted(tags))}: {len(self.running)} requests are being decoded; want a pause first")
+            what = ", ".join(sorted(tags))
+            raise UpdateRefused(f"release of {what}: {len(self.running)} requests are being decoded; pause generation first")
         self.released |= tags
         if KV_CACHE in tags:
             self._retract()
-            self._rope = None
         if WEIGHTS in tags:
-            self._weights = None
+            self._runner.weights = None
         return self.counters.tokens_generated
 
-    def _restore(self, tags: frozenset[str]) -> int:
+    @between_steps
+    def restore(self, tags: frozenset[str]) -> int:
+        """Take released memory again, and with that of keys and values end a pause; there are no weights before a ``flip``.
+
+        Returns the number of tokens generated so far.
+        """
         back = tags & self.released
         self.released -= tags
         if KV_CACHE in back:
-            self._slots.reset()
+            self._runner.clear(free=False)
         if KV_CACHE in tags:  # a release may have failed after its pause
             self.paused = False
         return self.counters.tokens_generated
 
-    def _flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
+    @between_steps
+    def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
+        """Serve these weights from the next step on. Returns the old ones and the seconds for which decoding was held up."""
         started = time.perf_counter()
-        old, self._weights, self.version = self._weights, weights, version
+        old, self._runner.weights, self.version = self._runner.weights, weights, version
         self._donors.clear()  # their scores are the old version's
         for sequence in self.running:
             sequence.enter(version)
         return old, time.perf_counter() - started
 
-    def _flush(self) -> bool:
+    @between_steps
+    def flush(self) -> bool:
+        """Forget cached keys and values. Returns False when running sequences need them."""
         if self.running:
             return False
         self._clear()
@@ -505,14 +382,11 @@ class Scheduler:
         self.running.clear()
         self._donors.clear()
         self._sampler = None
-        if KV_CACHE in self.released:
-            self._slots.free()
-        else:
-            self._slots.reset()
+        self._runner.clear(free=KV_CACHE in self.released)
 
     def _fail_all(self, reason: str) -> None:
         """End the whole batch: after a failed step none of it can be trusted. Waiting sequences are not affected."""
         for sequence in self.running:
             sequence.fail(str(EngineFailed("builtin", reason)))
-            self._tell_end(sequence)
+            self._report_end(sequence)
         self._clear()

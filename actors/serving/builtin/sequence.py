@@ -68,7 +68,7 @@ class Sequence:
         self.key = prompt.tobytes()
         """Key of the context to prefill: equal keys = equal contexts."""
         self.begun: list[int] = prompt[len(prompt) - continued_tokens :].tolist()
-        """Tokens of the response that came with the prompt; only its text and its stop strings need them."""
+        """Tokens of the response that are part of the prompt; only its text and its stop strings need them."""
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.spans: list[tuple[int, int]] = []

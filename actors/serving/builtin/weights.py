@@ -34,7 +34,7 @@ class LayerWeights:
     qkv_QE: Tensor
     qkv_bias: Tensor | None
     head_norm_HD: Tensor | None
-    """Derived by ``Weights.seal``: the query's norm once per query head, then the key's."""
+    """Derived by ``Weights.finalize``: the query's norm once per query head, then the key's."""
     output: Tensor
     output_bias: Tensor | None
     mlp_norm: Tensor
@@ -45,7 +45,7 @@ class LayerWeights:
 
 
 class Weights:
-    """A set of tensors for one model; undefined until every name in ``named`` is filled and ``seal`` was called."""
+    """A set of tensors for one model; undefined until every name in ``named`` is filled and ``finalize`` was called."""
 
     def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()) -> None:
         """``order``: names in their order in memory, as far as fused tensors allow; a push in that order can be received directly
@@ -66,10 +66,10 @@ class Weights:
 
     @property
     def derives(self) -> bool:
-        """True when ``seal`` has tensors to compute."""
+        """True when ``finalize`` has tensors to compute."""
         return self.shape.head_norm
 
-    def seal(self) -> None:
+    def finalize(self) -> None:
         """Compute the tensors derived from the named ones; call it when those are complete, before decoding with them."""
         queries, keys = self.shape.num_heads, self.shape.num_kv_heads
         for index, layer in enumerate(self.layers):
@@ -82,8 +82,9 @@ class Weights:
     def size_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
 
-    def _empty(self, *sizes: int) -> Tensor:
-        return torch.zeros(sizes, dtype=self.dtype, device=self.device)
+    def with_alias(self) -> dict[str, Tensor]:
+        """Return the named tensors, and an output projection that is tied to the embedding under its own name too."""
+        return self.named | ({HEAD: self.named[EMBEDDING]} if self.shape.tied else {})
 
     def place(self, bucket: Bucket) -> Tensor | None:
         """Return the memory of a bucket's tensors, flat uint8, if it has the layout of the bucket; else None."""
@@ -145,7 +146,9 @@ class Weights:
         if self.shape.head_norm:
             self._one(at + "self_attn.q_norm.weight")
             self._one(at + "self_attn.k_norm.weight")
-            head_norm = self._empty(self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim)
+            head_norm = torch.zeros(
+                (self.shape.num_heads + self.shape.num_kv_heads, self.shape.head_dim), dtype=self.dtype, device=self.device
+            )
         return LayerWeights(
             input_norm=self._one(at + "input_layernorm.weight"),
             qkv_QE=qkv_weight,
@@ -182,7 +185,7 @@ def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
         raise UnsupportedModel(str(model_dir), "want a directory with *.safetensors")
     for file in files:
         if not (model_dir / file).exists():
-            raise UnsupportedModel(str(model_dir / file), "named by the index, but not there")
+            raise UnsupportedModel(str(model_dir / file), "named by the index, but does not exist")
         with safe_open(model_dir / file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tensors.get_tensor(name)

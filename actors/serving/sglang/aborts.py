@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from actors.errors import EngineError
 from actors.serving.sglang.api import Api
-from actors.serving.sglang.names import Names
+from actors.serving.sglang.request_ids import RequestIds
 from actors.serving.sglang.updates import WeightUpdates
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
@@ -31,24 +31,23 @@ class Aborts:
 
     def __init__(self, updates: WeightUpdates, counters: dict[str, float]) -> None:
         self._updates, self._counters = updates, counters
-        counters.update(requests_aborted=0.0, requests_aborted_by_pushes=0.0)
         self._watches: set[Watch] = set()
 
-    def call_off(self, rid: str | None) -> list["Watch"]:
+    def abort(self, rid: str | None) -> list["Watch"]:
         """Record a client's abort of a request, of one response of it, or of all (None). Returns the requests concerned."""
-        return [watch for watch in self._watches if watch.call_off(rid)]
+        return [watch for watch in self._watches if watch.abort(rid)]
 
     @contextmanager
-    def watching(self, names: Names) -> Iterator["Watch"]:
+    def watching(self, ids: RequestIds) -> Iterator["Watch"]:
         """Watch the answer to a request. An abort that no client has requested counts as an update's, or a pause's, if there was one."""
-        watch = Watch(names, self._updates)
+        watch = Watch(ids, self._updates)
         self._watches.add(watch)
         try:
             yield watch
             if watch.aborted:
-                updated = self._updates.under_way or self._updates.completed != watch.since or self._updates.paused == "abort"
+                updated = self._updates.under_way or self._updates.completed != watch.since or self._updates.pauses.mode == "abort"
                 self._counters["requests_aborted"] += watch.aborted
-                self._counters["requests_aborted_by_pushes"] += watch.aborted * (updated and not watch.meant)
+                self._counters["requests_aborted_by_pushes"] += watch.aborted * (updated and not watch.aborted_by_client)
         finally:
             self._watches.discard(watch)
             watch.close()
@@ -57,37 +56,37 @@ class Aborts:
 class Watch:
     """One request, and its answer, which is read part by part."""
 
-    def __init__(self, names: Names, updates: WeightUpdates) -> None:
-        self.names, self._updates = names, updates
-        self.meant: set[str] = set()
+    def __init__(self, ids: RequestIds, updates: WeightUpdates) -> None:
+        self.ids, self._updates = ids, updates
+        self.aborted_by_client: set[str] = set()
         """The responses that a client has aborted."""
         self.since = updates.completed
         """Number of completed updates when the request began."""
         self.aborted = 0
         self._tail = b""
-        self._asked_s = float("inf")
-        self._insisting: asyncio.Task[None] | None = None
+        self._sent_s = float("inf")
+        self._sending: asyncio.Task[None] | None = None
 
     @property
-    def called_off(self) -> bool:
-        """True when all of its responses are to end."""
-        return self.meant.issuperset(self.names.responses)
+    def is_aborted(self) -> bool:
+        """True when a client has aborted all of its responses."""
+        return self.aborted_by_client.issuperset(self.ids.responses)
 
-    def call_off(self, rid: str | None) -> bool:
-        meant = self.names.meant(rid)
-        self.meant |= meant
-        return bool(meant)
+    def abort(self, rid: str | None) -> bool:
+        matching = self.ids.matching(rid)
+        self.aborted_by_client |= matching
+        return bool(matching)
 
-    def asked(self) -> None:
+    def sent(self) -> None:
         """Record that the request is sent to the server now."""
-        self._asked_s = time.monotonic()
+        self._sent_s = time.monotonic()
 
-    def insist(self, api: Api, after_s: float = 0.0) -> None:
-        """Send aborts of ``meant`` to the server, from the time when it can process them until the answer is complete."""
-        if self._insisting is None:
-            self._insisting = asyncio.create_task(self._insist(api, after_s))
+    def send_aborts(self, api: Api, after_s: float = 0.0) -> None:
+        """Send aborts of ``aborted_by_client`` to the server, from the time when it can process them until the answer is complete."""
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_aborts(api, after_s))
 
-    async def _insist(self, api: Api, after_s: float) -> None:
+    async def _send_aborts(self, api: Api, after_s: float) -> None:
         again_s = AGAIN_S
         await asyncio.sleep(after_s)
         while True:
@@ -95,7 +94,7 @@ class Watch:
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
-            for name in [one for one, told in self.names.at_server.items() if told in self.meant]:
+            for name in [one for one, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]:
                 with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
@@ -103,17 +102,17 @@ class Watch:
 
     def _scheduled_s(self) -> float:
         """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have come first."""
-        paused_s, (before_s, resumed_s) = self._updates.paused_since_s, self._updates.last_pause_s
-        late_s = self._asked_s + BEFORE_PAUSE_S
-        going_s = (max(self._asked_s, resumed_s) if late_s > before_s else self._asked_s) + SETTLE_S
+        paused_s, (before_s, resumed_s) = self._updates.pauses.since_s, self._updates.pauses.last_s
+        late_s = self._sent_s + BEFORE_PAUSE_S
+        going_s = (max(self._sent_s, resumed_s) if late_s > before_s else self._sent_s) + SETTLE_S
         return going_s if max(going_s, late_s) < paused_s else float("inf")
 
     def close(self) -> None:
         """Stop sending aborts: the request has ended."""
-        if self._insisting is not None:
-            self._insisting.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
 
-    def see(self, part: bytes) -> None:
+    def scan(self, part: bytes) -> None:
         text = self._tail + part
         end = 0
         for found in _ABORTED.finditer(text):

@@ -1,8 +1,10 @@
 """Calls to an SGLang server, with its failures as errors of ``actors.errors``."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, UpdateRefused
+from actors.serving.port import COMMAND_S
 from weightstore.transport.engine_api import CONNECT_S, CallFailed, EngineApi, Failure
 
 
@@ -21,6 +23,17 @@ class Api(EngineApi):
             return {"Authorization": f"Bearer {key}"} if key else {}
 
         super().__init__(url, _error, headers=headers)
+
+    async def command(self, path: str, body: Mapping[str, Any], *, timeout_s: float = COMMAND_S) -> None:
+        """Send a command of an update. Raises UpdateRefused when it fails in whatever way."""
+        try:
+            answer = await self.call("POST", path, body, timeout_s=timeout_s)
+        except BadRequest as error:
+            raise UpdateRefused(error.reason) from error
+        except EngineError as error:
+            raise UpdateRefused(str(error)) from error
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise UpdateRefused(f"{path}: {answer.get('message')}")
 
     async def healthy(self) -> bool:
         try:

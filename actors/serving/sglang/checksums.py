@@ -42,7 +42,7 @@ def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int, on_
     return Layout(dtype=dtype, padding=-vocab_size % VOCAB_ROWS * hidden_size, not_comparable=reason)
 
 
-def told_of(checksums: Mapping[str, str], layout: Layout) -> ChecksumReport:
+def report_of(checksums: Mapping[str, str], layout: Layout) -> ChecksumReport:
     """Return the report on the tensors as they were sent, for the checksums of /weights_checker."""
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter

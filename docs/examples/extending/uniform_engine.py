@@ -15,7 +15,7 @@ from bus.wire.messages import Capabilities
 
 
 class UniformEngine:
-    """Implements ``ServedEngine`` (``actors/serving/engine_process.py``) and answers ``POST /generate`` as ``docs/wire.md`` describes."""
+    """Implements ``ServedEngine`` (``actors/serving/port.py``) and answers ``POST /generate`` as ``docs/wire.md`` describes."""
 
     handles = ""
     capabilities = Capabilities()

@@ -1,4 +1,4 @@
-"""Requests to a real SGLang server through its guard: invalid ones one by one, and requests through the router. None ends the server."""
+"""Requests to a real SGLang server through its proxy: invalid ones one by one, and requests through the router. None ends the server."""
 
 import asyncio
 import json
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.serving.sglang.engine import LOOK_S, SglangEngine
+from actors.serving.sglang.engine import SglangEngine
+from actors.serving.sglang.server_process import POLL_S
 from bus.wire.messages import Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_of, scores, told_log_probs
@@ -183,15 +184,15 @@ async def test_the_router_in_front_of_it(python: str, server: str, directories: 
 
 
 async def test_an_update_that_is_left_alone_is_let_go(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """The learner dies between begin and the first bucket: the present weights serve on. A session that another guard left is closed."""
+    """The learner dies between begin and the first bucket: the present weights serve on. A session that another proxy left is closed."""
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.engine.api.call("POST", "/begin_weight_update", {})
         await push.begin(1)
         assert (await served.post("/continue_generation", {}))[0] == 400
         held = asyncio.create_task(served.generate(PROMPT, max_new_tokens=2))
-        await asyncio.sleep(LOOK_S * 2)
+        await asyncio.sleep(POLL_S * 2)
         assert not held.done() and served.engine.updates.under_way
-        served.engine.updates._patience_s = 0.5  # instead of a minute and more
+        served.engine.updates._abandoned_after_s = 0.5  # instead of a minute and more
         assert (await held)["meta_info"]["weight_version"] == "0"
         assert not served.engine.updates.under_way
         await push.whole(models[1], 1)
@@ -241,7 +242,7 @@ async def test_who_waits_for_a_version_can_be_aborted(python: str, server: str, 
     async with serving(python, server, directories[0]) as served:
         body = {"input_ids": PROMPT, "rid": "early", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "min_version": 1}
         early, other = (asyncio.create_task(served.post("/generate", {**body, **more})) for more in ({}, {"rid": "b", **SHORT}))
-        await until(lambda: len(served.engine._guard._aborts._watches) == 2)
+        await until(lambda: len(served.engine._server._backend._aborts._watches) == 2)
         assert (await served.post("/abort_request", {"rid": "early"}))[0] == 200
         await served.engine.load_snapshot(directories[1], 1)
         status, answer = await early

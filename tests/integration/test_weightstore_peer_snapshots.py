@@ -13,7 +13,7 @@ from yarl import URL
 
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.builtin.lending import Lending
+from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.updates import WeightUpdates
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
@@ -67,7 +67,7 @@ def digest_of(tensors: dict[str, torch.Tensor]) -> str:
 
 
 async def same(served: Any, sent: dict[str, torch.Tensor]) -> bool:
-    _, told = await served.updates.told(of_update=False)
+    _, told = await served.updates.checksum_report(of_update=False)
     return differences(ChecksumReport.parse(told.to_json()), sent, lambda part: sum_of("sum64", part, sent)) == []
 
 
@@ -164,18 +164,18 @@ class LossyUpdates(WeightUpdates):
 
     lost = False
 
-    async def told(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
+    async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
         if of_update and not self.lost:
             self.lost = True
             assert self._standby is not None
             self._standby.named["model.norm.weight"].view(torch.uint8)[2] ^= 8
-        return await super().told(of_update=of_update)
+        return await super().checksum_report(of_update=of_update)
 
 
 class Lossy(BuiltinEngine):
     def load(self) -> None:
         super().load()
-        self.updates = LossyUpdates(self.updates._served, self.scheduler, on_update=self._updated)
+        self._updates = LossyUpdates(self.updates._served, self.scheduler, on_update=self._updated)
 
 
 async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by_snapshot(
@@ -238,7 +238,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
         if way == "push":  # until both copies are laid out like a push
             for _ in range(3):
                 await push.whole(tiny_model(seed=0), 0)
-        served.engine.lending = Lending(served.engine.updates.served, directories[0], write=slowly)
+        served.engine.peer_snapshots = PeerSnapshotServer(served.engine.updates.served, directories[0], write=slowly)
         asked = asyncio.create_task(fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got"))
         await asyncio.to_thread(begun.wait, LIMIT_S)
         for version in range(1, pushes + 1):
@@ -261,7 +261,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
 async def test_what_nobody_reads_is_removed_and_only_so_many_are_kept(tmp_path: Path) -> None:
     directory, digest = write_tiny_model(tmp_path / "model"), digest_of(weights(0))
     async with serving(directory, version=0) as served:
-        lending: Lending = served.engine.lending
+        lending: PeerSnapshotServer = served.engine.peer_snapshots
         kept = []
         for version in (1, 2, 3):
             served.engine.scheduler.version = version
@@ -281,12 +281,12 @@ async def test_a_file_that_is_being_sent_is_in_use_however_long_that_takes(tmp_p
     directory, name = write_tiny_model(tmp_path / "model"), f"v0-{digest_of(weights(0))}"
     size = 64 << 20
 
-    def unused(lending: Lending) -> None:
+    def unused(lending: PeerSnapshotServer) -> None:
         lending._used_s[name] -= 1000.0
         lending._prune()
 
     async with serving(directory, version=0) as served:
-        lending: Lending = served.engine.lending
+        lending: PeerSnapshotServer = served.engine.peer_snapshots
         there = (await lending.file(name, "manifest.json")).parent
         with (there / "large").open("wb") as large:
             large.truncate(size)

@@ -1,4 +1,4 @@
-"""Requests that the guard of a SGLang server refuses, and those that it passes on."""
+"""Requests that the proxy of a SGLang server refuses, and those that it passes on."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,8 @@ import pytest
 
 from actors.errors import BadRequest
 from actors.request import Limits
-from actors.serving.sglang.checks import responses_in
-from actors.serving.sglang.child import command_line
+from actors.serving.sglang.server_process import command_line
+from actors.serving.sglang.validation import responses_in
 
 LIMITS = Limits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
 IDS = {"input_ids": [5, 6, 7]}
@@ -48,7 +48,7 @@ def responses(**body: Any) -> int:
         ({**IDS, "top_logprobs_num": 301}, "top_logprobs_num: want 0 .. 300"),
         ({**IDS, "stream": "x"}, "stream: want bool"),
         ({"input_ids": [[5], [6]], "extra_key": ["a"]}, "extra_key: want one, or one for each of 2 prompts"),
-        ({**IDS, "positional_embed_overrides": [1]}, "positional_embed_overrides: not passed on"),
+        ({**IDS, "positional_embed_overrides": [1]}, "positional_embed_overrides: not supported"),
     ],
 )
 def test_what_would_end_a_server_is_refused(body: dict[str, Any], where: str) -> None:
@@ -79,5 +79,5 @@ def test_arguments_become_words_that_sglang_reads() -> None:
         *("--json-model-override-args", '{"rope_scaling": {"factor": 2.0, "on": true, "none": null}}'),
         *("--preferred-sampling-params", '{"top_k": 5}'),
     ]
-    with pytest.raises(ValueError, match=r"arguments\.model_path: is given by the engine itself"):
+    with pytest.raises(ValueError, match=r"arguments\.model_path: set by the engine itself"):
         command_line("python", Path("m"), 1, {"model_path": "x"})

@@ -1,8 +1,9 @@
 """Runs a command in a process group of its own and kills the whole group when the starter has ended, in whatever way.
 
-``python -m actors.serving.sglang.keeper COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's scheduler and
-detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies. The server
-in turn outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library only.
+``python -m actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's
+scheduler and detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies.
+The server in turn outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library
+only.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from pathlib import Path
 PART = b"sglang::"
 """Prefix of the names of SGLang's essential processes; others start and end at any time."""
 SCAN_MS = 500
-HEARD_S = 1.0
+SIGTERM_S = 1.0
 """Seconds to wait for this process's own SIGTERM when a part is gone: when all are stopped, a part may end first."""
 
 
@@ -58,23 +59,23 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
                     parts[end] = f"{name.decode(errors='replace')} ({pid})"
                     ends.register(end, select.POLLIN)
         gone = ends.poll(SCAN_MS)
-        if ending.is_set() or (gone and ending.wait(HEARD_S)):
+        if ending.is_set() or (gone and ending.wait(SIGTERM_S)):
             return
         if gone:
-            print(f"{parts[gone[0][0]]} is gone, so the server is ended", file=sys.stderr, flush=True)
+            print(f"{parts[gone[0][0]]} has ended, so the server is ended", file=sys.stderr, flush=True)
             server.kill()
             return
 
 
 def _kill_others() -> None:
-    """Kill all processes of this session but the keeper, which has an exit code to pass on."""
+    """Kill all processes of this session but this one, which has an exit code to pass on."""
     for pid in _session():
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _session() -> list[int]:
-    """Return the ids of the other processes of the keeper's process group."""
+    """Return the ids of the other processes of this process group."""
     found = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
         with contextlib.suppress(OSError):

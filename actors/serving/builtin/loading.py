@@ -1,4 +1,4 @@
-"""Fill a set of weights from a directory or from a bucket of a push. Blocking."""
+"""Load a set of weights from a directory or from a bucket of a push. Blocking."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from actors.errors import UpdateRefused
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights, read_safetensors
+from actors.serving.builtin.weights import HEAD, Weights, read_safetensors
 from weightstore.format.checksums import ChecksumReport, report_checksums
 from weightstore.format.manifest import Bucket
 from weightstore.store import snapshot
 
 
-def fill_from_directory(weights: Weights, directory: Path) -> None:
-    """Fill and seal a set of weights. Raises UpdateRefused unless every tensor is there once, with its shape.
+def load_from_directory(weights: Weights, directory: Path) -> None:
+    """Load and finalize a set of weights. Raises UpdateRefused unless every tensor is there once, with its shape.
 
     A snapshot is verified first, byte by byte (raises SnapshotBroken); a plain model directory has no checksums.
     """
@@ -27,7 +27,7 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
             continue
         if target is None or name in filled:
             raise UpdateRefused(
-                f"{directory}: {name}: " + ("there twice" if target is not None else "the model has no tensor of this name")
+                f"{directory}: {name}: " + ("stored twice" if target is not None else "the model has no tensor of this name")
             )
         if target.shape != tensor.shape:
             raise UpdateRefused(f"{directory}: {name}: want shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
@@ -36,12 +36,14 @@ def fill_from_directory(weights: Weights, directory: Path) -> None:
     missing = weights.named.keys() - filled
     if missing:
         raise UpdateRefused(f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
-    seal(weights)
+    finalize(weights)
 
 
-def fill_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tensor | None:
-    """Copy the tensors of a flat bucket into ``weights``, which are not sealed. Returns an output projection that is tied to the embedding:
-    it has no place of its own."""
+def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tensor | None:
+    """Copy the tensors of a flat bucket into ``weights``, which are not finalized.
+
+    Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
+    """
     alias = None
     weights.writes += 1
     for spec, place in bucket.places():
@@ -58,13 +60,20 @@ def fill_from_bucket(weights: Weights, bucket: Bucket, message: Tensor) -> Tenso
     return alias
 
 
-def seal(weights: Weights) -> None:
+def finalize(weights: Weights) -> None:
     """Compute the derived tensors of complete weights, and wait until all copies are done."""
-    weights.seal()
+    weights.finalize()
     if weights.device.type == "cuda":
         torch.cuda.synchronize(weights.device)  # the decoding thread must not overtake the copies
 
 
-def report_of_weights(weights: Weights) -> ChecksumReport:
+def empty_cache(device: torch.device) -> None:
+    """Return memory that is not used any more to the accelerator, so that another process can have it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def checksum_report_of(weights: Weights) -> ChecksumReport:
     """Return the checksums of the weights, with those of a tied output projection."""
-    return report_checksums(weights.named | ({HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}))
+    return report_checksums(weights.with_alias())

@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from actors.serving.sglang.names import Names
+from actors.serving.sglang.request_ids import RequestIds
 
 BATCH: dict[str, Any] = {"input_ids": [[5], [6, 7]], "rid": "both"}
 ONE: dict[str, Any] = {"input_ids": [5, 6], "rid": "mine"}
 
 
 def test_the_server_gets_other_names_of_one_length_each_time() -> None:
-    names = Names(BATCH, 2)
-    asked = [*names.ask(), *names.ask()]
+    names = RequestIds(BATCH, 2)
+    asked = [*names.for_sending(), *names.for_sending()]
     assert len(set(asked)) == 4 and {len(one) for one in asked} == {32}
     assert names.at_server == {asked[2]: "both_0", asked[3]: "both_1"}
-    assert isinstance(Names(ONE, 1).ask(), str)
-    assert len(Names({"text": ["a"], "rid": "x"}, 1).ask()) == 1, "a list of one is a list"
+    assert isinstance(RequestIds(ONE, 1).for_sending(), str)
+    assert len(RequestIds({"text": ["a"], "rid": "x"}, 1).for_sending()) == 1, "a list of one is a list"
 
 
 @pytest.mark.parametrize(
@@ -37,26 +37,26 @@ def test_the_server_gets_other_names_of_one_length_each_time() -> None:
     ],
 )
 def test_who_is_meant(body: dict[str, Any], responses: int, named: str | None, meant: set[str]) -> None:
-    assert Names(body, responses).meant(named) == meant
+    assert RequestIds(body, responses).matching(named) == meant
 
 
 def test_its_client_sees_its_own() -> None:
-    names = Names({**BATCH, "rid": ['a"', "b"]}, 2)
-    first, second = names.ask()
+    names = RequestIds({**BATCH, "rid": ['a"', "b"]}, 2)
+    first, second = names.for_sending()
     said = json.dumps([{"meta_info": {"id": first}}, {"meta_info": {"id": second}, "text": f'"id":"{first}"'}]).encode()
-    told = json.loads(names.told(said))
+    told = json.loads(names.with_client_ids(said))
     assert [one["meta_info"]["id"] for one in told] == ['a"', "b"]
     assert told[1]["text"] == f'"id":"{first}"', "what a model says is its own"
 
 
 @pytest.mark.parametrize(("body", "responses"), [({**ONE, "session_params": {"id": "s"}}, 1), (ONE, 2), ({**BATCH, "rid": ["a", "b"]}, 4)])
 def test_names_that_must_stay(body: dict[str, Any], responses: int) -> None:
-    names = Names(body, responses)
-    assert names.ask() == body["rid"]
-    assert names.told(b'{"id":"mine"}') == b'{"id":"mine"}'
+    names = RequestIds(body, responses)
+    assert names.for_sending() == body["rid"]
+    assert names.with_client_ids(b'{"id":"mine"}') == b'{"id":"mine"}'
     assert list(names.at_server) == (["mine"] if responses == 1 else [])
 
 
 def test_one_without_a_name_gets_one() -> None:
-    names = Names({"input_ids": [5]}, 1)
-    assert names.meant(None) == {names.given} and len(names.given) == 32
+    names = RequestIds({"input_ids": [5]}, 1)
+    assert names.matching(None) == {names.given} and len(names.given) == 32

@@ -1,6 +1,6 @@
 """Rejects requests that would end or corrupt an SGLang server. Other invalid requests are left to SGLang, which refuses them itself.
 
-The rejected ones were found by sending SGLang every field with invalid values, one by one (``tests/sglang/test_sglang_guard.py``).
+The rejected ones were found by sending SGLang every field with invalid values, one by one (``tests/sglang/test_sglang_proxy.py``).
 """
 
 import re
@@ -34,7 +34,7 @@ def responses_in(body: Mapping[str, Any], limits: Limits, *, most: int) -> int:
     count = len(lengths)
     for name in REFUSED:
         if body.get(name) is not None:
-            raise BadRequest(f"{name}: not passed on; want it away")
+            raise BadRequest(f"{name}: not supported by this engine; remove the field")
     rid = body.get("rid")
     named = rid if isinstance(rid, list) and batch and len(rid) == count else [rid]
     if rid is not None and not all(isinstance(one, str) and one for one in named):

@@ -1,23 +1,17 @@
 """SGLang's JSON for a response: one sequence, finished or so far."""
 
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from actors.serving.builtin.sequence import Sequence
 from actors.text.text import Text
 
 
-class Teller(Protocol):
-    """The properties of an engine that its answers contain."""
+def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> dict[str, Any]:
+    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
 
-    @property
-    def text(self) -> Text | None: ...
-    @property
-    def version(self) -> int: ...
-
-
-def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int | None = None) -> dict[str, Any]:
-    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished."""
+    ``version`` is that of the served weights, for a response without tokens.
+    """
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None
     spans = sequence.weight_versions(num_tokens)
@@ -28,7 +22,7 @@ def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int |
         "completion_tokens": num_tokens,
         "cached_tokens": sequence.cached_tokens,
         "num_retractions": sequence.retractions,
-        "weight_version": spans[-1]["version"] if spans else str(engine.version),
+        "weight_version": spans[-1]["version"] if spans else str(version),
         "weight_versions": spans,
         "e2e_latency": time.perf_counter() - sequence.arrived_s,
     }
@@ -38,10 +32,10 @@ def answer(sequence: Sequence, engine: Teller, *, logprobs: bool, partial: int |
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
         meta["output_token_logprobs_length"] = num_tokens
-    told: dict[str, Any] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
-    if engine.text is not None:
-        told["text"] = response_text(sequence, engine.text, num_tokens, trim=finish is not None)
-    return told
+    state: dict[str, Any] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
+    if text is not None:
+        state["text"] = response_text(sequence, text, num_tokens, trim=finish is not None)
+    return state
 
 
 def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool) -> str:

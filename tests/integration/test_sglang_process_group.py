@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
-    words = [sys.executable, "-m", "actors.serving.sglang.keeper", "bash", "-c", getattr(request, "param", PROGRAM)]
+    words = [sys.executable, "-m", "actors.serving.sglang.process_group", "bash", "-c", getattr(request, "param", PROGRAM)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, cwd=ROOT, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -64,7 +64,7 @@ def told(keeper: "subprocess.Popen[str]") -> str:
 def test_a_part_that_dies_ends_all(keeper: "subprocess.Popen[str]", name: str) -> None:
     whole = parts(keeper)
     whole[name].kill()
-    assert f"{name} ({whole[name].pid}) is gone" in told(keeper)
+    assert f"{name} ({whole[name].pid}) has ended" in told(keeper)
     assert keeper.returncode == 128 + signal.SIGKILL
     _, alive = psutil.wait_procs(list(whole.values()), timeout=WAIT_S)
     assert alive == []
@@ -81,7 +81,7 @@ def test_others_come_and_go_and_an_end_that_was_asked_for_is_no_failure(keeper: 
         keeper.wait(timeout=3)  # it waits for the server, which got the signal, too
     whole["bash"].terminate()
     said = told(keeper)
-    assert "is gone" not in said
+    assert "has ended" not in said
     assert "the server ended with code -15" in said
     assert keeper.returncode == 128 + signal.SIGTERM
     _, alive = psutil.wait_procs(list(whole.values()), timeout=WAIT_S)
@@ -95,4 +95,4 @@ def test_a_command_of_a_part_that_is_called_as_the_part_itself_may_end(keeper: "
         keeper.wait(timeout=3)
     (scheduler,) = [one for one in psutil.Process(keeper.pid).children(recursive=True) if one.cmdline()[0] == "sglang::scheduler_TP0"]
     scheduler.kill()
-    assert f"sglang::scheduler_TP0 ({scheduler.pid}) is gone" in told(keeper)
+    assert f"sglang::scheduler_TP0 ({scheduler.pid}) has ended" in told(keeper)

@@ -15,11 +15,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from actors.errors import NotLent
+from actors.errors import PeerTransferRefused
 from actors.scratch import Scratch
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from actors.serving.builtin.weights import Weights
 from weightstore.format.manifest import Manifest
 from weightstore.store import snapshot
 
@@ -32,7 +30,7 @@ AT_ONCE = 2
 _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
-class Lending:
+class PeerSnapshotServer:
     """Snapshots by name: ``v<version>-<digest of the manifest>``. ``close`` removes them all. Used in the loop's thread."""
 
     def __init__(
@@ -48,11 +46,11 @@ class Lending:
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
-        """Return a file of a snapshot. Raises NotLent when those weights are not served, cannot be written now, or have no such file."""
+        """Return a file of a snapshot. Raises PeerTransferRefused for other weights than the served ones, or when it cannot be written."""
         directory = await self._at(name)
         self._use(name)
         if "/" in file or not (directory / file).is_file():
-            raise NotLent(f"{name}: there is no {file!r}")
+            raise PeerTransferRefused(f"{name}: there is no {file!r}")
         return directory / file
 
     @contextmanager
@@ -89,29 +87,30 @@ class Lending:
     def _written(self, name: str, task: "asyncio.Task[Path]") -> None:
         del self._writing[name]
         if not task.cancelled():
-            task.exception()  # the peer has received it, or has gone
+            task.exception()  # the peer has received it, or has hung up
 
     async def _write(self, name: str) -> Path:
         match = _NAME.fullmatch(name)
         version, weights = await self._served()
         if match is None or int(match[1]) != version:
-            raise NotLent(f"{name}: version {version} is served")
-        tensors = next((tensors for tensors in _kinds(weights) if Manifest.of(tensors.items()).digest == match[2]), None)
+            raise PeerTransferRefused(f"{name}: version {version} is served")
+        kinds = (weights.named, weights.with_alias())
+        tensors = next((tensors for tensors in kinds if Manifest.of(tensors.items()).digest == match[2]), None)
         if tensors is None:
-            raise NotLent(f"{name}: it is not kept in these types")
+            raise PeerTransferRefused(f"{name}: it is not kept in these types")
         self._prune()
         if len(self._used_s.keys() | self._writing.keys()) > AT_ONCE:
-            raise NotLent(f"{name}: {AT_ONCE} others are being read")
+            raise PeerTransferRefused(f"{name}: {AT_ONCE} others are being read")
         async with self._making:
             if self._scratch is None:
-                self._scratch = await asyncio.to_thread(Scratch, "lent")
+                self._scratch = await asyncio.to_thread(Scratch, "peer-snapshots")
         path, writes = self._scratch.path / name, weights.writes
         await asyncio.to_thread(self._write_snapshot, path, tensors, version=version, step=-1, model_dir=self._model_dir, durable=False)
         if weights.writes != writes:
             await asyncio.to_thread(shutil.rmtree, path)
-            raise NotLent(f"{name}: two pushes came meanwhile")
+            raise PeerTransferRefused(f"{name}: two pushes were received meanwhile")
         self._used_s[name] = time.monotonic()
-        log.info("snapshot lent version=%d path=%s", version, path)
+        log.info("peer snapshot written version=%d path=%s", version, path)
         return path
 
     def _prune(self) -> None:
@@ -122,9 +121,3 @@ class Lending:
             assert self._scratch is not None
             with suppress(OSError):
                 shutil.rmtree(self._scratch.path / name)
-
-
-def _kinds(weights: Weights) -> list[dict[str, Tensor]]:
-    """Return the tensors, and once more with an output projection that is tied to the embedding under its own name."""
-    alias = {HEAD: weights.named[EMBEDDING]} if weights.shape.tied else {}
-    return [dict(weights.named), weights.named | alias]

@@ -1,0 +1,240 @@
+"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from actors.errors import BadRequest, EngineFailed
+from actors.events import DONE, event
+from actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
+from actors.request import Generate, parse_generate, seeds
+from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
+from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
+from actors.serving.builtin.progress import Progress
+from actors.serving.builtin.response import response_json
+from actors.serving.builtin.scheduler import Scheduler
+from actors.serving.builtin.sequence import Model, Sequence
+from actors.serving.builtin.shape import ModelShape
+from actors.serving.builtin.update import specs_in
+from actors.serving.builtin.updates import WeightUpdates
+from actors.serving.host import PROBE, EngineHost
+from actors.serving.port import COMMAND_S, Body, Result
+from weightstore.listener import Handler
+
+SNAPSHOT_S = 3600.0
+"""Time-out of sending a file of a snapshot: its reader may be frozen."""
+
+
+class BuiltinBackend:
+    """The responses of one engine."""
+
+    def __init__(
+        self,
+        host: EngineHost[WeightUpdates],
+        scheduler: Scheduler,
+        shape: ModelShape,
+        model: Model,
+        peer_snapshots: Callable[[], PeerSnapshotServer],
+    ) -> None:
+        self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = host, scheduler, shape, model, peer_snapshots
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        async with self._submitted(await body_of(request)) as (generate, progress):
+            if generate.stream:
+                return await self._stream(request, generate, progress)
+            states = [state async for state in self._states(generate, progress)]
+        failed = next((state["error"]["message"] for state in states if "error" in state), None)
+        if failed is not None:
+            raise EngineFailed(self._host.url, failed)
+        return web.json_response(states if generate.many else states[0])
+
+    async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
+        """Send server-sent events, each with all tokens so far; a slow reader skips states, never tokens."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        await response.prepare(request)
+        async for state in self._states(generate, progress):
+            await response.write(event(state))
+        await response.write(DONE)
+        return response
+
+    async def states(self, body: Body) -> AsyncGenerator[dict[str, Any], None]:
+        async with self._submitted(body) as (generate, progress):
+            async for state in self._states(generate, progress):
+                yield state
+
+    @asynccontextmanager
+    async def _submitted(self, body: Body) -> AsyncIterator[tuple[Generate, Progress]]:
+        """Check a body of /generate and submit its responses; those that have not ended when this context is left are aborted."""
+        host = self._host
+        host.require_servable()
+        generate = parse_generate(body, host.limits)
+        await host.serve_version(generate.min_version, generate.min_version_timeout_s)
+        host.require_servable()  # again: it may have begun to drain while this waited
+        progress = self.submit(generate)
+        try:
+            yield generate, progress
+        finally:
+            if not progress.done:
+                self._abandon(progress)
+
+    def submit(self, generate: Generate) -> Progress:
+        """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
+        self._host.accept(len(generate.prompts))
+        progress = Progress()
+        for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
+            progress.add(
+                Sequence(
+                    rid,
+                    prompt,
+                    params,
+                    seed=seed,
+                    model=self._model,
+                    sink=progress.update,
+                    stream=generate.stream,
+                    continued_tokens=generate.continued_tokens,
+                )
+            )
+        self._scheduler.submit(list(progress.sequences))
+        return progress
+
+    def _abandon(self, progress: Progress) -> None:
+        """Abort the responses that have not ended: their client has hung up."""
+        self._scheduler.abort(set(progress.sequences).__contains__, CLIENT_GONE)
+
+    async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[dict[str, Any]]:
+        """Yield every response in order, once all have ended; or, streamed, each whenever it has grown."""
+        if not generate.stream:
+            await progress.finished()
+            for place in range(len(progress.sequences)):
+                yield self._state(generate, progress, place)
+            return
+        async for place, num_tokens, ended in progress.changes():
+            yield self._state(generate, progress, place, partial=None if ended else num_tokens)
+
+    def _state(self, generate: Generate, progress: Progress, place: int, *, partial: int | None = None) -> dict[str, Any]:
+        sequence, host = progress.sequences[place], self._host
+        if partial is None and sequence.error is not None:
+            state = error_of(sequence.error, 500)
+        else:
+            state = response_json(sequence, host.text, host.version, logprobs=generate.return_logprob, partial=partial)
+        return {**state, "index": place} if generate.many and generate.stream else state
+
+    async def probe(self, timeout_s: float) -> None:
+        """Generate one token. Raises EngineFailed."""
+        progress = self.submit(parse_generate({**PROBE, "rid": "probe"}, self._host.limits))
+        try:
+            async with asyncio.timeout(timeout_s):
+                (sequence,) = await progress.finished()
+        except TimeoutError:
+            self._abandon(progress)
+            raise EngineFailed(self._host.url, f"no token within {timeout_s:g} s") from None
+        if sequence.error is not None:
+            raise EngineFailed(self._host.url, sequence.error)
+
+    async def abort(self, rid: str | None, body: Body) -> web.Response:
+        if rid is None:
+            await _shielded(self._scheduler.abort(lambda each: True))
+        else:
+            await _shielded(self._scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID))
+        return web.Response()
+
+    async def flush_cache(self, request: web.Request) -> web.Response:
+        if await _shielded(self._scheduler.flush()):
+            return web.Response(text="Cache flushed.\n")
+        return web.Response(text="Flush cache failed.\n", status=400)
+
+    async def model_info(self) -> dict[str, Any]:
+        host, shape = self._host, self._shape
+        return {
+            "model_path": str(host.model_dir),
+            "tokenizer_path": str(host.model_dir),
+            "is_generation": True,
+            "weight_version": str(host.version),
+            "model_type": shape.family,
+            "architectures": [shape.architecture],
+            "vocab_size": shape.vocab_size,
+            "eos_token_ids": sorted(self._model.eos_ids),
+            "has_tokenizer": host.text is not None,
+        }
+
+    async def server_info(self) -> dict[str, Any]:
+        host, config, scheduler = self._host, self._host.config, self._scheduler
+        return {
+            "engine": "builtin",
+            "model_path": str(host.model_dir),
+            "weight_version": str(host.version),
+            "tp_size": 1,
+            "dp_size": 1,
+            "pp_size": 1,
+            "context_length": host.limits.max_context,
+            "max_running_requests": config.max_running,
+            "max_queued_requests": config.max_waiting,
+            "dtype": config.dtype,
+            "device": str(scheduler.device),
+            "phase": host.phase,
+            "epoch": host.epoch,
+            "paused": scheduler.paused,
+            "released": sorted(scheduler.released),
+            "internal_states": [host.stats()],
+        }
+
+    async def loads(self, request: web.Request) -> web.Response:
+        stats, limit = self._host.stats(), self._host.config.max_running
+        load = {
+            "dp_rank": 0,
+            "num_running_reqs": stats["running"],
+            "num_waiting_reqs": stats["waiting"],
+            "max_running_requests": limit,
+            "utilization": stats["running"] / limit,
+        }
+        accelerator = "cpu" if self._scheduler.device.type == "cpu" else "gpu"
+        return web.json_response({"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]})
+
+    def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
+        async def receive_push(request: web.Request) -> web.Response:
+            return await self._receive_push(await command(request))
+
+        return {"POST /receive_push": receive_push, "GET /snapshots/{name}/{file}": self._snapshot}
+
+    async def _receive_push(self, body: Body) -> web.Response:
+        buckets, serve = need(body, "buckets", list), body.get("serve", False)
+        if not isinstance(serve, bool) or not all(isinstance(bucket, dict) for bucket in buckets):
+            raise BadRequest(f"buckets, serve: want a list of maps, and true or false, got {buckets!r:.200}, {serve!r:.200}")
+        updates = self._host.updates
+        receiving = updates.receive(
+            group_in(body),
+            [specs_in(bucket) for bucket in buckets],
+            version=version_in(body),
+            timeout_s=seconds_in(body, "timeout_s", COMMAND_S),
+            serve=serve,
+        )
+        return done("Push received.", stall_s=await updates.run_shielded(receiving))
+
+    async def _snapshot(self, request: web.Request) -> web.StreamResponse:
+        name, server = request.match_info["name"], self._peer_snapshots()
+        return _SnapshotFile(await server.file(name, request.match_info["file"]), lambda: server.reading(name))
+
+
+class _SnapshotFile(web.FileResponse):
+    """A file of a snapshot, which is in use until ``prepare`` has sent it."""
+
+    def __init__(self, path: Path, reading: Callable[[], AbstractContextManager[None]]) -> None:
+        super().__init__(path)
+        self._reading = reading
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        with self._reading():
+            async with asyncio.timeout(SNAPSHOT_S):
+                return await super().prepare(request)
+
+
+async def _shielded(call: "Future[Result]") -> Result:
+    """Wait for a call of the decoding thread, which is run even if the client hangs up."""
+    return await asyncio.shield(asyncio.wrap_future(call))

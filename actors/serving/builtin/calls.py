@@ -1,0 +1,42 @@
+"""Calls of the decoding thread: functions that other threads queue, and that it runs between two of its steps."""
+
+import contextlib
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from actors.serving.port import Result
+
+Call = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class CallQueue(queue.SimpleQueue[Call]):
+    """Queue from any thread to the one that runs the calls."""
+
+    is_closed = False
+
+    def call(self, function: Callable[[], Result]) -> "Future[Result]":
+        """Queue a function. The future is cancelled if the queue is closed."""
+        future: Future[Result] = Future()
+        self.put((function, future))
+        if self.is_closed:
+            self.close()
+        return future
+
+    def close(self) -> None:
+        """Cancel the calls that are queued, and all later ones."""
+        self.is_closed = True
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.get_nowait()[1].cancel()
+
+
+def run(call: Call) -> None:
+    """Run a call, unless it was cancelled, and set its result."""
+    function, future = call
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)

@@ -1,0 +1,208 @@
+"""The host of an engine: its phase, its requests in number, its versions, and its listeners; the same for both kinds of engine.
+
+A process embeds its engine. The host knows no bus: its owner sets ``phase``, and makes all changes of it but one: ``stale`` becomes
+``serving`` by itself with the next completed update.
+"""
+
+import asyncio
+import logging
+from abc import abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from actors.config import EngineConfig
+from actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
+from actors.http_api import listen
+from actors.request import Limits
+from actors.serving.authority import Authority
+from actors.serving.handles import HandleListener
+from actors.serving.port import PHASES, Backend, ServedEngine, Updates
+from actors.serving.server import EngineServer
+from actors.text.text import Text
+from bus.client.waiter import Waiter
+
+log = logging.getLogger(__name__)
+
+PROBE = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0.0}, "return_logprob": True}
+"""Body of /generate with which an engine is probed."""
+AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
+
+
+class EngineHost(ServedEngine, Generic[AnyUpdates]):
+    """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
+
+    It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
+    """
+
+    limits: Limits
+    text: Text | None
+
+    def __init__(
+        self,
+        model_dir: Path | str,
+        config: EngineConfig | None = None,
+        *,
+        version: int = 0,
+        on_update: Callable[[int, int], None] | None = None,
+        authority: Authority | None = None,
+    ) -> None:
+        self.model_dir, self.config = Path(model_dir), config or EngineConfig()
+        self.authority = authority or Authority()
+        self.url = self.handles = ""
+        self.unfinished = 0
+        """Number of accepted responses that have not ended."""
+        self.awaiting_version = 0
+        """Number of requests that wait for a newer version before they are accepted."""
+        self._first_version, self._on_update = version, on_update
+        self._phase = "joining"
+        self._changed = Waiter()
+        self._updates: AnyUpdates | None = None
+        self._server: EngineServer | None = None
+        self._handles: HandleListener | None = None
+
+    @abstractmethod
+    async def _open(self) -> Backend:
+        """Make the engine able to generate. Raises EngineFailed."""
+
+    @property
+    @abstractmethod
+    def _alive(self) -> bool:
+        """False once the engine cannot generate any more, for good."""
+
+    def _read_limits(self, vocab_size: int, max_positions: int) -> None:
+        """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for a context that is too long for the model."""
+        if self.config.max_context > max_positions:
+            given = self.config.max_context
+            raise UnsupportedModel("engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {given}")
+        self.text = text = Text.read(self.model_dir)
+        self.limits = Limits(
+            vocab_size=vocab_size,
+            max_context=self.config.max_context or max_positions,
+            encode=text.encode if text is not None else None,
+            max_responses=self.config.max_running + self.config.max_waiting,
+        )
+
+    async def start(self, host: str | None = None, port: int | None = None) -> str:
+        """Listen for requests and for pushes by handles. Returns the URL; the phase does not change."""
+        self._server = EngineServer(self, await self._open())
+        self._handles = HandleListener(self.updates, self.authority)
+        self.handles = await self._handles.start()
+        self.url = await listen(self._server.listener, self.config, host, port)
+        return self.url
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.phase = "draining"
+        try:
+            await self._until(lambda: self.unfinished == 0, timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Stop listening, and end the updates."""
+        if self._server is not None:
+            await self._server.listener.close()
+        if self._handles is not None:
+            await self._handles.close()
+        if self._updates is not None:
+            await self._updates.close()
+
+    async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
+        """Load all weights of a directory, or none. Returns the seconds for which generation was held up.
+
+        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises UpdateRefused or
+        StaleEpoch.
+        """
+        self.updates.require_current_epoch(epoch, "load_snapshot")
+        if await self.updates.arrived_meanwhile(version):
+            return 0.0
+        return await self.updates.run_shielded(self.updates.serve_directory(Path(directory), version))
+
+    @property
+    def updates(self) -> AnyUpdates:
+        assert self._updates is not None, "the engine is not loaded, or not started"
+        return self._updates
+
+    @property
+    def version(self) -> int:
+        """Version of the served weights; -1 = none are complete."""
+        return self._first_version if self._updates is None else self._updates.version
+
+    @property
+    def epoch(self) -> int:
+        """The highest learner epoch seen."""
+        return 0 if self._updates is None else self._updates.epoch
+
+    @property
+    def whole(self) -> bool:
+        return self._updates is not None and self._updates.whole
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        if phase not in PHASES:
+            raise ValueError(f"phase: want one of {', '.join(PHASES)}, got {phase!r}")
+        if phase != self._phase:
+            log.info("engine phase=%s before=%s version=%d", phase, self._phase, self.version)
+        self._phase = phase
+
+    @property
+    def servable(self) -> bool:
+        return self._phase == "serving" and self._alive
+
+    def require_servable(self) -> None:
+        """Raise EngineUnavailable when the engine does not serve now. While its memory is released, requests wait."""
+        if not self.servable or (self.version < 0 and not self.updates.released):
+            raise EngineUnavailable(self.url, f"it does not serve now: phase {self.phase}, version {self.version}")
+
+    def stats(self) -> dict[str, float]:
+        """Return gauges and counters since the start."""
+        return {
+            "running": self.unfinished,
+            "version": self.version,
+            "epoch": self.epoch,
+            "updates": self.updates.completed,
+            "stall_s": self.updates.stall_s,
+            "released": float(len(self.updates.released)),
+        }
+
+    async def serve_version(self, wanted: int, timeout_s: float) -> None:
+        """Wait until weights of at least this version are served. Raises VersionUnavailable after ``timeout_s``."""
+        self.awaiting_version += 1
+        try:
+            await self._until(lambda: self.version >= wanted, timeout_s)
+        except TimeoutError:
+            raise VersionUnavailable(
+                self.url, f"version {wanted} is not served: version {self.version} is, after waiting {timeout_s:g} s"
+            ) from None
+        finally:
+            self.awaiting_version -= 1
+
+    def accept(self, count: int) -> None:
+        """Count responses that begin. Raises EngineUnavailable when there are too many."""
+        limit = self.limits.max_responses
+        if self.unfinished + count > limit:
+            raise EngineUnavailable(self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}")
+        self.unfinished += count
+
+    def ended(self, count: int) -> None:
+        """Count responses that have ended."""
+        self.unfinished -= count
+        if count and not self.unfinished:
+            self._changed.wake()
+
+    async def _until(self, reached: Callable[[], bool], timeout_s: float) -> None:
+        async with asyncio.timeout(timeout_s):
+            while not reached():
+                await self._changed.wait()
+
+    def _updated(self, version: int, epoch: int) -> None:
+        if self._phase == "stale":
+            self.phase = "serving"
+        self._changed.wake()
+        if self._on_update is not None:
+            self._on_update(version, epoch)

@@ -1,0 +1,164 @@
+"""SGLang's HTTP API of an engine: paths, JSON and status codes (``actors.http_api``), the same for both kinds of engine."""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from actors.errors import BadRequest, EngineFailed, EngineUnavailable
+from actors.http_api import (
+    COMMANDS,
+    body_of,
+    done,
+    group_in,
+    memory_tags_in,
+    need,
+    of_update_in,
+    port_in,
+    seconds_in,
+    translate,
+    version_in,
+)
+from actors.openai.openai_server import OpenAiRoutes
+from actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
+from weightstore.format.checksums import ChecksumReport
+from weightstore.listener import Access, Handler, Listener
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+class EngineServer:
+    """The routes of one engine."""
+
+    def __init__(self, engine: HttpEngine, backend: Backend) -> None:
+        self._engine, self._backend, self._updates = engine, backend, engine.updates
+        self._access = Access(engine.authority.keys, COMMANDS, engine.authority.note)
+        routes = {**self._routes(), **self._update_routes(), **backend.own_routes(self._command), **OpenAiRoutes(engine, backend).routes()}
+        self.listener = Listener(routes, self._access, middlewares=[translate])
+
+    def _routes(self) -> dict[str, Handler]:
+        model_info, server_info = _json(self._backend.model_info), _json(self._backend.server_info)
+        return {
+            "POST /generate": self._backend.generate,
+            "GET /health": self._health,
+            "GET /health_generate": self._health_generate,
+            "GET /model_info": model_info,
+            "GET /get_model_info": model_info,
+            "GET /server_info": server_info,
+            "GET /get_server_info": server_info,
+            "GET /v1/loads": self._backend.loads,
+            "POST /abort_request": self._abort_request,
+            "POST /flush_cache": self._backend.flush_cache,
+            "GET /flush_cache": self._backend.flush_cache,
+            "POST /weights_checker": self._weights_checker,
+        }
+
+    def _update_routes(self) -> dict[str, Handler]:
+        """Return the commands that are one operation of the engine's updates each."""
+        updates, operation = self._updates, self._operation
+        return {
+            "POST /pause_generation": operation(self._pause, _status("Generation paused successfully.")),
+            "POST /continue_generation": operation(updates.continue_generation, _status("Generation continued successfully.")),
+            "POST /init_weights_update_group": operation(self._join, _done("Succeeded to initialize custom process group.")),
+            "POST /destroy_weights_update_group": operation(
+                lambda body: updates.leave(group_in(body)), _done("Succeeded to destroy custom process group.")
+            ),
+            "POST /begin_weight_update": operation(self._begin, _done("Weight update begun.")),
+            "POST /update_weights_from_distributed": operation(self._receive_bucket, _done("Succeeded to update parameter online.")),
+            "POST /end_weight_update": operation(lambda body: updates.end(version_in(body)), self._ended),
+            "POST /update_weights_from_disk": operation(
+                lambda body: updates.load_directory(Path(need(body, "model_path", str)), version_in(body)),
+                lambda stall_s: done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s),
+            ),
+            "POST /weights_checksums": operation(lambda body: updates.checksum_report(of_update=of_update_in(body)), _report),
+            "POST /release_memory_occupation": operation(lambda body: updates.release(memory_tags_in(body)), web.json_response),
+            "POST /resume_memory_occupation": operation(lambda body: updates.resume(memory_tags_in(body)), web.json_response),
+        }
+
+    def _operation(self, operation: Callable[[Body], Coroutine[Any, Any, Result]], response: Callable[[Result], web.Response]) -> Handler:
+        """Return a handler that checks a command's epoch, runs its operation to the end, and responds with the result."""
+
+        async def handle(request: web.Request) -> web.Response:
+            return response(await self._updates.run_shielded(operation(await self._command(request))))
+
+        return handle
+
+    async def _command(self, request: web.Request) -> dict[str, Any]:
+        """Return the body of a learner's command without its epoch, which is checked first."""
+        body = dict(await body_of(request))
+        await self._engine.authority.require_current_epoch(self._updates.require_current_epoch, body, self._engine.url, request.path)
+        body.pop("epoch", None)
+        return body
+
+    def _pause(self, body: Body) -> Coroutine[Any, Any, None]:
+        mode = body.get("mode", "abort")
+        if mode not in PAUSE_MODES:
+            raise BadRequest(f"mode: want one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+        return self._updates.pause(mode)
+
+    def _join(self, body: Body) -> Coroutine[Any, Any, None]:
+        need(body, "master_address", str), port_in(body, "master_port"), need(body, "world_size", int)
+        seconds_in(body, "timeout_s", COMMAND_S), group_in(body)
+        return self._updates.join(body)
+
+    def _begin(self, body: Body) -> Coroutine[Any, Any, None]:
+        timeout_s = seconds_in(body, "timeout_s", COMMAND_S)
+        return self._updates.begin(version_in(body), timeout_s)
+
+    def _receive_bucket(self, body: Body) -> Coroutine[Any, Any, None]:
+        for name in ("names", "dtypes", "shapes"):
+            need(body, name, list)
+        seconds_in(body, "timeout_s", COMMAND_S)
+        return self._updates.receive_bucket(body, version_in(body))
+
+    def _ended(self, stall_s: float) -> web.Response:
+        return done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
+
+    async def _abort_request(self, request: web.Request) -> web.StreamResponse:
+        body = await self._command(request)
+        everything, rid = body.get("abort_all", False), body.get("rid", "")
+        if not everything and not (isinstance(rid, str) and rid):
+            raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
+        if everything:
+            await self._access.want(request, admin=True)
+        return await self._backend.abort(None if everything else rid, body)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        self._engine.require_servable()
+        return web.Response()
+
+    async def _health_generate(self, request: web.Request) -> web.Response:
+        self._engine.require_servable()
+        try:
+            await self._engine.probe()
+        except EngineFailed as error:
+            raise EngineUnavailable(error.engine, error.reason) from error
+        return web.Response()
+
+    async def _weights_checker(self, request: web.Request) -> web.Response:
+        body = await body_of(request)
+        if body.get("action") != "checksum":
+            raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
+        found = await self._updates.run_shielded(self._updates.checksums())
+        return done("Success.", ranks=[{"checksums": found}], weight_version=str(self._engine.version))
+
+
+def _done(message: str) -> Callable[[None], web.Response]:
+    return lambda _: done(message)
+
+
+def _status(message: str) -> Callable[[None], web.Response]:
+    return lambda _: web.json_response({"message": message, "status": "ok"})
+
+
+def _report(found: tuple[int | None, ChecksumReport]) -> web.Response:
+    version, report = found
+    return done("Success.", weight_version=None if version is None else str(version), **report.to_json())
+
+
+def _json(info: Callable[[], Awaitable[Body]]) -> Handler:
+    async def respond(request: web.Request) -> web.Response:
+        return web.json_response(await info())
+
+    return respond

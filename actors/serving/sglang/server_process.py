@@ -1,0 +1,195 @@
+"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL; watched until it ends."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from actors.config import EngineConfig
+from actors.errors import EngineError, EngineFailed
+from actors.serving.sglang.api import Api
+from bus.server.ports import KeptPort
+from bus.system.files import write_whole
+from bus.system.processes import Child
+
+log = logging.getLogger(__name__)
+
+STOP_S = 10.0
+OWN = ("model-path", "host", "port", "weight-version")
+"""Arguments that this module sets."""
+INFO_S = 60.0
+POLL_S = 2.0
+KEY_PREFIX = "k"
+"""Prefix of keys: with it a key is text to YAML, and no option to a command line, whatever digits follow."""
+
+
+class ServerProcess:
+    """One server. ``open`` it, ``watch`` it in a task, ``close`` it."""
+
+    def __init__(self, api: Api, child: Child | None, silent_s: float, closing: AsyncExitStack) -> None:
+        """``child``: None for a server that was found; ``closing``: steps that close it."""
+        self.api, self._child, self._silent_s, self._closing = api, child, silent_s, closing
+        self.lost = asyncio.Event()
+        """Set once the server has ended or does not answer."""
+
+    @classmethod
+    async def open(cls, model_dir: Path, config: EngineConfig) -> "ServerProcess":
+        """Start the server unless it has a URL, and wait until it answers. Raises EngineFailed with the server's last lines."""
+        settings = config.sglang
+        async with AsyncExitStack() as stack:
+            async with AsyncExitStack() as secret:
+                if settings.url:
+                    api, child = Api(settings.url), None
+                    stack.push_async_callback(api.close)
+                else:
+                    api, child = await _started(stack, secret, model_dir, config)
+                if not await until_healthy(api.healthy, child, settings.start_timeout_s):
+                    raise _failure(api, child, f"SGLang does not answer after {settings.start_timeout_s:g} s")
+            return cls(api, child, settings.silent_s, stack.pop_all())
+
+    async def close(self) -> None:
+        """End the server, if it was started here."""
+        await self._closing.aclose()
+
+    async def failed(self) -> None:
+        """Wait until the server has ended or is silent, then raise EngineFailed with its last lines."""
+        await self.lost.wait()
+        raise _failure(self.api, self._child, f"SGLang has not answered for {self._silent_s:g} s")
+
+    async def watch(self, operation: Callable[[], "asyncio.Task[Any] | None"], between: Callable[[], Awaitable[None]]) -> None:
+        """Poll the server until it has ended or no longer answers. ``between`` is called between two polls.
+
+        ``operation``: update operation under way, during which the server may answer nothing else.
+        """
+        ended = asyncio.create_task(until_ended(self._child))
+        try:
+            while await self._answers(ended, operation()):
+                await between()
+                await asyncio.wait({ended}, timeout=min(POLL_S, self._silent_s / 4))
+        finally:
+            ended.cancel()
+        log.error("sglang lost url=%s", self.api.url)
+        self.lost.set()
+
+    async def _answers(self, ended: "asyncio.Task[Any]", busy: "asyncio.Task[Any] | None") -> bool:
+        """Return whether its scheduler answers within ``silent_s`` after the update operation under way; not once the server has ended."""
+        answered = asyncio.create_task(self._until_answered())
+        try:
+            if busy is not None:
+                await asyncio.wait({answered, ended, busy}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answered, ended}, timeout=self._silent_s, return_when=asyncio.FIRST_COMPLETED)
+            return answered.done() and answered.exception() is None and not ended.done()
+        finally:
+            answered.cancel()
+            await asyncio.gather(answered, return_exceptions=True)
+
+    async def _until_answered(self) -> None:
+        """Repeat a request that only the scheduler can answer, until it does. It answers while it is idle, generates or is paused."""
+        while True:
+            try:
+                await self.api.call("GET", "/server_info")
+                return
+            except EngineError:
+                await asyncio.sleep(POLL_S)
+
+
+def _failure(api: Api, child: Child | None, silent: str) -> EngineFailed:
+    """Return the error that the server has ended, with its last lines, or that it is ``silent``."""
+    if child is None or child.running:
+        return EngineFailed(api.url, silent)
+    return EngineFailed(api.url, f"the SGLang server ended with code {child.returncode}; its last lines:\n{child.last_lines()}")
+
+
+async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Path, config: EngineConfig) -> tuple[Api, Child]:
+    """Start the server with a key, so that other users of this machine cannot bypass the proxy.
+
+    ``secret`` removes the file of the key, which the server reads at its start.
+    """
+    settings, arguments = config.sglang, _arguments(config)
+    port = stack.enter_context(KeptPort())  # it takes a minute until the server listens
+    key = str(arguments.get("api_key") or "")
+    if not key and "config" not in arguments:  # SGLang reads only one such file
+        key = KEY_PREFIX + secrets.token_hex(24)
+        directory = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-sglang-"))  # mode 0700
+        secret.push_async_callback(asyncio.to_thread, shutil.rmtree, directory, ignore_errors=True)
+        arguments["config"] = str(directory / "server.yaml")
+        write_whole(directory / "server.yaml", f"api-key: {key}\n", private=True)
+    api = Api(f"http://127.0.0.1:{port.number}", key)
+    stack.push_async_callback(api.close)
+    words = command_line(settings.python, model_dir, port.number, arguments)
+    log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{port.number}.log"
+    child = server_child(words, settings.environment, log_file)
+    stack.push_async_callback(child.end, STOP_S, group=True)
+    await child.start()
+    log.info("sglang started pid=%d log=%s", child.pid, log_file)
+    return api, child
+
+
+def _arguments(config: EngineConfig) -> dict[str, Any]:
+    """Return the engine's own settings under SGLang's names; the user's arguments take precedence."""
+    ours: dict[str, Any] = {"max_running_requests": config.max_running, "dtype": config.dtype}
+    if config.device != "auto":
+        ours["device"] = config.device
+    if config.max_context:
+        ours["context_length"] = config.max_context
+    arguments = ours | config.sglang.arguments
+    if config.colocated and arguments.get("device") != "cpu":
+        arguments.setdefault("enable_memory_saver", True)  # without it SGLang releases no memory
+    return arguments
+
+
+def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, Any]) -> list[str]:
+    """Return ``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none,
+    a list several words, a map JSON. (A list that SGLang wants as JSON is given as a string.)
+
+    Raises ValueError for one of ``OWN``.
+    """
+    words = [python, "-m", "sglang.launch_server", "--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(port)]
+    words += ["--weight-version", "0"]
+    for name, value in arguments.items():
+        flag = name.replace("_", "-")
+        if flag in OWN:
+            raise ValueError(f"engine.sglang.arguments.{name}: set by the engine itself; remove it")
+        if value is None or value is False or value == []:
+            continue
+        words.append(f"--{flag}")
+        if value is not True:
+            words += [_word(one) for one in (value if isinstance(value, list | tuple) else [value])]
+    return words
+
+
+def _word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, Mapping | list | bool) else str(value)
+
+
+def server_child(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> Child:
+    """Return the server, not started yet, in a process group that ends with this process."""
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    log_file.touch(mode=0o600)  # SGLang writes its settings there, keys included
+    return Child("sglang", (sys.executable, "-m", "actors.serving.sglang.process_group", *command), log_file, environment, keeper=True)
+
+
+async def until_ended(child: Child | None) -> None:
+    """Wait until the server has ended; without end where it was not started here."""
+    await (asyncio.Event().wait() if child is None else child.wait())
+
+
+async def until_healthy(healthy: Callable[[], Awaitable[bool]], child: Child | None, timeout_s: float) -> bool:
+    """Repeat ``healthy()`` until it is True. Returns False when the server ended, or not in time."""
+    deadline = time.monotonic() + timeout_s
+    while (child is None or child.running) and time.monotonic() < deadline:
+        if await healthy():
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await until_ended(child)
+    return False
