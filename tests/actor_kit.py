@@ -24,7 +24,7 @@ from actors.serving.builtin.engine import BuiltinEngine
 from bus.client.rows import Rows
 from bus.liveness.epoch import raise_epoch
 from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig

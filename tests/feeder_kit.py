@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.config import BusConfig
 from bus.server.ports import KeptPort
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig

@@ -18,7 +18,7 @@ from actors.allowed import refuse_foreign
 from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable, NotFound
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import LiveRow
 
 logger = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, 
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.tasks import Lease
 from bus.system.coroutines import first_error
 from bus.wire.codec import check_sample

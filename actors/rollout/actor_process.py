@@ -17,7 +17,7 @@ from actors.rollout.generation import SingleTurn
 from bus.config import BusConfig
 from bus.liveness.keys import api_keys
 from bus.liveness.live import Heartbeat, LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.subjects import refused
 from rewards.registry import load
 

@@ -27,7 +27,7 @@ from bus.config import BusConfig
 from bus.errors import BusError
 from bus.liveness.keys import admin_keys
 from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Capabilities
 from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from bus.client.ids import nonce
 from bus.client.jetstream import JetStream, Message
-from bus.client.nonce import nonce
 from bus.client.outbox import WRONG_LAST_SEQUENCE
-from bus.client.patience import before_retry, retry
 from bus.client.pull import Delivered, OrderedPull, present
+from bus.client.retries import before_retry, retry
 from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
 from bus.wire import subjects
 from bus.wire.codec import encode_record
@@ -122,7 +122,7 @@ class FencedWriter(Generic[R]):
                 if error.code not in WRONG_LAST_SEQUENCE:
                     raise
             except BusUnavailable as error:
-                await before_retry(self._jet.link, error)
+                await before_retry(self._jet.connection, error)
                 if time.monotonic() - said_s > _SAY_EVERY_S:
                     said_s = time.monotonic()
                     _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
@@ -134,7 +134,7 @@ class FencedWriter(Generic[R]):
         """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a newer learner's."""
         while True:
             try:
-                found = await retry(self._jet.link, partial(self._jet.next, self._stream, self._last + 1))
+                found = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
             except NotFound as error:
                 if error.what == "stream":
                     raise

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.client.link import FOREIGN, Link
+from bus.client.connection import FOREIGN, Connection
 from bus.errors import BusUnavailable, Forbidden, Refused
 
 _log = logging.getLogger(__name__)
@@ -39,23 +39,23 @@ class Outbox:
     which keeps waiting for an answer after the connection that should bring it has broken.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
         """Answer, its deadline and the subject, by reply subject, oldest first."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._inbox = ""
         self._count = 0
         self._opening = asyncio.Lock()
-        link.on_lost(self._lost)
-        link.on_forbidden(self._forbidden)
+        connection.on_lost(self._lost)
+        connection.on_forbidden(self._forbidden)
 
     async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
         """Send once. Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same."""
-        self._link.check_allowed(subject)
+        self._connection.check_allowed(subject)
         if not self._inbox:
             await self._open()
-        if not self._link.connected:  # the client library would keep it and send it later
+        if not self._connection.connected:  # the client library would keep it and send it later
             raise BusUnavailable(subject, "not connected")
         self._count += 1
         token = f"{self._inbox}{self._count}"
@@ -65,10 +65,10 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await self._link.nc.publish(subject, payload, reply=token, headers=headers)
+            await self._connection.nc.publish(subject, payload, reply=token, headers=headers)
             answer = await future
         except FOREIGN as error:
-            raise self._link.unavailable(subject, error) from None
+            raise self._connection.unavailable(subject, error) from None
         finally:
             self._waiting.pop(token, None)
         return _read(subject, answer)
@@ -90,7 +90,7 @@ class Outbox:
                     raise
                 full, reason = error.code == STREAM_FULL, str(error)
             except BusUnavailable as error:
-                if self._link.closed:
+                if self._connection.closed:
                     raise
                 full, reason = False, str(error)
             tries += 1
@@ -104,19 +104,19 @@ class Outbox:
 
     async def _pause(self, full: bool) -> None:
         await asyncio.sleep(random.uniform(*(_FULL_WAIT_S if full else _RETRY_WAIT_S)))
-        while not self._link.connected and not self._link.closed:
+        while not self._connection.connected and not self._connection.closed:
             with suppress(BusUnavailable):
-                await self._link.wait_up(60.0)
+                await self._connection.wait_up(60.0)
 
     async def _open(self) -> None:
         async with self._opening:
             if self._inbox:
                 return
-            inbox = f"{self._link.nc.new_inbox()}."
+            inbox = f"{self._connection.nc.new_inbox()}."
             try:
-                await self._link.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
+                await self._connection.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
             except FOREIGN as error:
-                raise self._link.unavailable("outbox", error) from None
+                raise self._connection.unavailable("outbox", error) from None
             self._inbox = inbox
 
     async def _answered(self, message: Msg) -> None:

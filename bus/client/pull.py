@@ -14,8 +14,8 @@ from typing import NamedTuple, Self, overload
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from bus.client.connection import FOREIGN
 from bus.client.jetstream import JetStream, StreamState
-from bus.client.link import FOREIGN
 from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable, NotFound
 from bus.wire.subjects import delivery, natural
@@ -72,7 +72,7 @@ class OrderedPull:
         self._asked = 0
         self._heard_s = 0.0
         self._lost = False
-        self._forget = jet.link.on_lost(self._on_lost)
+        self._forget = jet.connection.on_lost(self._on_lost)
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,14 +156,14 @@ class OrderedPull:
 
     async def _reopen(self, patience_s: float) -> None:
         try:
-            await self._jet.link.wait_up(patience_s, self._stream)
+            await self._jet.connection.wait_up(patience_s, self._stream)
             await self._drop()
             state = await self._jet.state(self._stream)
             if self._on_open is not None:
                 self._on_open(state, self.position)
             await self._open()
         except BusUnavailable as error:
-            if self._jet.link.closed:
+            if self._jet.connection.closed:
                 raise
             self._lost = True
             _log.info("bus: waiting stream=%s reason=%s", self._stream, error)
@@ -171,11 +171,11 @@ class OrderedPull:
     async def _open(self) -> None:
         """Subscribe, then create the consumer, then request: no message can arrive before the subscription."""
         self._lost = False
-        inbox = self._jet.link.nc.new_inbox()
+        inbox = self._jet.connection.nc.new_inbox()
         try:
-            self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
         except FOREIGN as error:
-            raise self._jet.link.unavailable(self._stream, error) from None
+            raise self._jet.connection.unavailable(self._stream, error) from None
         name = f"read-{inbox.rsplit('.', 1)[1]}"
         config = {
             "name": name,
@@ -199,14 +199,14 @@ class OrderedPull:
         assert self._sub is not None
         request = {
             "batch": _CREDIT - self._asked,
-            "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.link.max_payload),
+            "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.connection.max_payload),
             "expires": int(_EXPIRES_S * _NS),
             "idle_heartbeat": int(_HEARTBEAT_S * _NS),
         }
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
         self._asked = _CREDIT
         try:
-            await self._jet.link.send(subject, json.dumps(request).encode(), reply=self._sub.subject)
+            await self._jet.connection.send(subject, json.dumps(request).encode(), reply=self._sub.subject)
         except BusUnavailable:
             self._lost = True
 
@@ -219,8 +219,8 @@ class OrderedPull:
             return
         try:
             await sub.unsubscribe()
-            if consumer and self._jet.link.connected:
-                await self._jet.link.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
+            if consumer and self._jet.connection.connected:
+                await self._jet.connection.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
         except (*FOREIGN, BusUnavailable, NotFound) as error:
             _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)
 

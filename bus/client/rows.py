@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from bus.client.ids import new_id
 from bus.client.jetstream import PATIENCE_S, JetStream, Message
-from bus.client.nonce import new_id
 from bus.client.outbox import WRONG_LAST_SEQUENCE, Stored
-from bus.client.patience import RETRY_S, retry
 from bus.client.pull import Delivered, present
+from bus.client.retries import RETRY_S, retry
 from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.wire import subjects
@@ -130,7 +130,7 @@ class Rows:
                 try:
                     value, revision = await self.standing(key)
                 except BusUnavailable:
-                    if self._jet.link.closed:
+                    if self._jet.connection.closed:
                         raise
                 else:
                     if revision != seen and (value is not None or not revision):
@@ -157,7 +157,7 @@ class Rows:
         async def notice(message: object) -> None:
             wake()
 
-        async with self._jet.link.subscribed(subject, notice):
+        async with self._jet.connection.subscribed(subject, notice):
             yield
 
     async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
@@ -169,11 +169,11 @@ class Rows:
         deadline = time.monotonic() + PATIENCE_S
 
         async def attempt() -> Stored:
-            await self._jet.link.wait_up(deadline - time.monotonic(), subject)
+            await self._jet.connection.wait_up(deadline - time.monotonic(), subject)
             return await self._jet.outbox.attempt(subject, payload, headers)
 
         try:
-            return (await retry(self._jet.link, attempt, pause_s=RETRY_S, deadline=deadline)).seq
+            return (await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline)).seq
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE or expected is None:
                 raise

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Capabilities, LiveRow
 from bus.wire.subjects import token
 

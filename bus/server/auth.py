@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bus.client.connection import inbox_prefix
 from bus.client.layout import stream_configs
-from bus.client.link import inbox_prefix
 from bus.config import BusConfig
 from bus.system.files import write_whole
 from bus.wire import subjects

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from bus.client.nonce import nonce
+from bus.client.ids import nonce
 from bus.client.rows import Rows, Value
 from bus.errors import BusError, NotFound, StreamReplaced
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.samples import Received
 from bus.wire.messages import Cursor
 from bus.wire.subjects import token

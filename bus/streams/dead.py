@@ -6,8 +6,8 @@ from functools import partial
 
 import msgpack
 
+from bus.client.ids import nonce
 from bus.client.jetstream import JetStream
-from bus.client.nonce import nonce
 from bus.client.outbox import WRONG_LAST_SEQUENCE
 from bus.client.pull import Delivered, OrderedPull, present
 from bus.client.repeated import Repeated

@@ -84,7 +84,7 @@ class SampleStream:
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
         """Store a sample that is encoded already, as ``publish`` does; ``headers`` are those of ``headers_of``."""
-        if not parts.fits(data, self._jet.link.max_payload):
+        if not parts.fits(data, self._jet.connection.max_payload):
             if len(data) > parts.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
             seqs = await self._store_parts(subjects.kind_of_sample(subject), headers[subjects.MESSAGE_ID], data)
@@ -178,7 +178,7 @@ class SampleStream:
     async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
         subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
         seqs = []
-        for number, piece in enumerate(parts.cut(data, self._jet.link.max_payload)):
+        for number, piece in enumerate(parts.cut(data, self._jet.connection.max_payload)):
             seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: _part_id(message_id, number)}))
         return seqs
 
@@ -206,7 +206,7 @@ class SampleStream:
     async def _first_part(self, manifest: Message, oldest: int) -> int:
         """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else ``oldest``."""
         try:
-            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.link.max_payload).seqs
+            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload).seqs
             if min(seqs) < oldest:
                 await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
@@ -312,7 +312,7 @@ async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     """
     if PARTS_HEADER not in message.headers:
         return message.data
-    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.link.max_payload)
+    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.connection.max_payload)
     joining = parts.Joining(manifest)
     for number, seq in enumerate(manifest.seqs):
         joining.add(await _part(jet, message, number, seq))

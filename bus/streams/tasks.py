@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from nats.aio.msg import Msg
 
 from bus.client.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
+from bus.client.fetch import ACK, NAK, PROGRESS, Slots
+from bus.client.ids import nonce
 from bus.client.jetstream import JetStream, Message
-from bus.client.nonce import nonce
-from bus.client.patience import RETRY_S, retry
 from bus.client.pull import Delivered
+from bus.client.retries import RETRY_S, retry
 from bus.client.rows import Rows, Value
-from bus.client.waiting import ACK, NAK, PROGRESS, Slots
 from bus.errors import BusUnavailable, WireError
 from bus.streams.dead import DeadLetters
 from bus.wire import subjects
@@ -55,18 +55,18 @@ class Lease:
 
     async def settle(self) -> bool:
         """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server confirmed it."""
-        link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
+        connection, deadline = self._queue.jet.connection, time.monotonic() + self._lease_s
 
         async def ack() -> None:
             left = deadline - time.monotonic()
-            await link.wait_up(left)
-            await link.request(self._reply, ACK, min(left, _CONFIRM_S))
+            await connection.wait_up(left)
+            await connection.request(self._reply, ACK, min(left, _CONFIRM_S))
 
         def report(error: BusUnavailable) -> None:
             _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
 
         try:
-            await retry(link, ack, pause_s=RETRY_S, deadline=deadline, report=report)
+            await retry(connection, ack, pause_s=RETRY_S, deadline=deadline, report=report)
         except BusUnavailable as error:
             report(error)
             return False
@@ -105,7 +105,7 @@ class Lease:
             await self.renew()
 
     async def _say(self, word: bytes) -> bool:
-        return await self._queue.jet.link.tell(self._reply, word)
+        return await self._queue.jet.connection.tell(self._reply, word)
 
 
 class TaskQueue:
@@ -170,7 +170,7 @@ class TaskQueue:
 
         async with AsyncExitStack() as stack:
             for subject in subjects.acks(self.jet.run):
-                await stack.enter_async_context(self.jet.link.subscribed(subject, hear))
+                await stack.enter_async_context(self.jet.connection.subscribed(subject, hear))
             yield
 
     async def last_id(self) -> int:
@@ -205,7 +205,7 @@ class TaskQueue:
             try:
                 lease = await self._admit(message)
             except BaseException:
-                await self.jet.link.tell(message.reply, NAK)
+                await self.jet.connection.tell(message.reply, NAK)
                 raise
             if lease is not None:
                 return lease
@@ -222,7 +222,7 @@ class TaskQueue:
         except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
             _log.info("task floor unknown reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
-            await self.jet.link.tell(message.reply, ACK)
+            await self.jet.connection.tell(message.reply, ACK)
             return None
         try:
             task = self._log.checked(
@@ -240,7 +240,7 @@ class TaskQueue:
 
     async def _bury(self, message: Msg, dead: Dead) -> None:
         await self.dead.store(dead)
-        await self.jet.link.tell(message.reply, ACK)
+        await self.jet.connection.tell(message.reply, ACK)
 
     async def _look(self) -> None:
         """Refresh the floor and the fences, when they are old."""

@@ -12,7 +12,7 @@ import msgpack
 
 from bus.errors import UnknownSchema, WireError
 from bus.wire.compiled import Compiled, nested, pair
-from bus.wire.forms import ANY, FLOAT, INT, MAP, MOST_LEVELS, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional, shallow
+from bus.wire.fields import ANY, FLOAT, INT, MAP, MOST_LEVELS, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional, shallow
 from bus.wire.invariants import check_sample
 from bus.wire.messages import (
     SCHEMA,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgpack
 import msgspec
 
-from bus.wire.forms import Form
+from bus.wire.fields import Form
 
 _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 

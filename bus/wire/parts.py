@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bus.errors import WireError
 from bus.wire.codec import Table, unpack
-from bus.wire.forms import INT, TEXT, many
+from bus.wire.fields import INT, TEXT, many
 
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from bus.errors import WireError
 from bus.wire import subjects
-from bus.wire.forms import MAP, Form, keyed
+from bus.wire.fields import MAP, Form, keyed
 from bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
 
 MAX_ROW_BYTES = 1 << 20

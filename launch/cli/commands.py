@@ -16,7 +16,7 @@ from launch.settings.extras import require
 from launch.settings.loader import Loaded, changes, load, render
 
 if TYPE_CHECKING:
-    from bus.streams.connection import Bus
+    from bus.streams.bus import Bus
 
 ROUTER_DRAIN_S = 30.0
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.dead import DROP, REQUEUE
 from bus.wire.messages import Dead, Requeue, Word
 from launch.samples.block import plain

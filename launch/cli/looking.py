@@ -22,7 +22,7 @@ from bus.client import discovery
 from bus.client.jetstream import StreamState
 from bus.errors import BusError, NotFound
 from bus.liveness.live import processes
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.cursors import Cursors
 from bus.wire import subjects
 from bus.wire.messages import Done, Kind, LiveRow, Plan, Settle

@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from bus.errors import BusError
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.streams.cursors import WAIT, Cursors
 
 CONNECT_S = 3.0

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bus.liveness.keys import api_keys
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.errors import WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.codec import check_sample
 from bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
 from learner.data.groups import mismatch

@@ -20,7 +20,7 @@ from bus.client.waiter import Waiter
 from bus.errors import BusError
 from bus.liveness.live import Heartbeat, LiveView, processes
 from bus.server.auth import CREDENTIALS_VARIABLE
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.run import wanted
 from launch.run.supervisor import Supervisor

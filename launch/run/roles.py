@@ -23,7 +23,7 @@ from launch.settings.loader import SettingsError
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
     from bus.liveness.live import Heartbeat
-    from bus.streams.connection import Bus
+    from bus.streams.bus import Bus
     from launch.settings.loader import Setting
     from learner.feed.feed_keys import FeedKeys
 
@@ -53,7 +53,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     """Run the embedded nats-server, or three: one that ends is started again at once, on the same port; all are stopped when drained."""
     from bus.liveness.live import Heartbeat
     from bus.server.cluster import EmbeddedBus
-    from bus.streams.connection import connect
+    from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
 
     servers = EmbeddedBus(config.root / "bus", config.run, config.bus, auth_dir(config))
@@ -102,10 +102,10 @@ class Own:
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
     from bus.client.address import parse
-    from bus.client.link import linked
+    from bus.client.connection import open_connection
 
     async def reached() -> None:
-        async with linked(bus_url, name, wait_s):
+        async with open_connection(bus_url, name, wait_s):
             pass
 
     log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
@@ -288,7 +288,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     """
     from bus.liveness.keys import make_keys
     from bus.liveness.live import Heartbeat
-    from bus.streams.connection import connect
+    from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
     from launch.settings.loader import to_map

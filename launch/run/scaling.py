@@ -6,7 +6,7 @@ from rich.console import Console
 
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from launch.run import wanted
 from launch.run.host import ROLE
 from launch.run.wanted import ROLES, Place

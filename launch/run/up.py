@@ -25,7 +25,7 @@ from rich.console import Console
 from bus import exit_codes
 from bus.errors import BusError, ServerFailed
 from bus.server.embedded import end_reader
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import VersionRow

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bus.client.rows import Row, Value
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.subjects import token
 
 ROLES = ("engine", "actor")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from bus.errors import StreamTrimmed, WireError
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.cursors import LEAVE, Place, Reader
 from bus.streams.history import History, Stored
 from launch.samples.recording import Origin, Recorder, mend

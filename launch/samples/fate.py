@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.errors import WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.history import History
 from bus.wire import subjects
 from bus.wire.codec import check_sample

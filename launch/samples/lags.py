@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from bus.client.jetstream import unix_time
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import subjects
 from launch.samples.filters import Headline
 

@@ -10,7 +10,7 @@ from typing import IO, Protocol
 
 from bus.client.layout import create_archive
 from bus.errors import BusError, WireError
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.history import Stored
 from bus.streams.samples import PARTS_HEADER
 from bus.wire import subjects

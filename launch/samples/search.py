@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from bus.errors import NotFound, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.history import History, Stored
 from bus.streams.samples import Glimpse
 from bus.wire.codec import decode_sample

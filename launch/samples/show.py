@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.errors import NotFound, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Sample
 from launch.samples.block import facts, plain
 from launch.samples.fate import Fate, fate_of

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind
 from launch.samples.filters import Headline

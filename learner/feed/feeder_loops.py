@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.client.waiter import Waiter
 from bus.errors import BusError, Fenced
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.dead import REQUEUE
 from bus.system.coroutines import first_of
 from bus.wire import subjects

@@ -28,7 +28,7 @@ from bus.config import BusConfig
 from bus.liveness.live import LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Sampling, Span
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig

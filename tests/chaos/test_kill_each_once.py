@@ -27,7 +27,7 @@ async def _steps_taken_again_are_the_same_bits(tmp_path: Path, run: Up) -> None:
     """Check that steps re-executed from the recorded plans by the restarted learner ended in bit-identical weights."""
     from bus.config import BusConfig
     from bus.server.embedded import EmbeddedServer
-    from bus.streams.connection import connect
+    from bus.streams.bus import connect
 
     server = EmbeddedServer(run.directory / "bus", BusConfig())
     url = await asyncio.to_thread(server.start)

@@ -16,7 +16,7 @@ from bus.config import BusConfig
 from bus.liveness.live import LiveView
 from bus.server.embedded import find_binary
 from bus.server.ports import KeptPort
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.system.processes import die_with_parent
 from bus.wire import subjects
 from bus.wire.messages import Done, LiveRow

@@ -12,7 +12,7 @@ import pytest
 
 from bus import exit_codes
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 

@@ -16,7 +16,7 @@ from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
 from bus.liveness.live import Heartbeat
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Kind, Sampling, Status
 from rewards.port import RewardRequest
 from tests.actor_kit import (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from launch.samples.recording import Recording, mend
 from tests.bus_fixtures import BusOpener

@@ -23,7 +23,7 @@ from bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, ma
 from bus.liveness.live import Heartbeat, LiveView
 from bus.server.auth import credentials_file, make_users, read_credentials
 from bus.server.cluster import EmbeddedBus
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire import subjects
 from bus.wire.messages import Done, LiveRow, Word
 from launch.run import wanted

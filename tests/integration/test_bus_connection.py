@@ -11,7 +11,7 @@ from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from tests.bus_fixtures import BusOpener
 
 
@@ -138,21 +138,21 @@ async def test_a_connection_that_falls_twice_in_a_moment_is_told_to_everybody(op
     """The connection breaks, and is closed an iteration or two later, while the interrupted request is ending."""
     for turns in range(6):
         async with open_bus() as bus:
-            link, heard, asked = bus.jet.link, list[int](), asyncio.Event()
+            connection, heard, asked = bus.jet.connection, list[int](), asyncio.Event()
 
             async def no_answer(message: object, asked: asyncio.Event = asked) -> None:
                 asked.set()
 
-            await link.nc.subscribe(f"{bus.run}.asked", cb=no_answer)
-            request = asyncio.create_task(link.request(f"{bus.run}.asked", b"", 60))
+            await connection.nc.subscribe(f"{bus.run}.asked", cb=no_answer)
+            request = asyncio.create_task(connection.request(f"{bus.run}.asked", b"", 60))
             async with asyncio.timeout(10):
                 await asked.wait()
-            forget = link.on_lost(lambda heard=heard: heard.append(1))
-            await link._on_disconnected()
+            forget = connection.on_lost(lambda heard=heard: heard.append(1))
+            await connection._on_disconnected()
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await link._on_closed()
+            await connection._on_closed()
             forget()
             with pytest.raises(BusUnavailable):
                 await request
-            assert (len(heard), link._turn.is_set()) == (2, True), turns
+            assert (len(heard), connection._turn.is_set()) == (2, True), turns

@@ -3,7 +3,7 @@
 import pytest
 
 from bus.errors import NotFound, StreamTrimmed
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.cursors import LEAVE, WAIT, Cursors, CursorTaken, Reader
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task

@@ -8,7 +8,7 @@ import pytest
 from bus.errors import Fenced, WireError
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_record
 from bus.wire.messages import Done, Fence, PlanRecord
 from tests.bus_fixtures import BusOpener

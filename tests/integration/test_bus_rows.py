@@ -10,7 +10,7 @@ from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from bus.liveness.epoch import raise_epoch
 from bus.liveness.live import Heartbeat, LiveView, processes
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until

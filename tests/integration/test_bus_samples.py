@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from bus.config import BusConfig
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.samples import Received, headers_of, told_by
 from bus.wire import parts, subjects
 from bus.wire.codec import encode_sample
@@ -187,8 +187,8 @@ async def test_a_hole_opened_before_a_slow_reader_is_an_error(open_bus: BusOpene
         await publish(bus, *range(1, 6))
         stream = bus.samples.read(None)
         await take(stream, 5)
-        bus.jet.link._fall()  # as if the connection had broken: the reader opens again
-        bus.jet.link._rise()
+        bus.jet.connection._fall()  # as if the connection had broken: the reader opens again
+        bus.jet.connection._rise()
         await publish(bus, *range(6, 10))
         await bus.samples.trim(9)
         with pytest.raises(StreamTrimmed, match="message 6 is needed"):

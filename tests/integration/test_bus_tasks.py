@@ -8,7 +8,7 @@ import pytest
 from bus.errors import NotFound, WireError
 from bus.server.embedded import EmbeddedServer
 from bus.streams import tasks as bus_tasks
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.tasks import Lease
 from bus.wire.codec import encode_dead, encode_task
 from bus.wire.messages import Dead, Kind, Word
@@ -46,7 +46,7 @@ async def test_acks_are_heard_and_the_floor_stops_at_a_task_that_is_held(open_bu
         first, second = await issue(bus, 2)
         held, over = await lease(bus), await lease(bus)
         await held.renew()
-        await bus.jet.link.send("$JS.ACK." + bus.jet.run.join(("TM_", "_TASKS")) + ".rollout.x.y.z.0.0", b"+ACK")
+        await bus.jet.connection.send("$JS.ACK." + bus.jet.run.join(("TM_", "_TASKS")) + ".rollout.x.y.z.0.0", b"+ACK")
         assert await over.settle()
         assert (await heard.get(), await bus.tasks.acked_to()) == (second, 0)
         await held.hand_back()

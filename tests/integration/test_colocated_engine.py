@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.liveness.keys import make_keys
 from bus.liveness.live import Heartbeat
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Capabilities, LiveRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener

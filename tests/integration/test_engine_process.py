@@ -14,10 +14,10 @@ from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.liveness.keys import make_keys
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Sampling
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener

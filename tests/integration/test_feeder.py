@@ -17,7 +17,7 @@ from bus.config import BusConfig
 from bus.errors import Fenced, StreamReplaced
 from bus.liveness.epoch import raise_epoch
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, Done, Plan, Requeue, Sample, Settle, Task, Word
 from bus.wire.subjects import BUCKETS, bucket_stream, stream

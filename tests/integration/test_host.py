@@ -14,7 +14,7 @@ import pytest
 
 from bus.liveness.live import LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.run import wanted
 from tests.bus_fixtures import BusOpener

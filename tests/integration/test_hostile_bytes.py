@@ -14,7 +14,7 @@ from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
 from bus.liveness.live import Heartbeat, LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.streams.cursors import Cursors
 from bus.streams.history import History
 from bus.wire.messages import LiveRow

@@ -11,7 +11,7 @@ from actors.engines.engine_client import HttpEngine
 from bus.config import BusConfig
 from bus.liveness.live import Heartbeat
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_task
 from bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from rewards.exact import exact

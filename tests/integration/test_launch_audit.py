@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from nats.aio.msg import Msg
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import parts
 from bus.wire.messages import Plan, Sample, Settle, Status, Task
 from launch.cli.looking import read_status

@@ -19,7 +19,7 @@ from bus.server import readonly
 from bus.server.auth import ACCOUNT, credentials_file, read_credentials
 from bus.server.cluster import EmbeddedBus
 from bus.server.embedded import in_use
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from launch.run import ended
 from launch.run.access import AUTH_DIR
 from launch.run.up import directory_of_one

@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from launch.cli.looking import find_run, print_status, read_status
 from launch.run.roles import BUS_URL_FILE

@@ -21,7 +21,7 @@ from bus.client import discovery
 from bus.config import BusConfig
 from bus.errors import ConfigMismatch
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.history import History
 from bus.wire import subjects
 from bus.wire.codec import encode_sample

@@ -16,7 +16,7 @@ from rich.console import Console
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from launch.run.up import Up
 from launch.settings.loader import load
 from tests import data_kit

@@ -12,7 +12,7 @@ import torch
 from bus.config import BusConfig
 from bus.liveness.live import Heartbeat
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from launch.cli.weights import show_weights
 from tests.engine_serving import serving

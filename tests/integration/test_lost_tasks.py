@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.tasks import Lease
 from bus.wire.messages import Dead, Settle, Task
 from learner.data.datasource import DataSource

@@ -19,7 +19,7 @@ from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
 from bus.liveness.live import Heartbeat, LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.engine_push import joined
 from tests.engine_serving import serving

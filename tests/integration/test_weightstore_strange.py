@@ -13,7 +13,7 @@ from aiohttp import web
 
 from bus.config import BusConfig
 from bus.errors import Fenced
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions

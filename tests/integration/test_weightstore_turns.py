@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, cast
 
 from bus.client.rows import Rows
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.bus_fixtures import BusOpener
 from weightstore.push.turns import AcceleratorLease
 

@@ -13,7 +13,7 @@ import torch
 from bus.client.reach import HERE
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.engine_serving import Served, serving
 from tests.integration import test_weightstore_publisher

@@ -39,7 +39,7 @@ def test_no_subject_and_no_client_of_the_bus_is_spelled_elsewhere() -> None:
     assert len(texts) > 100
     assert [str(path) for path, text in texts.items() if re.search(r"""["']tm\.""", text)] == []
     outside = {path: text for path, text in texts.items() if not path.is_relative_to(ROOT / "bus")}
-    assert [str(path) for path, text in outside.items() if re.search(r"\.(nc|js)\b|\.jet\.link\b", text)] == []
+    assert [str(path) for path, text in outside.items() if re.search(r"\.(nc|js)\b|\.jet\.connection\b", text)] == []
 
 
 def test_the_subjects_of_a_sample_fit_each_other() -> None:
@@ -168,7 +168,7 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
         ("bus.config", ("nats", "torch", "numpy", "msgpack")),
         ("bus.errors", ("nats", "torch", "numpy", "msgpack")),
         ("bus.wire.codec", ("nats", "torch")),
-        ("bus.streams.connection", ("torch",)),
+        ("bus.streams.bus", ("torch",)),
         ("bus.liveness.live", ("torch",)),
         ("bus.server.embedded", ("nats", "torch")),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.samples import headers_of
 from bus.streams.tasks import Lease
 from bus.wire.messages import Sample, Task

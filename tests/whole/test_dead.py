@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Dead, Plan, Requeue
 from tests.chaos.storm import drained_and_judged
 from tests.whole.running import ROOT, up

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.chaos.storm import drained_and_judged
 from tests.whole.running import ROOT, assert_books_balance, live, until_step, up
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bus.errors import BusError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import VersionRow
 from weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
 from weightstore.errors import CatchUpTimeout

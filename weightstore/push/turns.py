@@ -13,7 +13,7 @@ import time
 from bus.client.rows import Value
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 
 _log = logging.getLogger(__name__)
 

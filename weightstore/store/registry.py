@@ -19,7 +19,7 @@ from typing import Any
 
 from bus.client.rows import Value
 from bus.errors import Fenced, NotFound, RowConflict, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import VersionRow
 from bus.wire.subjects import natural
 

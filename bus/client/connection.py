@@ -56,7 +56,7 @@ class _Client(Client):
             return None
 
 
-class Link:
+class Connection:
     """One connection, which reconnects for ever."""
 
     def __init__(self) -> None:
@@ -330,11 +330,11 @@ def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
 
 
 @asynccontextmanager
-async def linked(url: str, name: str, wait_s: float) -> AsyncIterator[Link]:
-    """Connect a link, and close it at the end of the block."""
-    link = Link()
+async def open_connection(url: str, name: str, wait_s: float) -> AsyncIterator[Connection]:
+    """Open a connection, and close it at the end of the block."""
+    connection = Connection()
     try:
-        await link.open(url, name, wait_s)
-        yield link
+        await connection.open(url, name, wait_s)
+        yield connection
     finally:
-        await link.close()
+        await connection.close()

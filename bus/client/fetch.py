@@ -12,9 +12,9 @@ import time
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from bus.client.connection import FOREIGN
 from bus.client.jetstream import JetStream
-from bus.client.link import FOREIGN
-from bus.client.patience import RETRY_S, before_retry
+from bus.client.retries import RETRY_S, before_retry
 from bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
@@ -49,15 +49,15 @@ class _Slot:
         self._sub: Subscription | None = None
         self._asked_until_s = 0.0
         self._answer: asyncio.Future[Msg | None] | None = None
-        jet.link.on_lost(self._lost)
+        jet.connection.on_lost(self._lost)
 
     async def take(self, deadline: float) -> Msg | None:
         while (left := deadline - time.monotonic()) > 0:
             try:
-                await self._jet.link.wait_up(left)
+                await self._jet.connection.wait_up(left)
                 message = await self._ask(left)
             except BusUnavailable as error:
-                await before_retry(self._jet.link, error, pause_s=min(RETRY_S, left))
+                await before_retry(self._jet.connection, error, pause_s=min(RETRY_S, left))
                 continue
             if message is not None:
                 return message
@@ -77,7 +77,7 @@ class _Slot:
             message = await answer
         except BaseException:
             if answer.done() and not answer.cancelled() and (late := answer.result()) is not None:
-                await self._jet.link.tell(late.reply, NAK)
+                await self._jet.connection.tell(late.reply, NAK)
             raise
         finally:
             self._answer = None
@@ -88,13 +88,13 @@ class _Slot:
     async def _send(self, expires_s: float) -> None:
         if self._sub is None:
             try:
-                inbox = self._jet.link.nc.new_inbox()
-                self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._arrived)
+                inbox = self._jet.connection.nc.new_inbox()
+                self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._arrived)
             except FOREIGN as error:
-                raise self._jet.link.unavailable(self._subject, error) from None
+                raise self._jet.connection.unavailable(self._subject, error) from None
         self._asked_until_s = time.monotonic() + expires_s + _GRACE_S
         request = {"batch": 1, "expires": int(expires_s * _NS)}
-        await self._jet.link.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
+        await self._jet.connection.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
 
     async def _arrived(self, message: Msg) -> None:
         """Handle a message, or a status that ends the request (expired, limits, consumer gone)."""
@@ -103,7 +103,7 @@ class _Slot:
             return
         self._asked_until_s = 0.0
         if not self._resolve(None if is_status else message) and not is_status:
-            await self._jet.link.tell(message.reply, NAK)
+            await self._jet.connection.tell(message.reply, NAK)
 
     def _resolve(self, message: Msg | None) -> bool:
         if self._answer is None or self._answer.done():
