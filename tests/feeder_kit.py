@@ -92,7 +92,7 @@ class World:
                 async with lease.kept():
                     for index in range(lease.task.group_size):
                         await bus.samples.publish(make(lease.task, index))
-                await lease.settle()
+                await lease.ack()
 
     def _respond(self, task: Task, index: int) -> Sample:
         return sample(task, index, ((task.min_version, 2 + (task.id + index) % 4),))

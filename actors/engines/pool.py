@@ -92,7 +92,7 @@ class LiveLookout:
         ]
 
     def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        return self._view.noticing("engine", wake)
+        return self._view.on_change("engine", wake)
 
     async def close(self) -> None:
         pass

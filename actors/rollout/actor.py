@@ -159,7 +159,7 @@ class Actor:
                 logger.info("task handed back task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0])
                 await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
             else:
-                await lease.settle()
+                await lease.ack()
                 self._activity.counters.tasks_done += 1
         except asyncio.CancelledError:
             await self._hand_back(lease, GOODBYE_DELAY_S)
@@ -270,7 +270,7 @@ class Actor:
         self._activity.counters.tasks_handed_back += 1
         with suppress(BusError, TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
-                await lease.hand_back(delay_s)
+                await lease.nak(delay_s)
 
     def _hold(self, num_samples: int) -> None:
         self._held += num_samples

@@ -16,7 +16,7 @@ from actors.rollout.actor import Actor
 from actors.rollout.generation import SingleTurn
 from bus.config import BusConfig
 from bus.liveness.keys import api_keys
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.streams.bus import Bus
 from bus.wire.subjects import refused
 from rewards.registry import load
@@ -64,7 +64,7 @@ async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event,
     generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     score = load(config.reward, config.reward_options)
     actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
-    async with Heartbeat(bus, first_row("actor", id)) as heartbeat:
+    async with HeartbeatPublisher(bus, first_row("actor", id)) as heartbeat:
         async with asyncio.TaskGroup() as beside:
             looking = beside.create_task(engines.run(), name="engines")
             telling = beside.create_task(_tell(heartbeat, actor, activity), name="live row")
@@ -85,7 +85,7 @@ async def _heed_refusal(bus: Bus, id: str) -> None:
             raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
 
 
-async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:
+async def _tell(heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity) -> None:
     """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()

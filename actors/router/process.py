@@ -11,7 +11,7 @@ from actors.router.server import Router
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.liveness.keys import admin_keys
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             if bus is None:
                 return
             view, keys = LiveView(bus), admin_keys(bus)
-            heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("router", id or default_id())))
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("router", id or default_id())))
             route = await asyncio.to_thread(route_to, bus_url)
             at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
             config = replace(config, host=at.bind, advertise=at.advertised)
@@ -44,7 +44,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             await router.close(drain_s)
 
 
-async def _tell(router: Router, heartbeat: Heartbeat | None) -> None:
+async def _tell(router: Router, heartbeat: HeartbeatPublisher | None) -> None:
     while True:
         if heartbeat is not None:
             seen = router.engines.overview()

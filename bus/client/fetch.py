@@ -19,13 +19,13 @@ from bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
 
-_ASK_S = 2.0
+_REQUEST_S = 2.0
 """Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
 _GRACE_S = 0.5
 _NS = 1_000_000_000
 
 
-class Slots:
+class FetchSlots:
     """The slots of one consumer."""
 
     def __init__(self, jet: JetStream, stream: str, consumer: str) -> None:
@@ -47,7 +47,7 @@ class _Slot:
     def __init__(self, jet: JetStream, subject: str) -> None:
         self._jet, self._subject = jet, subject
         self._sub: Subscription | None = None
-        self._asked_until_s = 0.0
+        self._requested_until_s = 0.0
         self._answer: asyncio.Future[Msg | None] | None = None
         jet.connection.on_lost(self._lost)
 
@@ -55,7 +55,7 @@ class _Slot:
         while (left := deadline - time.monotonic()) > 0:
             try:
                 await self._jet.connection.wait_up(left)
-                message = await self._ask(left)
+                message = await self._request(left)
             except BusUnavailable as error:
                 await before_retry(self._jet.connection, error, pause_s=min(RETRY_S, left))
                 continue
@@ -63,7 +63,7 @@ class _Slot:
                 return message
         return None
 
-    async def _ask(self, left: float) -> Msg | None:
+    async def _request(self, left: float) -> Msg | None:
         """Wait for the answer to one request, or to the one that an earlier caller left."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Msg | None] = loop.create_future()
@@ -71,13 +71,13 @@ class _Slot:
         now = time.monotonic()
         timer = None
         try:
-            if now >= self._asked_until_s:
-                await self._send(min(left, _ASK_S))
-            timer = loop.call_later(max(0.0, self._asked_until_s - now), self._resolve, None)
+            if now >= self._requested_until_s:
+                await self._send(min(left, _REQUEST_S))
+            timer = loop.call_later(max(0.0, self._requested_until_s - now), self._resolve, None)
             message = await answer
         except BaseException:
             if answer.done() and not answer.cancelled() and (late := answer.result()) is not None:
-                await self._jet.connection.tell(late.reply, NAK)
+                await self._jet.connection.try_send(late.reply, NAK)
             raise
         finally:
             self._answer = None
@@ -89,21 +89,21 @@ class _Slot:
         if self._sub is None:
             try:
                 inbox = self._jet.connection.nc.new_inbox()
-                self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._arrived)
+                self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message)
             except FOREIGN as error:
                 raise self._jet.connection.unavailable(self._subject, error) from None
-        self._asked_until_s = time.monotonic() + expires_s + _GRACE_S
+        self._requested_until_s = time.monotonic() + expires_s + _GRACE_S
         request = {"batch": 1, "expires": int(expires_s * _NS)}
         await self._jet.connection.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
 
-    async def _arrived(self, message: Msg) -> None:
+    async def _on_message(self, message: Msg) -> None:
         """Handle a message, or a status that ends the request (expired, limits, consumer gone)."""
         is_status = not message.reply.startswith("$JS.ACK.")
         if is_status and (message.headers or {}).get("Status") == "100":
             return
-        self._asked_until_s = 0.0
+        self._requested_until_s = 0.0
         if not self._resolve(None if is_status else message) and not is_status:
-            await self._jet.connection.tell(message.reply, NAK)
+            await self._jet.connection.try_send(message.reply, NAK)
 
     def _resolve(self, message: Msg | None) -> bool:
         if self._answer is None or self._answer.done():
@@ -112,5 +112,5 @@ class _Slot:
         return True
 
     def _lost(self) -> None:
-        self._asked_until_s = 0.0
+        self._requested_until_s = 0.0
         self._resolve(None)

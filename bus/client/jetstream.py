@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _ANSWER_S = 2.0
-PATIENCE_S = 15.0
+RETRY_FOR_S = 15.0
 """Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 _STARTING = (10008, 10074)
@@ -60,13 +60,13 @@ class JetStream:
         self.outbox = Outbox(connection)
         self.refusals = Refusals()
 
-    async def call(self, verb: str, request: dict[str, Any] | None = None, *, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    async def call(self, verb: str, request: dict[str, Any] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> dict[str, Any]:
         """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may be repeated.
 
-        Raises NotFound, Refused, and BusUnavailable after ``patience_s``.
+        Raises NotFound, Refused, and BusUnavailable after ``retry_for_s``.
         """
         payload = json.dumps(request).encode() if request else b""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + retry_for_s
 
         async def ask() -> dict[str, Any]:
             await self.connection.wait_up(deadline - time.monotonic(), verb)

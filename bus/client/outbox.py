@@ -26,7 +26,7 @@ _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
 
 
-class Stored(NamedTuple):
+class PublishAck(NamedTuple):
     seq: int
     duplicate: bool
     """True when the server knew the message id; ``seq`` is then the sequence of the first copy."""
@@ -50,7 +50,7 @@ class Outbox:
         connection.on_lost(self._lost)
         connection.on_forbidden(self._forbidden)
 
-    async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
+    async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> PublishAck:
         """Send once. Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same."""
         self._connection.check_allowed(subject)
         if not self._inbox:
@@ -75,7 +75,7 @@ class Outbox:
 
     async def store(
         self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
-    ) -> Stored:
+    ) -> PublishAck:
         """Send until it is stored, for ever, under the same message id. Cancellable.
 
         ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
@@ -164,7 +164,7 @@ class _Error(msgspec.Struct):
     description: str = ""
 
 
-class _Answer(msgspec.Struct):
+class _Reply(msgspec.Struct):
     """JetStream's answer to a publish."""
 
     seq: int = 0
@@ -172,7 +172,7 @@ class _Answer(msgspec.Struct):
     error: _Error | None = None
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
+_REPLY = msgspec.json.Decoder(_Reply)
 
 
 def answered(where: str, data: bytes) -> dict[str, Any]:
@@ -184,13 +184,13 @@ def answered(where: str, data: bytes) -> dict[str, Any]:
     raise BusUnavailable(where, f"an answer of {len(data)} bytes that cannot be read")
 
 
-def _read(subject: str, answer: Msg | None) -> Stored:
+def _read(subject: str, answer: Msg | None) -> PublishAck:
     if answer is None:
         raise BusUnavailable(subject, "no answer: stored or not is unknown")
     if not answer.data:
         raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
     try:
-        stored = _ANSWER.decode(answer.data)
+        stored = _REPLY.decode(answer.data)
     except (msgspec.DecodeError, RecursionError):
         raise BusUnavailable(subject, f"an answer of {len(answer.data)} bytes that cannot be read") from None
     if stored.error is not None:
@@ -202,4 +202,4 @@ def _read(subject: str, answer: Msg | None) -> Stored:
         raise Refused(subject, code, reason)
     if stored.seq < 1:
         raise BusUnavailable(subject, "an answer that names no sequence")
-    return Stored(stored.seq, stored.duplicate)
+    return PublishAck(stored.seq, stored.duplicate)

@@ -183,7 +183,7 @@ class SampleStream:
         return seqs
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
-        waits = _Waits(self.stats)
+        waits = _FullWait(self.stats)
         try:
             stored = await self._jet.outbox.store(subject, data, headers, on_retry=waits.retry)
         finally:
@@ -214,7 +214,7 @@ class SampleStream:
         return min(oldest, *seqs)
 
 
-class _Waits:
+class _FullWait:
     """The share of one publish in ``waiting_full``."""
 
     def __init__(self, stats: PublishStats) -> None:
@@ -350,16 +350,16 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 def headers_of(sample: Sample) -> dict[str, str]:
     """Return the headers of a sample. The summary for readers without the payload is one header, because each header costs CPU."""
     versions = [span.version for span in sample.spans]
-    told = (
+    fields = (
         f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
         f"status={sample.status} tokens={sample.response_length}"
     )
     if _HEADER_VALUE.fullmatch(sample.engine):
-        told = f"{told} engine={sample.engine}"
-    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: told}
+        fields = f"{fields} engine={sample.engine}"
+    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: fields}
 
 
-def told_by(headers: Mapping[str, str]) -> dict[str, str]:
+def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ..."""
     task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
     words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)

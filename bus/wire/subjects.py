@@ -190,7 +190,7 @@ def dead_report(run: str, task: int | str) -> str:
     return f"tm.{run}.dead.report.{task}"
 
 
-def dead_word(run: str, task: int | str) -> str:
+def dead_decision(run: str, task: int | str) -> str:
     return f"tm.{run}.dead.word.{task}"
 
 

@@ -12,7 +12,7 @@ from bus.errors import BusError
 from bus.liveness.live import LiveView
 from bus.streams.bus import Bus, connect
 from bus.streams.dead import DROP, REQUEUE
-from bus.wire.messages import Dead, Requeue, Word
+from bus.wire.messages import Dead, DeadLetterDecision, Requeue
 from launch.samples.block import plain
 from launch.samples.search import to_json
 
@@ -73,12 +73,12 @@ def _check(letters: dict[int, Dead], task: int, word: str) -> None:
         raise ValueError(f"task {task} cannot be requeued: it could not be read, so its prompt is not known")
 
 
-async def _say(bus: Bus, console: Console, words: dict[int, Word], task: int, word: str) -> bool:
+async def _say(bus: Bus, console: Console, words: dict[int, DeadLetterDecision], task: int, word: str) -> bool:
     by = f"{os.environ.get('USER', 'somebody')} on {socket.gethostname()}"
-    if task not in words and await bus.dead.say(Word(task=task, word=word, by=by)):
+    if task not in words and await bus.dead.decide(DeadLetterDecision(task=task, word=word, by=by)):
         console.print(f"task {task}: {word}")
         return True
-    before = words.get(task) or (await bus.dead.words())[task]
+    before = words.get(task) or (await bus.dead.decisions())[task]
     console.print(
         f"task {task}: {plain(before.word)} was said before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
     )
@@ -104,8 +104,8 @@ async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
     return 1
 
 
-async def _read(bus: Bus) -> tuple[dict[int, Dead], dict[int, Word]]:
-    return {dead.task: dead async for _, dead in bus.dead.scan()}, await bus.dead.words()
+async def _read(bus: Bus) -> tuple[dict[int, Dead], dict[int, DeadLetterDecision]]:
+    return {dead.task: dead async for _, dead in bus.dead.scan()}, await bus.dead.decisions()
 
 
 def _as_map(dead: Dead, word: str) -> dict[str, Any]:

@@ -123,7 +123,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
     """Return all values of ``status`` as plain maps, lists and numbers."""
     rows = await processes(bus, look_s=1.5)
     state, backlog = await bus.samples.info(), await bus.tasks.backlog()
-    head, _ = await bus.rows("weights").standing("head")
+    head, _ = await bus.rows("weights").read("head")
     plans = await _read_plans(bus)
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})

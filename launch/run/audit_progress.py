@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 
@@ -32,5 +32,5 @@ async def shown(
             said_s = now
             say(f"auditing: {text}")
 
-    async with Heartbeat(bus, row) as heartbeat:
+    async with HeartbeatPublisher(bus, row) as heartbeat:
         yield note

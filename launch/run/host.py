@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bus.client.waiter import Waiter
 from bus.errors import BusError
-from bus.liveness.live import Heartbeat, LiveView, processes
+from bus.liveness.live import HeartbeatPublisher, LiveView, processes
 from bus.server.auth import CREDENTIALS_VARIABLE
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
@@ -74,7 +74,7 @@ class Host:
         """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False and the caller does it."""
         waiter, trusted_from = Waiter(), 0.0
         row = LiveRow(role=ROLE, id=self._place.name, host=socket.gethostname(), pid=os.getpid(), phase="working", pool=self._place.pool)
-        async with Heartbeat(self._bus, row) as heartbeat, self._woken(waiter.wake, draining):
+        async with HeartbeatPublisher(self._bus, row) as heartbeat, self._woken(waiter.wake, draining):
             while not draining.is_set():
                 try:
                     rows, hosts = await wanted.read(self._bus), await self._hosts()
@@ -97,7 +97,7 @@ class Host:
         rows, told = self._bus.rows("wanted"), asyncio.create_task(draining.wait(), name="draining")
         told.add_done_callback(lambda _: wake())
         try:
-            async with rows.noticing("*", wake), rows.noticing("*.*", wake):
+            async with rows.on_change("*", wake), rows.on_change("*.*", wake):
                 yield
         finally:
             told.cancel()
@@ -150,7 +150,7 @@ class Host:
         """Wait for the processes that are draining."""
         await asyncio.gather(*self._draining.values(), return_exceptions=True)
 
-    def _tell(self, heartbeat: Heartbeat) -> None:
+    def _tell(self, heartbeat: HeartbeatPublisher) -> None:
         running, given_up = self._supervisor.running, self._supervisor.given_up
         load = {f"{role}s_wanted": float(self.counts.get(role, 0)) for role in ROLES}
         load |= {f"{role}s": float(sum(name in running for name in self._supervisor.names(role))) for role in ROLES}
@@ -190,7 +190,7 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
 
 async def refuse_another(bus: Bus, name: str) -> None:
     """Raise HostThere if a host of this name is alive elsewhere. Takes two seconds if there is a live row of this name."""
-    if (await bus.rows("live").standing(f"{ROLE}.{wanted.token(name)}"))[0] is None:
+    if (await bus.rows("live").read(f"{ROLE}.{wanted.token(name)}"))[0] is None:
         return
     for row, age in await processes(bus):
         if row.role == ROLE and row.id == name and age == 0:

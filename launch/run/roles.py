@@ -22,7 +22,7 @@ from launch.settings.loader import SettingsError
 
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
-    from bus.liveness.live import Heartbeat
+    from bus.liveness.live import HeartbeatPublisher
     from bus.streams.bus import Bus
     from launch.settings.loader import Setting
     from learner.feed.feed_keys import FeedKeys
@@ -51,7 +51,7 @@ def run_prepare(config: RunConfig) -> int:
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     """Run the embedded nats-server, or three: one that ends is started again at once, on the same port; all are stopped when drained."""
-    from bus.liveness.live import Heartbeat
+    from bus.liveness.live import HeartbeatPublisher
     from bus.server.cluster import EmbeddedBus
     from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
@@ -65,7 +65,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
             id = config.bus.server_name or "bus"
             row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
-            async with Heartbeat(bus, row) as heartbeat:
+            async with HeartbeatPublisher(bus, row) as heartbeat:
 
                 async def keep_up() -> None:
                     while True:
@@ -287,7 +287,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     The live row names the engines that take no pushes; progress is in the feeder's row.
     """
     from bus.liveness.keys import make_keys
-    from bus.liveness.live import Heartbeat
+    from bus.liveness.live import HeartbeatPublisher
     from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
@@ -300,7 +300,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         await bus.rows("run").put("config", to_map(config))
         write_keys(auth_dir(config), await make_keys(bus))
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
-        async with Heartbeat(bus, row) as heartbeat:
+        async with HeartbeatPublisher(bus, row) as heartbeat:
             telling = asyncio.create_task(tell_evicted(bus, heartbeat), name="evicted engines")
             try:
                 await run_learner(
@@ -311,7 +311,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
                 await asyncio.gather(telling, return_exceptions=True)
 
 
-async def tell_evicted(bus: "Bus", heartbeat: "Heartbeat") -> None:
+async def tell_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
     """Background loop: write into the learner's live row the engines that it does not push to, and why."""
     from weightstore.store.registry import EVICTED, VersionRegistry
 

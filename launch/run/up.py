@@ -305,7 +305,7 @@ class Up:
     async def _want(self, bus: Bus) -> None:
         """Set the wanted numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
-        there, _ = await bus.rows("wanted").standing(wanted.ALL) if self._resume else (None, 0)
+        there, _ = await bus.rows("wanted").read(wanted.ALL) if self._resume else (None, 0)
         if there is None:
             await wanted.change(bus, wanted.ALL, counts)
         elif there != counts:

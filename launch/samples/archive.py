@@ -1,8 +1,8 @@
 """``tidemill archive``: writes every sample of a run to recordings, as a registered reader, for which trimming waits.
 
-    stream SAMPLES --read--> recording in DIR --fsync--> the reader's place moves --> the learner may trim
+    stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
 
-Killed at any moment, it resumes: samples behind the reader's place are read again, those that a recording has already are not written
+Killed at any moment, it resumes: samples behind the reader's position are read again, those that a recording has already are not written
 twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
 """
 
@@ -18,8 +18,8 @@ from typing import IO
 
 from bus.errors import StreamTrimmed, WireError
 from bus.streams.bus import Bus, connect
-from bus.streams.cursors import LEAVE, Place, Reader
-from bus.streams.history import History, Stored
+from bus.streams.cursors import LEAVE, Reader, ReaderRow
+from bus.streams.history import History, StoredSample
 from launch.samples.recording import Origin, Recorder, mend
 from launch.samples.wanted import positive
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 SUFFIX = ".tide"
 CONNECT_S = 60.0
 KEEP_EVERY_S = 1.0
-"""Longest time in seconds between reading a sample and its fsync, after which the reader's place advances."""
+"""Longest time in seconds between reading a sample and its fsync, after which the reader's position advances."""
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
@@ -42,16 +42,16 @@ async def archive(url: str, run: str, args: argparse.Namespace, draining: asynci
         shelf = Shelf(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
         reader: Reader | Unregistered
         if args.ended:
-            reader = Unregistered(name=args.name, place=Place(created=state.created, floor=state.first_seq - 1, policy=args.policy))
+            reader = Unregistered(name=args.name, row=ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy))
         else:
             reader = await Reader.open(bus, args.name, policy=args.policy)
-        if reader.place.floor > shelf.last_seq > 0:
-            log.warning("samples %d to %d were archived elsewhere: %s has none", shelf.last_seq + 1, reader.place.floor, args.out)
+        if reader.row.floor > shelf.last_seq > 0:
+            log.warning("samples %d to %d were archived elsewhere: %s has none", shelf.last_seq + 1, reader.row.floor, args.out)
         try:
             await _fill(bus, shelf, reader, draining, state.last_seq if args.until_end or args.ended else None)
         finally:
             shelf.close()
-        log.info("archived up to seq=%d samples=%d directory=%s", reader.place.floor, shelf.written, args.out)
+        log.info("archived up to seq=%d samples=%d directory=%s", reader.row.floor, shelf.written, args.out)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,18 +59,18 @@ class Unregistered:
     """Reader of a run that is over: no sample is trimmed meanwhile, and its bus is read-only."""
 
     name: str
-    place: Place
+    row: ReaderRow
 
     async def advance(self, floor: int) -> None:
-        self.place = replace(self.place, floor=max(floor, self.place.floor))
+        self.row = replace(self.row, floor=max(floor, self.row.floor))
 
 
 async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, draining: asyncio.Event, last: int | None) -> None:
     samples = _behind(bus, reader, shelf.last_seq)
     drained = asyncio.create_task(draining.wait(), name="draining")
-    upcoming: asyncio.Task[Stored] | None = None
+    upcoming: asyncio.Task[StoredSample] | None = None
     kept_s = time.monotonic()
-    seen = max(reader.place.floor, shelf.last_seq)
+    seen = max(reader.row.floor, shelf.last_seq)
     try:
         while not draining.is_set() and (last is None or seen < last):
             upcoming = upcoming or asyncio.ensure_future(anext(samples))
@@ -95,9 +95,9 @@ async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, drainin
         await samples.aclose()  # type: ignore[attr-defined]
 
 
-async def _behind(bus: Bus, reader: Reader | Unregistered, last_seq: int) -> AsyncIterator[Stored]:
-    """Yield the samples after the reader's place that no recording has; a gap is an error, or a warning under the policy ``leave``."""
-    history, expected = History(bus.jet), max(reader.place.floor, last_seq) + 1
+async def _behind(bus: Bus, reader: Reader | Unregistered, last_seq: int) -> AsyncIterator[StoredSample]:
+    """Yield the samples after the reader's position that no recording has; a gap is an error, or a warning under the policy ``leave``."""
+    history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
     if expected > 1:  # a new reader begins at the first sample in the stream
         await _refuse_hole(history, reader, expected)
     async for stored in history.payloads(expected):
@@ -111,7 +111,7 @@ async def _refuse_hole(history: History, reader: Reader | Unregistered, expected
     first = (await history.state()).first_seq
     if first <= expected:
         return
-    if reader.place.policy != LEAVE:
+    if reader.row.policy != LEAVE:
         what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave goes on without them)"
         raise StreamTrimmed(what, expected, first)
     log.warning("samples are missing, it was left behind first=%d last=%d", expected, first - 1)
@@ -138,7 +138,7 @@ class Shelf:
                 raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")
             self.last_seq = max(self.last_seq, last)
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredSample) -> None:
         if self._recorder is None:
             self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
             self._recorder = Recorder(self._file, self._origin)

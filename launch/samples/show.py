@@ -99,7 +99,7 @@ async def _by_sequence(bus: Bus, name: str) -> Found:
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
     """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as ids."""
-    row, _ = await bus.rows("run").standing("config")
+    row, _ = await bus.rows("run").read("config")
     path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
     return Vocabulary.read([Path(place) for place in places if place])

@@ -119,7 +119,7 @@ class Activities:
             if lease is None:
                 continue
             self.load.leased[lease.task.id] += 1
-            if await lease.settle():
+            if await lease.ack():
                 self.load.settled.add(lease.task.id)
                 self.load.done("settle")
 

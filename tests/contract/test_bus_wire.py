@@ -24,6 +24,7 @@ from bus.wire.codec import check_sample, decode_sample
 from bus.wire.messages import (
     Capabilities,
     Dead,
+    DeadLetterDecision,
     Done,
     Kind,
     LiveRow,
@@ -37,7 +38,6 @@ from bus.wire.messages import (
     Status,
     Task,
     Timings,
-    Word,
 )
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial, make_sample, make_task, take
@@ -293,7 +293,7 @@ def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str
 
 
 @pytest.mark.parametrize(
-    "message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow, Capabilities]
+    "message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, DeadLetterDecision, Sampling, Timings, LiveRow, Capabilities]
 )
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))

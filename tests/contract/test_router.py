@@ -21,7 +21,7 @@ from actors.router.exchange import Answer, Handler, Middleware, Request
 from actors.router.forward import Sessions
 from actors.router.server import load_middleware
 from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
 from tests.actor_kit import at_work, engine_row
@@ -321,7 +321,7 @@ async def test_workers_come_and_go_by_hand(model_dir: Path) -> None:
 async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path) -> None:
     async with open_bus() as bus, serving(model_dir, version=3) as one, serving(model_dir, version=7) as other:
         async with routing(other.engine.url, view=LiveView(bus, dead_after_s=60.0)) as door:
-            async with Heartbeat(bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2) as heartbeat:
+            async with HeartbeatPublisher(bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2) as heartbeat:
                 workers = await door.until(lambda workers: len(workers) == 2 and all(each["serving"] for each in workers.values()))
                 assert workers[one.engine.url]["id"] == "e1"
                 assert workers[other.engine.url]["version"] == 7
@@ -346,12 +346,12 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
 
 async def test_who_was_removed_stays_away_until_another_process_is_there(open_bus: BusOpener) -> None:
     async with open_bus() as bus, faulty() as one, faulty() as other, routing(view=LiveView(bus, dead_after_s=60.0)) as door:
-        async with Heartbeat(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
+        async with HeartbeatPublisher(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
             await door.serving(one.url)
             assert (await door.post("/remove_worker", {"url": one.url}))[0] == 200
         assert (await door.get("/list_workers"))[1]["workers"] == []
         await door.router.engines.look_again()  # its row is gone
-        async with Heartbeat(bus, row, every_s=0.2) as again, Heartbeat(bus, engine_row(other.url, id="e2"), every_s=0.2):
+        async with HeartbeatPublisher(bus, row, every_s=0.2) as again, HeartbeatPublisher(bus, engine_row(other.url, id="e2"), every_s=0.2):
             await door.serving(other.url)
             assert (await door.get("/list_workers"))[1]["urls"] == [other.url], "its row is back, and so is it"
             again.update(pid=row.pid + 1)

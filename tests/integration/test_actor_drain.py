@@ -14,7 +14,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
 from actors.rollout.actor_process import run_actor
 from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
 from bus.wire.codec import check_sample
 from bus.wire.messages import Sample, Sampling
@@ -187,7 +187,7 @@ async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpe
         whole = await undisturbed(second, sampling)
         before = second.scheduler.counters.tokens_generated
         draining = asyncio.Event()
-        async with engine() as first, Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2):
+        async with engine() as first, HeartbeatPublisher(bus, engine_row(first.url, id="first"), every_s=0.2):
             tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
             config = ActorConfig(reward="digits", engines=(first.url, second.url))
             second.phase = "stale"

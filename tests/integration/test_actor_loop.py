@@ -14,7 +14,7 @@ from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Kind, Sampling, Status
@@ -154,7 +154,7 @@ async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: B
         row = await row_until(rows, "actor.a1", lambda row: "none known" in row["waits_for"])
         assert row["phase"] == "waiting"
         async with engine() as built:
-            async with Heartbeat(bus, engine_row(built.url, phase="catching up"), every_s=0.2) as heartbeat:
+            async with HeartbeatPublisher(bus, engine_row(built.url, phase="catching up"), every_s=0.2) as heartbeat:
                 await row_until(rows, "actor.a1", lambda row: "e1: catching up" in row["waits_for"])
                 heartbeat.update(phase="serving")
                 await samples_until(bus, complete(tasks))
@@ -177,10 +177,10 @@ async def test_an_engine_that_answers_503_is_left_alone_and_asked_again(open_bus
 
 async def test_a_minimum_version_is_waited_for(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(version=1) as old, engine(version=2) as new, acting(bus, nats_server):
-        async with Heartbeat(bus, engine_row(old.url, id="old", version=1), every_s=0.2):
+        async with HeartbeatPublisher(bus, engine_row(old.url, id="old", version=1), every_s=0.2):
             tasks = await issue(bus, await take_over(bus), min_version=2)
             await row_until(bus.rows("live"), "actor.a1", lambda row: "version 2 or newer (old: version 1)" in row["waits_for"])
-            async with Heartbeat(bus, engine_row(new.url, id="new", version=2), every_s=0.2):
+            async with HeartbeatPublisher(bus, engine_row(new.url, id="new", version=2), every_s=0.2):
                 found = await samples_until(bus, complete(tasks))
                 await settled(bus)
         assert {(s.engine, s.min_version) for s in found} == {("new", 2)}
@@ -189,7 +189,7 @@ async def test_a_minimum_version_is_waited_for(open_bus: BusOpener, nats_server:
 async def test_an_engine_that_dies_in_the_middle_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus, id="second") as second, AsyncExitStack() as first_life:
         first = await first_life.enter_async_context(engine())
-        await first_life.enter_async_context(Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2))
+        await first_life.enter_async_context(HeartbeatPublisher(bus, engine_row(first.url, id="first"), every_s=0.2))
         clients = [HttpEngine(built.url) for built in (first, second)]
         for client, row in zip(clients, ("engine.first", "engine.second"), strict=True):
             await client.pause()

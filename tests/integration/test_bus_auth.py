@@ -20,12 +20,12 @@ from bus.client.discovery import find_run
 from bus.config import BusConfig
 from bus.errors import BusError, Denied, Forbidden, ServerFailed
 from bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.auth import credentials_file, make_users, read_credentials
 from bus.server.cluster import EmbeddedBus
 from bus.streams.bus import Bus, connect
 from bus.wire import subjects
-from bus.wire.messages import Done, LiveRow, Word
+from bus.wire.messages import DeadLetterDecision, Done, LiveRow
 from launch.run import wanted
 from tests.bus_kit import make_sample, make_task, take
 
@@ -92,10 +92,10 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         ids = [await learner.tasks.issue(make_task(RUN, offset=offset)) for offset in range(2)]
         await learner.plans.append(Done(epoch=1, step=1, metrics={}))
         async with (
-            Heartbeat(actor, row("actor", "actor-0")),
-            Heartbeat(engine, row("engine", "engine-1")),
-            Heartbeat(host, row("host", "host-0")),
-            Heartbeat(router, row("router", "router")),
+            HeartbeatPublisher(actor, row("actor", "actor-0")),
+            HeartbeatPublisher(engine, row("engine", "engine-1")),
+            HeartbeatPublisher(host, row("host", "host-0")),
+            HeartbeatPublisher(router, row("router", "router")),
         ):
             async with LiveView(actor).noticing("engine", lambda: None), LiveView(router).noticing("engine", lambda: None):
                 while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - others wake nobody
@@ -110,7 +110,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             assert good is not None and bad is not None
             await actor.samples.publish(make_sample(RUN, task=good.task.id, actor="actor-0"))
             await actor.samples.publish(make_sample(RUN, task=good.task.id, index=1, length=3000, actor="actor-0"))
-            assert await good.settle()
+            assert await good.ack()
             assert await bad.fail("no engine", actor="actor-0")
         assert await LiveView(viewer).refresh() == [], "their rows are gone"
 
@@ -202,10 +202,10 @@ async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
 
 async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
     async with as_user("learner") as learner, as_user("actor-0") as spy:
-        heard: list[object] = []
+        subscribe: list[object] = []
 
         async def hear(message: object) -> None:
-            heard.append(message)
+            subscribe.append(message)
 
         for subject in ("_INBOX_learner.>", "_INBOX.>", ">", "tm.r.>", "$JS.ACK.>"):
             await spy.nc.subscribe(subject, cb=hear)
@@ -214,7 +214,7 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
         await learner.tasks.issue(make_task(RUN))
         await learner.jet.state("TM_r_TASKS")
         await spy.nc.flush()
-        assert not heard
+        assert not subscribe
         assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
 
 
@@ -291,7 +291,7 @@ async def test_who_is_not_let_in_is_told_at_once(guarded: EmbeddedBus, user: str
 async def test_passwords_are_in_their_files_alone(tmp_path: Path, auth_dir: Path, as_user: As, guarded: EmbeddedBus) -> None:
     passwords = {user: read_credentials(credentials_file(auth_dir, user))[1] for user in ("learner", "viewer", "actor-0", "host-1")}
     assert len(set(passwords.values())) == 4
-    async with as_user("learner") as learner, as_user("actor-0") as actor, Heartbeat(actor, row("actor", "actor-0")):
+    async with as_user("learner") as learner, as_user("actor-0") as actor, HeartbeatPublisher(actor, row("actor", "actor-0")):
         await learner.rows("run").put("config", dataclasses.asdict(CONFIG))
     check_files(tmp_path, auth_dir, passwords)
 
@@ -392,26 +392,26 @@ async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_
     async with as_user("learner") as learner, as_user("operator") as operator, as_user("viewer") as viewer:
         assert await wanted.change(operator, wanted.ALL, {"actor": 3}) == ({}, {"actor": 3})
         assert (await wanted.read(viewer)).rows[wanted.ALL][0] == {"actor": 3}
-        assert await operator.dead.say(Word(task=7, word="drop"))
-        assert not await learner.dead.say(Word(task=7, word="requeue"))
+        assert await operator.dead.decide(DeadLetterDecision(task=7, word="drop"))
+        assert not await learner.dead.decide(DeadLetterDecision(task=7, word="requeue"))
         with pytest.raises(Forbidden, match="user viewer may not publish"):
             await wanted.change(viewer, wanted.ALL, {"actor": 4})
         with pytest.raises(Forbidden, match="user viewer may not publish"):
-            await viewer.dead.say(Word(task=8, word="drop"))
+            await viewer.dead.decide(DeadLetterDecision(task=8, word="drop"))
         with pytest.raises(Forbidden, match="user operator may not publish"):
             await operator.rows("run").put("config", {})
 
 
 async def test_the_learner_hears_what_an_actor_acknowledges_and_another_actor_does_not(as_user: As) -> None:
-    heard: asyncio.Queue[int] = asyncio.Queue()
+    subscribe: asyncio.Queue[int] = asyncio.Queue()
     others: asyncio.Queue[int] = asyncio.Queue()
     async with as_user("learner") as learner, as_user("actor-0") as actor, as_user("actor-1") as other:
         await learner.tasks.fence(1)
         id = await learner.tasks.issue(make_task(RUN))
-        async with learner.tasks.acks(heard.put_nowait), other.tasks.acks(others.put_nowait):
+        async with learner.tasks.acks(subscribe.put_nowait), other.tasks.acks(others.put_nowait):
             lease = await actor.tasks.lease(AT_ONCE_S)
-            assert lease is not None and await lease.settle()
-            assert await heard.get() == id
+            assert lease is not None and await lease.ack()
+            assert await subscribe.get() == id
             assert others.empty()
 
 

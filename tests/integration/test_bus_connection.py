@@ -45,7 +45,7 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
     async with open_bus() as bus:
         nats_server.kill()
         with pytest.raises(BusUnavailable):
-            await bus.jet.call("INFO", patience_s=0.3)
+            await bus.jet.call("INFO", retry_for_s=0.3)
         assert not bus.connected
         with pytest.raises(BusUnavailable, match="not connected for"):
             await bus.wait_connected(0.05)
@@ -60,7 +60,7 @@ async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(
 
         async def ask() -> int:
             try:
-                return (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES", patience_s=0.2))["state"]["messages"]  # type: ignore[no-any-return]
+                return (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES", retry_for_s=0.2))["state"]["messages"]  # type: ignore[no-any-return]
             except BusUnavailable:
                 failed.set()
                 raise
@@ -155,4 +155,4 @@ async def test_a_connection_that_falls_twice_in_a_moment_is_told_to_everybody(op
             forget()
             with pytest.raises(BusUnavailable):
                 await request
-            assert (len(heard), connection._turn.is_set()) == (2, True), turns
+            assert (len(heard), connection._up_or_closed.is_set()) == (2, True), turns

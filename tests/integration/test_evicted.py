@@ -2,7 +2,7 @@
 
 import asyncio
 
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.wire.messages import LiveRow
 from launch.run.roles import tell_evicted
 from tests.actor_kit import row_until
@@ -13,7 +13,7 @@ from weightstore.store.registry import VersionRegistry
 async def test_the_learner_names_them(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         rows, registry = bus.rows("live"), VersionRegistry(bus)
-        async with Heartbeat(bus, LiveRow(role="learner", id="l", host="h", pid=1, phase="working")) as heartbeat:
+        async with HeartbeatPublisher(bus, LiveRow(role="learner", id="l", host="h", pid=1, phase="working")) as heartbeat:
             telling = asyncio.create_task(tell_evicted(bus, heartbeat))
             try:
                 for evicted, shown in (

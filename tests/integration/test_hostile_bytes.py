@@ -12,7 +12,7 @@ import pytest
 from actors.config import ActorConfig
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.streams.bus import connect
 from bus.streams.cursors import Cursors
@@ -65,7 +65,7 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
     async with world(nats_server, run_id, tmp_path / "checkpoints") as run, AsyncExitStack() as stack:
         await hostile.write(500, hostile.everything)  # stored before the feeder starts
         row = LiveRow(role="host", id="here", host="h", pid=1, phase="working")
-        await stack.enter_async_context(Heartbeat(run.bus, row, 0.2))
+        await stack.enter_async_context(HeartbeatPublisher(run.bus, row, 0.2))
         watching = asyncio.create_task(Watch(run.bus, steps=8).run())
         stack.callback(watching.cancel)
         url, feeding = await stack.enter_async_context(run.feeder())
@@ -85,7 +85,7 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
         books, outcomes = await audit(run.bus)
         assert (books.trained, books.lost, books.trained_twice, len(outcomes)) == (32, 0, 0, 8)
         assert books.balance() and books.invalid > 20, books
-        letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.words()
+        letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.decisions()
         assert all(dead.task > 0 for dead in letters) and words
         assert {"DEAD", "PLAN", "TASKS", "live", "run", "wanted"} <= run.bus.refusals.counts.keys(), run.bus.refusals
         watching.cancel()

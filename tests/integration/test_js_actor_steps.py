@@ -9,7 +9,7 @@ import pytest
 
 from actors.engines.engine_client import HttpEngine
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_task
@@ -123,7 +123,7 @@ async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: Bus
         assert {(sample.task, sample.spans[0].version) for sample in await all_samples(bus)} == {(done, 3)}
         lease = await bus.tasks.lease(30)
         assert lease is not None and lease.task.id == waits
-        await lease.settle()
+        await lease.ack()
 
 
 async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
@@ -171,7 +171,7 @@ async def test_what_is_not_done_in_time_is_handed_back(open_bus: BusOpener, js: 
 
 async def test_what_engines_break_off_is_asked_for_again(open_bus: BusOpener, js: Path) -> None:
     """One engine does not exist, the other aborts all four requests once."""
-    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, Heartbeat(bus, engine_row(nobody(), id="e0"), every_s=0.2):
+    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, HeartbeatPublisher(bus, engine_row(nobody(), id="e0"), every_s=0.2):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         async with js_actor(js, url_of(bus), bus.run, "js-again") as actor:

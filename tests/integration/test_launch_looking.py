@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from launch.cli.looking import find_run, print_status, read_status
@@ -90,7 +90,7 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
     reason = "reward 'r:raises': ValueError('no judge')"
     row = LiveRow(role="actor", id="a-0", host="h", pid=1, phase="working", trouble=f"2 of 2 samples failed, the last: {reason}")
     feeder = LiveRow(role="feeder", id="feeder", host="h", pid=2, phase="working", load={"failed": 2.0, "buffered": 0.0})
-    async with open_bus() as bus, Heartbeat(bus, row, 0.2), Heartbeat(bus, feeder, 0.2):
+    async with open_bus() as bus, HeartbeatPublisher(bus, row, 0.2), HeartbeatPublisher(bus, feeder, 0.2):
         await make_run(bus)
         dead = replace(data_kit.task(4), run=bus.run)
         dead = replace(dead, id=await bus.tasks.issue(dead))
@@ -116,7 +116,7 @@ async def test_status_says_which_samples_are_invalid_and_which_actor_sends_nothi
     load = {"buffered": 3, "invalid": 744.0, "invalid/rollout_log_probs": 740.0, "invalid/version": 4.0, "invalid_of/[b]wire-bad": 744.0}
     row = LiveRow(role="feeder", id="feeder", host="h", pid=1, phase="waiting", load={**load, "refused/wire-bad": 1.0})
     shown = Console(file=io.StringIO(), width=160, color_system=None)
-    async with open_bus() as bus, Heartbeat(bus, row, 0.1):
+    async with open_bus() as bus, HeartbeatPublisher(bus, row, 0.1):
         status = await read_status(bus)
         print_status(shown, status)
     samples = status["samples"]

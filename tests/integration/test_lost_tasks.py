@@ -35,7 +35,7 @@ async def test_a_task_is_judged_when_what_was_stored_before_its_ack_has_been_rea
         seqs = [await bus.samples.publish(data_kit.sample(done.task, index)) for index in (0, 1)]
         await bus.dead.store(Dead(task=dead.task.id, reason="it fails", attempts=3, actor="a", prompt=""))
         for lease in (done, dead, empty):
-            assert await lease.settle()
+            assert await lease.ack()
         while lost._wanted < seqs[-1]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not found.is_set() and len(source.incomplete()) == 3, "its samples are stored, and not read yet"

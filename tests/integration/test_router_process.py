@@ -5,7 +5,7 @@ from pathlib import Path
 
 import aiohttp
 
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
 from launch.run.process import launched
 from tests.actor_kit import engine_row, row_until
@@ -25,7 +25,7 @@ async def test_a_router_finds_engines_on_the_bus_and_drains(
         try:
             row = await row_until(bus.rows("live"), "router.door", lambda row: bool(row["address"]))
             assert (row["phase"], row["waits_for"]) == ("waiting", "an engine that serves")
-            async with serving(model) as served, Heartbeat(bus, engine_row(served.engine.url), every_s=0.2):
+            async with serving(model) as served, HeartbeatPublisher(bus, engine_row(served.engine.url), every_s=0.2):
                 row = await row_until(bus.rows("live"), "router.door", lambda row: row["phase"] == "serving")
                 assert (row["load"]["workers"], row["load"]["serving"]) == (1, 1)
                 body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True}

@@ -17,7 +17,7 @@ from actors.serving.builtin.lending import Lending
 from actors.serving.builtin.updates import WeightUpdates
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
@@ -148,7 +148,7 @@ async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus
         }
         async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
             assert (await VersionRegistry(bus).reserve(2, 1, digest="0" * 64)).state == "pushing"
-            async with Heartbeat(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
+            async with HeartbeatPublisher(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
                 await until(lambda: there(bus_url, run_id, "torn"))
                 loader = Loader(-1)
                 await asyncio.to_thread(catch_up, bus_url, run_id, tmp_path / "late", loader)

@@ -6,7 +6,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.client.outbox import STREAM_FULL, Stored, _read
+from bus.client.outbox import STREAM_FULL, PublishAck, _read
 from bus.errors import BusUnavailable, Refused
 
 
@@ -19,8 +19,8 @@ def error(code: int, err_code: int) -> Msg:
 
 
 def test_stored() -> None:
-    assert _read("s", answer(seq=7)) == Stored(7, False)
-    assert _read("s", answer(seq=7, duplicate=True)) == Stored(7, True)
+    assert _read("s", answer(seq=7)) == PublishAck(7, False)
+    assert _read("s", answer(seq=7, duplicate=True)) == PublishAck(7, True)
 
 
 @pytest.mark.parametrize(("code", "err_code"), [(503, 10008), (503, 10118), (409, 10158), (500, 10008)])

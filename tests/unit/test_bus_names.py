@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bus.client.jetstream import parse_headers, unix_time
 from bus.client.outbox import answered
 from bus.errors import BusUnavailable, WireError
-from bus.streams.samples import headers_of, told_by
+from bus.streams.samples import header_fields, headers_of
 from bus.wire import parts, subjects
 from bus.wire.messages import Span
 from tests.bus_kit import join, make_sample
@@ -125,9 +125,9 @@ ODD_NUMBERS = [f"$JS.ACK.s.c.1.{text}.3.4.5" for text in ("", "+2", " 2", "1_0",
 
 
 def test_the_place_of_a_message_is_read_from_its_acknowledgement_subject() -> None:
-    told = subjects.Delivery(deliveries=2, seq=30, consumer_seq=4, stored_ns=50, pending=6)
-    assert subjects.delivery("$JS.ACK.TM_r_TASKS.rollout.2.30.4.50.6") == told
-    assert subjects.delivery("$JS.ACK.hub.acc.TM_r_TASKS.rollout.2.30.4.50.6.tok") == told
+    numbers = subjects.Delivery(deliveries=2, seq=30, consumer_seq=4, stored_ns=50, pending=6)
+    assert subjects.delivery("$JS.ACK.TM_r_TASKS.rollout.2.30.4.50.6") == numbers
+    assert subjects.delivery("$JS.ACK.hub.acc.TM_r_TASKS.rollout.2.30.4.50.6.tok") == numbers
     for other in ("", "_INBOX.x", "$JS.ACK", "$JS.ACK.s.c.1.2.3.4", "$JS.ACK.s.c.1.x.3.4.5", *ODD_NUMBERS):
         assert subjects.delivery(other) is None
 
@@ -138,9 +138,9 @@ def test_headers_tell_an_onlooker_what_it_wants() -> None:
         "Nats-Msg-Id": "12.3.a0",
         "Tm-Sample": "group=8 versions=4-5 reward=0.25 status=completed tokens=8",
     }
-    told = told_by(headers_of(make_sample(task=12, index=3, length=0, engine="http://e?a=b")))
-    assert (told["task"], told["index"], told["versions"], told["engine"]) == ("12", "3", "none", "http://e?a=b")
-    assert told_by({"Nats-Msg-Id": "odd", "Tm-Sample": "what group=2"}) == {"task": "odd", "index": "", "group": "2"}
+    fields = header_fields(headers_of(make_sample(task=12, index=3, length=0, engine="http://e?a=b")))
+    assert (fields["task"], fields["index"], fields["versions"], fields["engine"]) == ("12", "3", "none", "http://e?a=b")
+    assert header_fields({"Nats-Msg-Id": "odd", "Tm-Sample": "what group=2"}) == {"task": "odd", "index": "", "group": "2"}
 
 
 def test_header_lines_are_read() -> None:

@@ -36,7 +36,7 @@ async def spoil(run: Up, kind: str, stored: Counter[str]) -> None:
             for index in range(lease.task.group_size):
                 await publish(bus, kind, lease, index)
                 stored[kind] += 1
-            await lease.settle()
+            await lease.ack()
 
 
 async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:

@@ -104,7 +104,7 @@ async def keep_up(
     while True:
         await asyncio.sleep(min(1.0, grace_s / 4))
         try:
-            found, _ = await rows.standing(HEAD)
+            found, _ = await rows.read(HEAD)
             head = -1 if found is None else int(found.get("version", -1))
             if joiner.version() >= head or (allowed is not None and not await allowed()):
                 behind_since = 0.0

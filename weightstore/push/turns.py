@@ -43,7 +43,7 @@ class AcceleratorLease:
 
         A learner counts as dead when its live row has not changed since an earlier call, for the time that ``LiveView`` allows.
         """
-        found, _ = await self._rows.standing(_KEY)
+        found, _ = await self._rows.read(_KEY)
         if found is None:
             return False
         return bool(found["whose"] == _ENGINES) or not await self._view.alive("learner")

@@ -232,7 +232,7 @@ class Actor {
       log("task handed back", { task: lease.id, reason: reasons[0].message });
       lease.handBack(this.draining ? 0 : 1000);
     } else {
-      await lease.settle();
+      await lease.ack();
       this.counters.tasks_done += 1;
     }
   }

@@ -185,7 +185,7 @@ export class Lease {
     } catch (error) {
       if (error.code !== 10071 && error.code !== 10164) throw error; // else it is dead already
     }
-    await this.settle();
+    await this.ack();
   }
 }
 
