@@ -202,10 +202,10 @@ async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
 
 async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
     async with as_user("learner") as learner, as_user("actor-0") as spy:
-        subscribe: list[object] = []
+        received: list[object] = []
 
         async def hear(message: object) -> None:
-            subscribe.append(message)
+            received.append(message)
 
         for subject in ("_INBOX_learner.>", "_INBOX.>", ">", "tm.r.>", "$JS.ACK.>"):
             await spy.nc.subscribe(subject, cb=hear)
@@ -214,7 +214,7 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
         await learner.tasks.issue(make_task(RUN))
         await learner.jet.state("TM_r_TASKS")
         await spy.nc.flush()
-        assert not subscribe
+        assert not received
         assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
 
 
@@ -403,15 +403,15 @@ async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_
 
 
 async def test_the_learner_hears_what_an_actor_acknowledges_and_another_actor_does_not(as_user: As) -> None:
-    subscribe: asyncio.Queue[int] = asyncio.Queue()
+    received: asyncio.Queue[int] = asyncio.Queue()
     others: asyncio.Queue[int] = asyncio.Queue()
     async with as_user("learner") as learner, as_user("actor-0") as actor, as_user("actor-1") as other:
         await learner.tasks.fence(1)
         id = await learner.tasks.issue(make_task(RUN))
-        async with learner.tasks.acks(subscribe.put_nowait), other.tasks.acks(others.put_nowait):
+        async with learner.tasks.acks(received.put_nowait), other.tasks.acks(others.put_nowait):
             lease = await actor.tasks.lease(AT_ONCE_S)
             assert lease is not None and await lease.ack()
-            assert await subscribe.get() == id
+            assert await received.get() == id
             assert others.empty()
 
 
