@@ -8,7 +8,7 @@ from functools import partial
 from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.engines.pool import Engines, LiveLookout, UrlLookout
+from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
 from actors.errors import ActorRefused
 from actors.rollout.activity import Activity
@@ -60,7 +60,7 @@ async def run_actor(
 
 async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:
     activity = Activity()
-    engines = Engines(UrlLookout(config.engines, engine) if config.engines else LiveLookout(LiveView(bus)), engine)
+    engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
     generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     score = load(config.reward, config.reward_options)
     actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)

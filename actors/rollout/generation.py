@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.engines.pool import Engines, NoEngine
+from actors.engines.pool import EnginePool, NoEngine
 from actors.engines.port import Engine, Generation
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.activity import Activity
@@ -76,7 +76,9 @@ class _Tries:
 class SingleTurn:
     """Generates samples on any engine of the pool."""
 
-    def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S) -> None:
+    def __init__(
+        self, engines: EnginePool, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S
+    ) -> None:
         """``timeout_s`` bounds one response with all its attempts and waits, ``retries`` the requests that engines broke off,
         ``cut_short_s`` the time that an engine has to return the unfinished responses when they are cut short."""
         self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
@@ -140,7 +142,7 @@ class SingleTurn:
         left_s = tries.began_s + self._timeout_s - begin
         if tries.last and left_s <= 0:
             raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last try: {tries.last}")
-        async with self._engines.one(min_version=task.min_version, timeout_s=left_s, avoid=tries.avoid) as (name, engine):
+        async with self._engines.acquire(min_version=task.min_version, timeout_s=left_s, avoid=tries.avoid) as (name, engine):
             tries.avoid = name
             asked = time.monotonic()
             tries.queued_s += asked - begin

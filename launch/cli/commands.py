@@ -183,7 +183,7 @@ def router(args: argparse.Namespace) -> int:
 
     if args.exact:
         require("router")
-    exact = ["actors.router.exact:TokenExact"] if args.exact else []
+    exact = ["actors.router.token_history:TokenHistory"] if args.exact else []
     wanted = RouterConfig(
         host=args.host,
         advertise=args.advertise,

@@ -17,7 +17,7 @@ from tests.engine_serving import LIMIT_S, serving
 from tests.router_kit import Faulty, faulty, routing
 from tests.tiny_models import write_tiny_model
 
-EXACT = "actors.router.exact:TokenExact"
+EXACT = "actors.router.token_history:TokenHistory"
 HALF = "3\ud83d"
 """The rest of an emoji that was cut in two."""
 PARAMS = {"max_new_tokens": 1}

@@ -234,7 +234,9 @@ def test_formats_become_schemas() -> None:
 
 def test_what_may_be_taken_back_is_held_back() -> None:
     """A part of a character or of a stop string is held back, and sent once it has turned out to be neither."""
-    told = openai_api.Told(openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None)
+    told = openai_api.ResponseBuilder(
+        openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None
+    )
 
     def shown(text: str, finish: str | None = None) -> str:
         meta = {"prompt_tokens": 1, "completion_tokens": 1, "finish_reason": finish and {"type": finish}}

@@ -350,7 +350,7 @@ async def test_who_was_removed_stays_away_until_another_process_is_there(open_bu
             await door.serving(one.url)
             assert (await door.post("/remove_worker", {"url": one.url}))[0] == 200
         assert (await door.get("/list_workers"))[1]["workers"] == []
-        await door.router.engines.look_again()  # its row is gone
+        await door.router.engines.refresh()  # its row is gone
         async with HeartbeatPublisher(bus, row, every_s=0.2) as again, HeartbeatPublisher(bus, engine_row(other.url, id="e2"), every_s=0.2):
             await door.serving(other.url)
             assert (await door.get("/list_workers"))[1]["urls"] == [other.url], "its row is back, and so is it"
@@ -387,8 +387,8 @@ async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody(
         ):
             status, answer = await door.post("/add_worker", {"url": url})
             assert (status, "want a URL" in answer["error"]["message"]) == (400, True), (url, answer)
-        door.router.lookout._by_hand["http://" + "a" * 70] = None  # as a row on the bus may contain
-        await door.router.engines.look_again()
+        door.router.discovery._by_hand["http://" + "a" * 70] = None  # as a row on the bus may contain
+        await door.router.engines.refresh()
         assert (await door.post("/abort_request", {"rid": "x"}))[0] == 200
         await door.serving(one.url)
 
@@ -432,7 +432,7 @@ def outer(config: RouterConfig) -> Middleware:
             return await handler(request)
         async with await handler(_signed(request, "outer")) as first:
             seen = json.loads(await first.read())["echo"]
-        return await handler(_signed(request.asking(seen), "outer"))
+        return await handler(_signed(request.with_body(seen), "outer"))
 
     return handle
 
@@ -447,10 +447,10 @@ def inner(config: RouterConfig) -> Middleware:
 
 
 def _signed(request: Request, name: str) -> Request:
-    return request.asking({"seen": [*request.map.get("seen", ()), name]})
+    return request.with_body({"seen": [*request.map.get("seen", ()), name]})
 
 
-@pytest.mark.parametrize("path", ["nowhere:f", "actors.router.exact:Nothing", "json", ""])
+@pytest.mark.parametrize("path", ["nowhere:f", "actors.router.token_history:Nothing", "json", ""])
 def test_a_middleware_that_there_is_not_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"middleware: want package.module:factory"):
         load_middleware(path, RouterConfig())

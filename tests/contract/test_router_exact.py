@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from actors.router.config import RouterConfig
-from actors.router.exact import TokenExact
+from actors.router.token_history import TokenHistory
 from actors.text.text import Text
 from tests.engine_serving import Served, serving
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model
 
-EXACT = "actors.router.exact:TokenExact"
+EXACT = "actors.router.token_history:TokenHistory"
 PROMPT, MORE = "What is three plus four?", " And five plus six?"
 
 
@@ -123,7 +123,7 @@ async def test_a_stop_string_is_cut_off_and_found_again(model_dir: Path) -> None
 async def test_two_sessions_with_one_text_keep_their_own_ids(model_dir: Path) -> None:
     """The same text from different ids is constructed: a random model does not produce it on demand."""
     text = text_of(model_dir)
-    exact = TokenExact(RouterConfig(model=str(model_dir)))
+    exact = TokenHistory(RouterConfig(model=str(model_dir)))
     joined = [3 + 256 + 5]  # one of the tokenizer's merges
     word = text.decode(joined)
     split = [text.encode(letter)[0] for letter in word]
@@ -141,7 +141,7 @@ def answer_of(ids: list[int], text: str, **meta: Any) -> dict[str, Any]:
 
 
 async def test_versions_that_changed_on_the_way_are_told_per_token(model_dir: Path) -> None:
-    exact = TokenExact(RouterConfig(model=str(model_dir)))
+    exact = TokenHistory(RouterConfig(model=str(model_dir)))
     ids = text_of(model_dir).encode("abcd")
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": len(ids)}]
     exact.remember(exact.pieces(PROMPT), answer_of(ids, "abcd", weight_versions=spans))
@@ -257,4 +257,4 @@ async def test_refusals_say_what_was_wanted(model_dir: Path) -> None:
         for path, body in (("/generate", {"text": 3}), ("/retrieve_from_text", {"text": None}), ("/retrieve_from_text", [])):
             assert (await door.post(path, body))[0] == 400
     with pytest.raises(ValueError, match=r"router.model: want a directory with a tokenizer.json"):
-        await asyncio.to_thread(TokenExact, RouterConfig(model=str(model_dir.parent)))
+        await asyncio.to_thread(TokenHistory, RouterConfig(model=str(model_dir.parent)))

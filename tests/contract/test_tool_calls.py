@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from actors.errors import BadRequest
 from actors.openai.openai_api import parse
-from actors.router.called import CalledTexts
-from actors.text.tool_calls import CLOSING, OPENING, Call, Said, form_of, read, with_maps
+from actors.router.tool_call_cache import ToolCallCache
+from actors.text.tool_calls import CLOSING, OPENING, Call, ParsedReply, form_of, read, with_maps
 from tests.engine_kinds import Kind
 from tests.engine_serving import serving
 from tests.router_kit import routing
@@ -119,7 +119,7 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(kind: Kind, model_dir:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_dir: Path, streamed: bool) -> None:
-    settings = {"middleware": ("actors.router.exact:TokenExact",), "model": str(model_dir)}
+    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
         prompts: list[list[int]] = []
         queue = served.engine.scheduler.submit
@@ -191,7 +191,7 @@ def test_texts_are_taken_apart(form: str, text: str, content: str, calls: list[s
 def test_what_was_shown_is_never_taken_back(parts: list[str]) -> None:
     text = "".join(parts)
     for form in ("tags", "json"):
-        seen = Said("", ())
+        seen = ParsedReply("", ())
         for size in range(len(text) + 1):
             now = read(text[:size], form, finished=False)
             assert now.content.startswith(seen.content) and now.calls[: len(seen.calls)] == seen.calls
@@ -209,11 +209,11 @@ def test_arguments_may_be_maps_already() -> None:
 
 
 def test_only_so_much_is_remembered() -> None:
-    texts = CalledTexts(10)
+    texts = ToolCallCache(10)
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{"id": str(number), "function": {"name": "f", "arguments": "{}"}}]}
         for number in range(3)
     ]
     for message in messages:
-        texts.note(message, "12345")
-    assert [message["content"] for message in texts.as_said(messages)] == [None, "12345", "12345"]
+        texts.remember(message, "12345")
+    assert [message["content"] for message in texts.with_original_text(messages)] == [None, "12345", "12345"]

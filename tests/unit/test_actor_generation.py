@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.pool import Engines
+from actors.engines.pool import EnginePool
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.activity import Activity
 from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
 from bus.wire.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
-from tests.engine_scene import Answer, Scene, generation, looking
+from tests.engine_scene import Answer, Scene, generation, running_engines
 
 TASK = Task(
     id=17,
@@ -36,7 +36,7 @@ TASK = Task(
 )
 
 
-def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[SingleTurn, Activity]:
+def turn(engines: EnginePool, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[SingleTurn, Activity]:
     activity = Activity()
     return SingleTurn(engines, timeout_s=timeout_s, retries=retries, activity=activity, **options), activity
 
@@ -44,7 +44,7 @@ def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0, **optio
 async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activity, list[Any]]:
     """Run one request on an engine with these answers. Returns (sample or error, activity, requests to the engine)."""
     scene = Scene({"a": answers})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         single, activity = turn(engines, **options)
         try:
             result: Any = await single.sample(TASK, 2, "n0")
@@ -74,7 +74,7 @@ async def test_an_answer_becomes_a_sample() -> None:
 
 async def test_without_a_seed_the_engine_chooses() -> None:
     scene = Scene({"a": ()})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         await turn(engines)[0].sample(replace(TASK, sampling=Sampling()), 1, "n")
     assert scene.clients["a"].asked[0][0].seed is None
 
@@ -115,7 +115,7 @@ async def test_but_not_for_ever(name: str) -> None:
 
 async def test_the_next_try_goes_elsewhere() -> None:
     scene = Scene({"a": [EngineGone("a", "reset")], "b": ()})
-    async with looking(scene, quarantine_s=(0.0, 0.0)) as engines:
+    async with running_engines(scene, quarantine_s=(0.0, 0.0)) as engines:
         sample = await turn(engines)[0].sample(TASK, 0, "n")
     assert sample.engine == "b"
 
@@ -142,14 +142,14 @@ async def test_a_request_that_can_never_be_served_is_made_once() -> None:
 
 
 async def test_no_engine_at_all_is_not_the_tasks_fault() -> None:
-    async with looking(Scene({})) as engines:
+    async with running_engines(Scene({})) as engines:
         with pytest.raises(Unfinished):
             await turn(engines, timeout_s=0.05)[0].sample(TASK, 0, "n")
 
 
 async def test_giving_up_ends_a_wait() -> None:
     scene = Scene({})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         single, _ = turn(engines)
         waiting = asyncio.create_task(single.sample(TASK, 0, "n"))
         await scene.seen()
@@ -213,7 +213,7 @@ WHOLE = generation(tokens=(5, 6, 7))
 async def continued(answers: Sequence[Answer], partial: Partial = BEGUN) -> tuple[Any, list[Any]]:
     """Continue a partial response. Returns (sample, tokens already begun that each request sent to the engine)."""
     scene = Scene({"a": answers})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         sample = await turn(engines)[0].sample(TASK, 2, "n1", partial)
         return sample, [None if asked["begun"] is None else asked["begun"].tokens.tolist() for _, asked in scene.clients["a"].asked]
 
@@ -259,7 +259,7 @@ async def test_what_an_engine_breaks_off_is_gone_on_from() -> None:
 async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[str]]:
     """Leave while the engine continues a partial response. Returns the error with which it ends, and the aborted requests."""
     scene = Scene({"a": [answer]})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         client = scene.clients["a"]
         client.hold = asyncio.Event()
         single, _ = turn(engines, **options)

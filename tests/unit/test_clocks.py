@@ -17,7 +17,7 @@ READ_FOR = {
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
     "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/text/chat_template.py": "strftime_now of chat templates, as transformers has it",
-    "actors/router/exact.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
 ONLOOKERS = ("bus/streams/history.py", "launch/samples/")

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.engines.batching import RequestBatcher
 from actors.engines.engine_client import _whole
-from actors.engines.joined import Joined
 from actors.engines.port import Generation
 from actors.openai import openai_api
 from bus.wire.messages import Sampling, Span
@@ -48,8 +48,8 @@ def test_what_was_begun_elsewhere_is_kept_when_its_continuation_is_not_begun() -
 
 
 def test_openais_answer_to_one_that_was_not_begun() -> None:
-    asked = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
-    answer = openai_api.Told(asked, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
+    parsed = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
+    answer = openai_api.ResponseBuilder(parsed, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
     assert answer["usage"]["total_tokens"] == 0
 
 
@@ -59,11 +59,11 @@ async def test_who_asks_when_everything_is_closed_is_not_kept_waiting() -> None:
     async def send(body: Any) -> Any:
         await asyncio.sleep(60)
 
-    joined = Joined()
-    asking = asyncio.create_task(joined.ask({"input_ids": [1]}, send))
-    while not joined._sending:  # noqa: ASYNC110
+    batcher = RequestBatcher()
+    asking = asyncio.create_task(batcher.request({"input_ids": [1]}, send))
+    while not batcher._sending:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    await joined.close()
+    await batcher.close()
     async with asyncio.timeout(5):
         await asyncio.wait({asking})
     assert asking.cancelled()
