@@ -172,7 +172,7 @@ def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) 
     if not answer["meta_info"].get("continued_tokens"):  # SGLang: all tokens were its prompt
         text = begun.text + text
         if (crossing := next((stop for stop in sampling.stop if stop in text), None)) is not None:
-            raise EngineFailed(url, f"it went past the stop string {crossing!r}, which began in what was to be continued")
+            raise EngineFailed(url, f"it passed the stop string {crossing!r}, which began in the continued tokens")
     return replace(
         generation,
         tokens=np.concatenate([begun.tokens, generation.tokens]),
@@ -220,7 +220,7 @@ def _generation(url: str, answer: Any) -> Generation:
             duration_s=meta.get("e2e_latency") or 0.0,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise EngineFailed(url, f"its answer cannot be understood: {error!r}") from error
+        raise EngineFailed(url, f"its answer cannot be parsed: {error!r}") from error
     if len(tokens) != len(log_probs):
         raise EngineFailed(url, f"{len(tokens)} tokens have {len(log_probs)} log-probs")
     if finish and sum(span.num_tokens for span in spans) != len(tokens):

@@ -91,7 +91,7 @@ def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise BadRow(f"{name}.{key}: unknown; there are {sorted(known)}")
+            raise BadRow(f"{name}.{key}: unknown setting; known: {sorted(known)}")
         if isinstance(values[key], list):
             values[key] = tuple(values[key])
     try:

@@ -181,7 +181,7 @@ class EnginePool:
                     try:
                         await self._update(await self._discovery.discover())
                     except BusError as error:  # the last known states are still the best guess
-                        logger.debug("engines not seen error=%s", error)
+                        logger.debug("engine discovery failed error=%s", error)
                     self._reads += 1
                     self._changed.wake()
                     await self._refresh_now.wait(POLL_WAITING_S if self._waiting else POLL_S)
@@ -200,7 +200,7 @@ class EnginePool:
         try:
             await stack.enter_async_context(self._discovery.watch(wake))
         except BusError as error:
-            logger.warning("changes of engines are not noticed, only looked for error=%s", error)
+            logger.warning("cannot subscribe to changes of engines, polling only error=%s", error)
 
     @asynccontextmanager
     async def acquire(

@@ -109,7 +109,7 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
         if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise BadRequest(f"{name}: cannot be done here; want {NEUTRAL[name][-1]!r}, got {value!r}")
+            raise BadRequest(f"{name}: not supported; want {NEUTRAL[name][-1]!r}, got {value!r}")
     sampling = {theirs: body[name] for name, theirs in SAMPLING.items() if body.get(name) is not None}
     for theirs in ("n", "max_new_tokens"):
         count = sampling.get(theirs, 1)
@@ -121,7 +121,7 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
     sampling |= _grammar(body.get("response_format"))
     n = sampling.get("n", 1)
     if body.get("best_of") not in (None, n):
-        raise BadRequest(f"best_of: cannot be done here; want n ({n}), got {body['best_of']!r}")
+        raise BadRequest(f"best_of: not supported; want n ({n}), got {body['best_of']!r}")
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequest(f"stream_options: want a map, got {options!r}")
@@ -347,7 +347,7 @@ def _count(logprobs: object) -> bool:
         return False
     if logprobs is True or logprobs == 0:
         return True
-    raise BadRequest(f"logprobs: only those of the sampled tokens are known; want 0, got {logprobs!r}")
+    raise BadRequest(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {logprobs!r}")
 
 
 def _messages(given: object) -> tuple[Mapping[str, Any], ...]:
@@ -362,7 +362,7 @@ def _message(given: object, where: str) -> Mapping[str, Any]:
     content = given.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise BadRequest(f"{where}.content: want text alone, got {content!r}")
+            raise BadRequest(f"{where}.content: want only text parts, got {content!r}")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise BadRequest(f"{where}.content: want text, got {content!r}")
@@ -378,7 +378,7 @@ def _message(given: object, where: str) -> Mapping[str, Any]:
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
     if given := OF_TEMPLATE & more.keys():
-        raise BadRequest(f"chat_template_kwargs: want arguments of the template alone, got {', '.join(sorted(given))}")
+        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     return {**more, "tools": tools or None, "add_generation_prompt": _of(body, "add_generation_prompt", bool, True)}
 

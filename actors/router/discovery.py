@@ -77,7 +77,7 @@ class WorkerDiscovery:
                 async with asyncio.timeout(READ_S):
                     self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.discover()}
             except (BusError, TimeoutError) as error:  # the last known rows are still the best guess, and the checks go on
-                log.debug("engines on the bus not seen error=%s", error or "time-out")
+                log.debug("live rows of engines not read error=%s", error or "time-out")
         self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
         return [self._status(url) for url in self.urls()]
 
@@ -129,7 +129,7 @@ class WorkerDiscovery:
         remark = f"{health.failures} health checks without an answer" if health.failures else health.reason
         if row is None:
             version = max(health.version, 0)
-            return EngineStatus(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not asked yet")
+            return EngineStatus(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet")
         well = health.failures < self._config.health_failures and not health.reason
         return EngineStatus(
             url=url, id=row.id, serving=row.serving and well, version=row.version, remark=row.remark if not row.serving else remark

@@ -166,7 +166,7 @@ class Forwarder:
                 async with asyncio.timeout(min(self._config.idle_s, deadline - time.monotonic())):
                     chunk = await response.content.readany()
             except TimeoutError as error:
-                raise RequestTimeout(f"engine {id}: nothing more came in time") from error
+                raise RequestTimeout(f"engine {id}: no further data within the time limit") from error
             except (aiohttp.ClientError, OSError) as error:
                 raise EngineGone(id, f"{type(error).__name__}: {error}") from error
             if not chunk:

@@ -118,7 +118,7 @@ class Router:
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
         if not self.discovery.remove(url):
-            raise BadRequest(f"url: want one of {', '.join(self.discovery.urls()) or 'none, there is no worker'}, got {url!r}")
+            raise BadRequest(f"url: want one of {', '.join(self.discovery.urls()) or 'no URL: there is no worker'}, got {url!r}")
         await self._refresh()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
@@ -129,7 +129,7 @@ class Router:
     async def _list(self, request: web.Request) -> web.Response:
         urls = self.discovery.urls()
         seen = {each["url"]: each for each in self.engines.overview()}
-        unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not looked at yet"}
+        unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not checked yet"}
         workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
         return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
 
@@ -161,9 +161,9 @@ class Router:
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
         path = given.path
         if self._draining:
-            return await self._give(given, refusal(503, "the router drains", "no_available_workers"))
+            return await self._give(given, refusal(503, "the router is draining", "no_available_workers"))
         if path in CONTROL or path.startswith("/update_weight"):
-            return await self._give(given, refusal(403, f"{path}: a command to one engine; give it to that engine itself", "forbidden"))
+            return await self._give(given, refusal(403, f"{path}: a command for one engine; send it to that engine directly", "forbidden"))
         request = _request(given, await given.read())
         try:
             answer = await self._handle(request)

@@ -65,7 +65,7 @@ class ChatTemplate:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **given
             )
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
+            raise BadRequest(f"messages: rejected by the model's chat template: {error}") from error
 
 
 def _tojson(

@@ -87,7 +87,7 @@ PLACES = pytest.mark.parametrize("place", [builtin, router, guard], ids=lambda p
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
-        ("/generate", {"text": HALF, "sampling_params": PARAMS}, "text: want Unicode text, got a half of a character ('\\\\ud83d')"),
+        ("/generate", {"text": HALF, "sampling_params": PARAMS}, "text: want Unicode text, got a lone surrogate ('\\\\ud83d')"),
         ("/generate", b'{"text": "3\xed\xa0\xbd"}', "body: want JSON"),
         ("/generate", {"input_ids": [5], "rid": HALF}, "rid: want Unicode text"),
         ("/generate", {"input_ids": [5], "sampling_params": {"stop": HALF}}, "sampling_params: want Unicode text"),

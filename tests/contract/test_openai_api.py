@@ -102,7 +102,7 @@ def test_a_template_is_found_where_models_keep_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["{{ raise_exception('no system') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"])
 def test_what_a_template_refuses_is_the_clients_fault(source: str) -> None:
-    with pytest.raises(BadRequest, match="chat template refuses"):
+    with pytest.raises(BadRequest, match="rejected by the model's chat template"):
         ChatTemplate(source, {}).render(CHAT)
 
 

@@ -97,7 +97,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             HeartbeatPublisher(host, row("host", "host-0")),
             HeartbeatPublisher(router, row("router", "router")),
         ):
-            async with LiveView(actor).noticing("engine", lambda: None), LiveView(router).noticing("engine", lambda: None):
+            async with LiveView(actor).on_change("engine", lambda: None), LiveView(router).on_change("engine", lambda: None):
                 while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - others wake nobody
                     await asyncio.sleep(0.02)
             watching = engine.rows("weights").watch("head")

@@ -71,7 +71,7 @@ async def test_trimming_waits_for_those_who_asked_until_they_are_given_up(open_b
         await cursors.drop("waits")
         with pytest.raises(NotFound):
             await back.advance(9)
-        assert leaves.place.floor == 0
+        assert leaves.row.floor == 0
 
 
 async def test_a_new_reader_begins_at_what_is_there_even_if_it_is_trimmed_meanwhile(open_bus: BusOpener) -> None:

@@ -158,7 +158,7 @@ async def test_a_program_that_the_bus_names_is_not_run(tmp_path: Path, open_bus:
         with pytest.raises(GaveUp) as error:
             await supervisor.keep("engine", ["engine", "--bus", nats_server.url, "--run", bus.run], always=True)
     assert str(error.value) == (
-        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; from the bus it is taken only where this "
+        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; not accepted from the bus unless this "
         "machine allows it: --allow engine.sglang.python=/tmp/x (or TIDEMILL_ALLOW)"
     )
     assert error.value.exit_code == 78

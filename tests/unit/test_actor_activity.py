@@ -64,7 +64,7 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"retry": 5}, r"actor\.retry: unknown; there are \['drain_finish_s'.*'retries'"),
+        ({"retry": 5}, r"actor\.retry: unknown setting; known: \['drain_finish_s'.*'retries'"),
         ({"retries": 0}, "retries: want > 0, got 0"),
     ],
 )

@@ -154,7 +154,7 @@ async def test_giving_up_ends_a_wait() -> None:
         waiting = asyncio.create_task(single.sample(TASK, 0, "n"))
         await scene.seen()
         assert "none known" in single.waits_for()
-        single.give_up_waiting()
+        single.stop_waiting()
         with pytest.raises(Unfinished):
             await waiting
 
@@ -266,7 +266,7 @@ async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[st
         work = asyncio.create_task(single.sample(TASK, 2, "n1", BEGUN))
         while not client.asked:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
-        await single.leave()
+        await single.cut_short()
         with pytest.raises(Unfinished) as caught:
             await work
         with pytest.raises(Unfinished):
