@@ -1,4 +1,4 @@
-"""Counters of an actor's work, for its live row and its tests."""
+"""RolloutCounters of an actor's work, for its live row and its tests."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -9,7 +9,7 @@ REASON_SIZE = 300
 
 
 @dataclass(slots=True, kw_only=True)
-class Counters:
+class RolloutCounters:
     """Counts since the start of an actor."""
 
     samples_published: int = 0
@@ -30,13 +30,13 @@ class Counters:
 
 
 class Activity:
-    """Counters, and the share of wall time since the start in which nothing was generated or scored.
+    """RolloutCounters, and the share of wall time since the start in which nothing was generated or scored.
 
     A context manager: something is being generated or scored while it is entered, any number of times at once.
     """
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = RolloutCounters()
         self._began_s = time.monotonic()
         self._busy = 0
         self._last_failure = ""

@@ -8,22 +8,22 @@ from launch.settings.prepare import PreparedOtherwise, refuse_other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class PreparedPaths:
     """Files that ``prepare`` makes when the run starts, and that the run uses."""
 
     model: bool = False
     prompts: bool = False
 
 
-def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Made:
+def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
     """Report files of ``prepare`` that nothing would read, or that exist with other settings; return those that will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """
     if config.prepare is None:
-        return Made()
+        return PreparedPaths()
     directory = f"{config.directory}/prepared"
-    used = Made(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
+    used = PreparedPaths(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
     where = "prepare.kind" if "prepare.kind" in report.origins else "prepare"
     if not used.model and not used.prompts:
         want, cure = "either this and data.path, or prepare, which makes both", "take prepare away (--set prepare=null), or the two paths"
@@ -38,4 +38,4 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Made:
         want = "nothing there, or what was made with the same settings"
         report.error("prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory")
         complete = True
-    return Made() if complete else used
+    return PreparedPaths() if complete else used

@@ -26,18 +26,19 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
-            letters, words = await _read(bus)
+            letters, decisions = await _read(bus)
     except BusError as error:
         raise ValueError(str(error)) from None
-    found = [one for one in letters.values() if reason in one.reason and (every or one.task not in words)]
+    found = [one for one in letters.values() if reason in one.reason and (every or one.task not in decisions)]
     for one in found:
-        word = words[one.task].word if one.task in words else ""
+        word = decisions[one.task].word if one.task in decisions else ""
         if as_json:
             print(to_json(_as_map(one, word)))
         else:
-            told = f" [{word}]" if word else ""
+            shown = f" [{word}]" if word else ""
             console.print(
-                f"task {one.task}{told}: {one.attempts} attempts, last by {plain(one.actor or 'nobody')}: {plain(one.reason)}", markup=False
+                f"task {one.task}{shown}: {one.attempts} attempts, last by {plain(one.actor or 'nobody')}: {plain(one.reason)}",
+                markup=False,
             )
             console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
     if not found and not as_json:
@@ -45,7 +46,7 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
     return 0
 
 
-async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
+async def decide_dead_letters(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
     """Store the decision ``requeue`` or ``drop`` for some dead tasks, for all, or for those with a reason.
 
     A decision is durable; a learner that is not running reads it when it starts. Returns 0 when all is done, 1 when the
@@ -54,14 +55,16 @@ async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], ev
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
-            letters, words = await _read(bus)
-            wanted = tasks or [one.task for one in letters.values() if (every or reason) and reason in one.reason and one.task not in words]
-            for task in wanted:
+            letters, decisions = await _read(bus)
+            chosen = tasks or [
+                one.task for one in letters.values() if (every or reason) and reason in one.reason and one.task not in decisions
+            ]
+            for task in chosen:
                 _check(letters, task, word)
-            said = [task for task in wanted if await _say(bus, console, words, task, word)]
-            if word == DROP or not said:
+            decided = [task for task in chosen if await _decide(bus, console, decisions, task, word)]
+            if word == DROP or not decided:
                 return 0
-            return await _answered(bus, console, said)
+            return await _wait_recorded(bus, console, decided)
     except BusError as error:
         raise ValueError(str(error)) from None
 
@@ -73,19 +76,19 @@ def _check(letters: dict[int, Dead], task: int, word: str) -> None:
         raise ValueError(f"task {task} cannot be requeued: it could not be read, so its prompt is not known")
 
 
-async def _say(bus: Bus, console: Console, words: dict[int, DeadLetterDecision], task: int, word: str) -> bool:
+async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDecision], task: int, word: str) -> bool:
     by = f"{os.environ.get('USER', 'somebody')} on {socket.gethostname()}"
-    if task not in words and await bus.dead.decide(DeadLetterDecision(task=task, word=word, by=by)):
+    if task not in decisions and await bus.dead.decide(DeadLetterDecision(task=task, word=word, by=by)):
         console.print(f"task {task}: {word}")
         return True
-    before = words.get(task) or (await bus.dead.decisions())[task]
+    before = decisions.get(task) or (await bus.dead.decisions())[task]
     console.print(
-        f"task {task}: {plain(before.word)} was said before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
+        f"task {task}: {plain(before.word)} was decided before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
     )
     return False
 
 
-async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
+async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
     """Wait ``ANSWER_S`` for the learner's records of requeued tasks. Returns 0 when all are recorded, else 1."""
     left = set(tasks)
     try:
@@ -99,8 +102,8 @@ async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
     except TimeoutError:
         pass
     there = await LiveView(bus).alive("feeder")
-    why = "the learner is busy, or needs no more prompts" if there else "no learner is there; it will hear it when it starts"
-    console.print(f"not recorded yet: {why}")
+    reason = "the learner is busy, or needs no more prompts" if there else "no learner is there; it will hear it when it starts"
+    console.print(f"not recorded yet: {reason}")
     return 1
 
 

@@ -61,7 +61,7 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunLocation:
     """The bus at which a run can be read."""
 
     url: str
@@ -72,21 +72,21 @@ class Place:
 
 
 @contextmanager
-def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[Place]:
+def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocation]:
     """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the viewer only).
 
-    Raises ValueError naming the missing argument or file, RunGoesOn when a run that was over is started again meanwhile.
+    Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again meanwhile.
     """
     root = Path(args.run_dir)
     here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
     ended = EndedBus.of(root) if here else None
     if ended is None:
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
-        yield Place(url=url, run=run)
+        yield RunLocation(url=url, run=run)
         return
     print(f"tidemill {args.command}: {root}: the run is not at work; its bus is started to be read by this command", file=sys.stderr)
     with started(ended) as line:
-        yield Place(url=line, run=args.run or ended.run, ended=True)
+        yield RunLocation(url=line, run=args.run or ended.run, ended=True)
 
 
 def _only_run(bus: str) -> str:

@@ -87,7 +87,7 @@ def own_address(config: RunConfig, url: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class LocalSettings:
     """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
 
     allowed: Sequence[str] = ()
@@ -112,7 +112,7 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     await first_of(reached(), draining.wait())
 
 
-async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from the learner.
 
     ``host`` and ``advertise`` of a configuration from the bus are never used. Raises NotAllowed.
@@ -143,7 +143,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
         await engine_process.run_engine(places, engine, draining, factory=engine_factory(engine), limits=limits)
 
 
-async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
+async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
@@ -153,8 +153,8 @@ async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Eve
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        told = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
-    return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}", own.changed)
+        drained = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
+    return None if drained is None else from_map(drained, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
@@ -176,7 +176,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     return None if draining.is_set() else into
 
 
-async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from actors.rollout import actor_process
 
@@ -225,7 +225,7 @@ class Machine:
     name: str
     pool: str
     own: Mapping[str, int]
-    """Wanted numbers of this machine itself, by role; empty = its share of the total."""
+    """DesiredRoles numbers of this machine itself, by role; empty = its share of the total."""
     directory: Path
     drain_s: float
     restarts: int
@@ -241,13 +241,13 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the wanted numbers. Raises HostThere, BusUnavailable."""
+    """Run the engines and actors of this machine in the wanted numbers. Raises HostExists, BusUnavailable."""
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected
     from bus.config import BusConfig
     from bus.errors import Forbidden
-    from launch.run import wanted
+    from launch.run import desired
     from launch.run.host import Host, refuse_another
     from launch.run.supervisor import Supervisor
 
@@ -263,7 +263,7 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
         await refuse_another(bus, name)
         if machine.own:
             try:
-                await wanted.change(bus, wanted.host_key(name), machine.own)
+                await desired.change(bus, desired.host_key(name), machine.own)
             except Forbidden as error:
                 words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
                 raise ValueError(f"{error}; let the operator say it: tidemill scale {words} --host {name}") from None
@@ -301,17 +301,17 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         write_keys(auth_dir(config), await make_keys(bus))
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
         async with HeartbeatPublisher(bus, row) as heartbeat:
-            telling = asyncio.create_task(tell_evicted(bus, heartbeat), name="evicted engines")
+            reporting = asyncio.create_task(report_evicted(bus, heartbeat), name="evicted engines")
             try:
                 await run_learner(
                     arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
                 )
             finally:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
 
 
-async def tell_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
+async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
     """Background loop: write into the learner's live row the engines that it does not push to, and why."""
     from weightstore.store.registry import EVICTED, VersionRegistry
 

@@ -7,27 +7,27 @@ from rich.console import Console
 from bus.errors import BusError
 from bus.liveness.live import LiveView
 from bus.streams.bus import connect
-from launch.run import wanted
+from launch.run import desired
+from launch.run.desired import ROLES, LiveHost
 from launch.run.host import ROLE
-from launch.run.wanted import ROLES, Place
 
 CONNECT_S = 3.0
 
 
 async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str, pool: str) -> int:
     """Set the numbers in the row of a host, of a pool or of all, and print the share of every live host; return 0. Raises ValueError."""
-    key = wanted.host_key(host) if host else wanted.pool_key(pool) if pool else wanted.ALL
+    key = desired.host_key(host) if host else desired.pool_key(pool) if pool else desired.ALL
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="scale", wait_s=CONNECT_S) as bus:
             if counts:
-                before, after = await wanted.change(bus, key, counts)
+                before, after = await desired.change(bus, key, counts)
                 for role in counts:
                     console.print(f"{key}: {role}s {before.get(role, '-')} -> {after[role]}")
-            rows, live = await wanted.read(bus), await LiveView(bus).alive(ROLE)
+            rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
     except BusError as error:
         raise ValueError(str(error)) from None
-    hosts = [Place(row.id, row.pool) for row in live]
+    hosts = [LiveHost(row.id, row.pool) for row in live]
     for place, row in zip(hosts, live, strict=True):
         shares = rows.of(place, hosts)
         told = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)

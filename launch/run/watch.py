@@ -1,6 +1,6 @@
 """The observed state of a run, collected from the bus alone; no process is queried.
 
-Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``Watch``, which views read at any time.
+Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``RunWatch``, which views read at any time.
 Waits for the bus; a value that is not known yet is None.
 """
 
@@ -26,7 +26,7 @@ NUM_EVENTS = 6
 RECENT_STEPS = 20
 
 
-class Watch:
+class RunWatch:
     """The current state of a run, as far as it is known."""
 
     def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Lag of samples when they were stored: the steps between their oldest version and the head at that time.
 
-The lag that counts is that of the step that trains a sample (``launch.samples.fate``); this one is known as soon as a sample is stored.
+The lag that counts is that of the step that trains a sample (``sample_history``); this one is known as soon as a sample is stored.
 """
 
 import asyncio

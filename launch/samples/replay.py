@@ -16,11 +16,11 @@ from bus.streams.samples import PARTS_HEADER
 from bus.wire import subjects
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Sample
+from launch.samples.filter_arguments import filter_of, positive
 from launch.samples.filters import Filter, headline_of
 from launch.samples.recording import Origin, Recorder, Recording
 from launch.samples.search import Search, as_map, opened, to_json
 from launch.samples.tail import tail
-from launch.samples.wanted import filter_of, positive
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"
@@ -120,7 +120,7 @@ def _file(path: Path, origin: Origin) -> Iterator[Sink]:
     with file:
         try:
             if path.suffix == ".jsonl":
-                yield _Lines(file)
+                yield _JsonLines(file)
                 return
             recorder = Recorder(file, origin)
             yield _Recorded(recorder)
@@ -138,7 +138,7 @@ class _Recorded:
         self._recorder.add(stored)
 
 
-class _Lines:
+class _JsonLines:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 

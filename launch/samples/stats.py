@@ -18,9 +18,9 @@ from rich.table import Table
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind
+from launch.samples.filter_arguments import filter_of
 from launch.samples.filters import Headline
 from launch.samples.search import Search, seconds
-from launch.samples.wanted import filter_of
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000

@@ -68,7 +68,7 @@ def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, dict[str, int]]:
             node = loader.get_single_node()
             if node is None:
                 return None, lines
-            _Lines(lines, at).note(node, "", ())
+            _LineRecorder(lines, at).note(node, "", ())
             return loader.construct_document(node), lines
         finally:
             loader.dispose()
@@ -94,7 +94,7 @@ def _hint(text: str, mark: Any) -> str:
     return f"look at {shown(line)}, and at brackets, quotes and blanks before it"
 
 
-class _Lines:
+class _LineRecorder:
     """Records the line of every key, and refuses YAML that the parser accepts but settings cannot use."""
 
     def __init__(self, lines: dict[str, int], at: Callable[[int], str]) -> None:

@@ -26,7 +26,7 @@ from bus.server.cluster import EmbeddedBus
 from bus.streams.bus import Bus, connect
 from bus.wire import subjects
 from bus.wire.messages import DeadLetterDecision, Done, LiveRow
-from launch.run import wanted
+from launch.run import desired
 from tests.bus_kit import make_sample, make_task, take
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -390,12 +390,12 @@ async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
 
 async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_a_viewer_does_not(as_user: As) -> None:
     async with as_user("learner") as learner, as_user("operator") as operator, as_user("viewer") as viewer:
-        assert await wanted.change(operator, wanted.ALL, {"actor": 3}) == ({}, {"actor": 3})
-        assert (await wanted.read(viewer)).rows[wanted.ALL][0] == {"actor": 3}
+        assert await desired.change(operator, desired.ALL, {"actor": 3}) == ({}, {"actor": 3})
+        assert (await desired.read(viewer)).rows[desired.ALL][0] == {"actor": 3}
         assert await operator.dead.decide(DeadLetterDecision(task=7, word="drop"))
         assert not await learner.dead.decide(DeadLetterDecision(task=7, word="requeue"))
         with pytest.raises(Forbidden, match="user viewer may not publish"):
-            await wanted.change(viewer, wanted.ALL, {"actor": 4})
+            await desired.change(viewer, desired.ALL, {"actor": 4})
         with pytest.raises(Forbidden, match="user viewer may not publish"):
             await viewer.dead.decide(DeadLetterDecision(task=8, word="drop"))
         with pytest.raises(Forbidden, match="user operator may not publish"):
@@ -422,7 +422,7 @@ async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_th
     environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
     async with as_user("learner") as learner:
         await learner.rows("run").put("config", {"actor": {"reward": "digits"}})
-        await wanted.change(learner, wanted.host_key("host-1"), {"actor": 5})
+        await desired.change(learner, desired.host_key("host-1"), {"actor": 5})
         host = await asyncio.create_subprocess_exec(*command, "--users", str(auth_dir), cwd=ROOT, env=environment)
         try:
             view = LiveView(learner)

@@ -14,7 +14,7 @@ import pytest
 from bus.server.embedded import EmbeddedServer
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
-from launch.run.roles import Own, config_on_bus
+from launch.run.roles import LocalSettings, config_on_bus
 from launch.settings.loader import changes, load, to_map
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run
@@ -80,7 +80,7 @@ async def test_a_process_that_knows_only_the_bus_takes_set_and_environment(
     async with open_bus() as bus:
         await bus.rows("run").put("config", to_map(load(write_run(tmp_path), [f"run={bus.run}"]).config))
         found = await config_on_bus(
-            bus.run, nats_server.url, "engine", asyncio.Event(), Own(changed=changes(["engine.dtype=bfloat16"], environment))
+            bus.run, nats_server.url, "engine", asyncio.Event(), LocalSettings(changed=changes(["engine.dtype=bfloat16"], environment))
         )
     assert found is not None
     assert (found.engine.dtype, found.engine.max_running, found.actor.reward) == ("bfloat16", 3, "exact")

@@ -16,7 +16,7 @@ from bus.liveness.live import LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
-from launch.run import wanted
+from launch.run import desired
 from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,19 +108,19 @@ async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, host
         await configured(bus)
         host = hosts("h", "--run", bus.run)
         await host_row(bus, "h", lambda row: True)
-        await wanted.change(bus, wanted.ALL, {"actor": 3})
+        await desired.change(bus, desired.ALL, {"actor": 3})
         first = await until_actors(bus, "actor-h-0", "actor-h-1", "actor-h-2")
-        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await desired.change(bus, desired.ALL, {"actor": 1})
         left = await until_actors(bus, "actor-h-0")
         assert left["actor-h-0"] == first["actor-h-0"], "the oldest stays"
-        await wanted.change(bus, wanted.ALL, {"actor": 2})
+        await desired.change(bus, desired.ALL, {"actor": 2})
         await until_actors(bus, "actor-h-0", "actor-h-1")
         await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 2)
-        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await desired.change(bus, desired.ALL, {"actor": 1})
         await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 1)
-        await wanted.change(bus, wanted.ALL, {"actor": 2})  # scaled up while one drains: never two of one name
+        await desired.change(bus, desired.ALL, {"actor": 2})  # scaled up while one drains: never two of one name
         await host_row(bus, "h", lambda row: row.load["draining"] == 0 and row.load["actors"] == 2)
-        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await desired.change(bus, desired.ALL, {"actor": 1})
         await until_actors(bus, "actor-h-0")
         for how in (signal.SIGKILL, signal.SIGTERM):  # an actor that ended with code 0 is restarted, too
             os.kill(left["actor-h-0"], how)
@@ -167,7 +167,7 @@ async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the
         assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)
-        await wanted.change(bus, wanted.host_key("h"), {"actor": 2})
+        await desired.change(bus, desired.host_key("h"), {"actor": 2})
         await until_actors(bus, "actor-h-0", "actor-h-1")
         await host_row(bus, "h", lambda row: row.waits_for == "")
 
@@ -186,7 +186,7 @@ async def test_code_that_the_bus_names_is_not_run_unless_the_host_allows_it(open
 async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)
-        await wanted.change(bus, wanted.pool_key("p"), {"actor": 3})
+        await desired.change(bus, desired.pool_key("p"), {"actor": 3})
         hosts("a", "--run", bus.run, "--pool", "p")
         await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
         second = hosts("b", "--run", bus.run, "--pool", "p")
@@ -202,7 +202,7 @@ async def test_without_the_bus_all_stays_as_it_is(open_bus: BusOpener, hosts: Ho
         hosts("b", "--run", bus.run)
         await host_row(bus, "a", lambda row: True)
         await host_row(bus, "b", lambda row: True)
-        await wanted.change(bus, wanted.ALL, {"actor": 2})
+        await desired.change(bus, desired.ALL, {"actor": 2})
         before = await until_actors(bus, "actor-a-0", "actor-b-0")
         nats_server.kill()
         await asyncio.sleep(6)  # longer than the time after which a host counts as dead

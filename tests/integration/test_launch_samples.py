@@ -27,16 +27,16 @@ from bus.wire import subjects
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
 from launch.cli import main as cli
-from launch.samples.fate import DIFFERENCE, fate_of
+from launch.samples.filter_arguments import filter_of
 from launch.samples.filters import Filter
 from launch.samples.recording import Recording
 from launch.samples.replay import replay_file, replay_run
+from launch.samples.sample_history import DIFFERENCE, history_of
 from launch.samples.search import Search
 from launch.samples.show import shade, shaded, show_sample, tokens_of
 from launch.samples.stats import show_stats
 from launch.samples.tail import show_tail, tail
 from launch.samples.tokens import Vocabulary
-from launch.samples.wanted import filter_of
 from tests import data_kit
 from tests.actor_kit import model_dir
 from tests.bus_fixtures import BusOpener
@@ -304,17 +304,17 @@ async def test_every_fate(open_bus: BusOpener) -> None:
         await bus.plans.append(scene.plan([3], scene.tasks[1], step=1, version_steps={0: 0}, oldest_step=None))
         await bus.plans.append(Settle(epoch=1, reason="filtered", tasks=one + 77, seqs=one + 77, step=5))
         evaluated = data_kit.sample(replace(data_kit.eval_task(99), run=bus.run), 0)
-        fates = [await fate_of(bus, seq, sample) for seq, sample in enumerate(scene.samples, 1)]
-        assert [fate.state for fate in fates] == ["dropped", "dropped", "trained", "duplicate", "unplanned", "unplanned"]
-        assert [fate.reason for fate in fates[:2]] == ["stale, when step 1 was planned", "stale: its task was given up"]
-        assert (fates[2].step, fates[2].lags, fates[2].masked_tokens) == (1, (0, 0), 0)
-        assert (await fate_of(bus, 9, evaluated)).state == "evaluation"
+        histories = [await history_of(bus, seq, sample) for seq, sample in enumerate(scene.samples, 1)]
+        assert [history.state for history in histories] == ["dropped", "dropped", "trained", "duplicate", "unplanned", "unplanned"]
+        assert [history.reason for history in histories[:2]] == ["stale, when step 1 was planned", "stale: its task was given up"]
+        assert (histories[2].step, histories[2].lags, histories[2].masked_tokens) == (1, (0, 0), 0)
+        assert (await history_of(bus, 9, evaluated)).state == "evaluation"
         invalid = replace(scene.samples[5], rollout_log_probs=np.full(3, 1, np.float32))
-        assert (await fate_of(bus, 6, invalid)).state == "invalid"
+        assert (await history_of(bus, 6, invalid)).state == "invalid"
         await bus.tasks.trim(scene.tasks[1].id)  # the time of issue is gone: the whole log is read
-        assert (await fate_of(bus, 1, scene.samples[0])).state == "dropped"
+        assert (await history_of(bus, 1, scene.samples[0])).state == "dropped"
         await bus.plans.trim(await bus.plans.append(scene.plan([99], scene.tasks[1], tasks=np.array([99], np.int64), step=5)))
-        assert str(await fate_of(bus, 3, scene.samples[2])) == "unknown: no plan before step 5 is kept"
+        assert str(await history_of(bus, 3, scene.samples[2])) == "unknown: no plan before step 5 is kept"
 
 
 async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
@@ -389,7 +389,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             ]
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
-            assert (await fate_of(other, 1, scene.samples[0])).state == "unplanned"
+            assert (await history_of(other, 1, scene.samples[0])).state == "unplanned"
             assert await discovery.find_run(scene.url, name="look", wait_s=5) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can use it as its own

@@ -10,7 +10,7 @@ from rich.console import Console
 from bus.wire.messages import Done, LiveRow
 from launch.run.curves import draw, reward_limits, smooth
 from launch.run.view import picture, plot, waiting_words
-from launch.run.watch import Watch
+from launch.run.watch import RunWatch
 from tests import data_kit
 
 
@@ -18,8 +18,8 @@ class NoBus:
     """A watch that has seen everything needs no bus."""
 
 
-def watch_of(rewards: list[float], steps: int) -> Watch:
-    watch = Watch(NoBus(), steps=steps)  # type: ignore[arg-type]
+def watch_of(rewards: list[float], steps: int) -> RunWatch:
+    watch = RunWatch(NoBus(), steps=steps)  # type: ignore[arg-type]
     for place, reward in enumerate(rewards):
         metrics = {"data/reward_mean": reward, "offpolicy/lag_max": 2.0, "offpolicy/lag_share/0": 0.25, "offpolicy/lag_share/1": 0.75}
         watch.outcomes[place + 1] = Done(epoch=1, step=place + 1, metrics=metrics)
@@ -62,7 +62,7 @@ def test_time_left_follows_the_pace() -> None:
 
 def test_time_left_after_a_resume_is_by_the_steps_since() -> None:
     """56 steps of 0.1 s each, a pause of 20 s, and four more: 244 are left."""
-    watch = Watch(NoBus(), steps=304, earlier={step: 0.1 * step for step in range(1, 57)})  # type: ignore[arg-type]
+    watch = RunWatch(NoBus(), steps=304, earlier={step: 0.1 * step for step in range(1, 57)})  # type: ignore[arg-type]
     watch.reached_s |= {56 + step: 25.6 + 0.1 * step for step in range(1, 5)}
     watch.outcomes = {step: Done(epoch=1, step=step, metrics={}) for step in watch.reached_s}
     assert watch.left_s() == pytest.approx(24.4)
