@@ -1,4 +1,4 @@
-"""RolloutCounters of an actor's work, for its live row and its tests."""
+"""Counters of an actor's work, for its live row and its tests."""
 
 import time
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ class RolloutCounters:
 
 
 class Activity:
-    """RolloutCounters, and the share of wall time since the start in which nothing was generated or scored.
+    """Counters, and the share of wall time since the start in which nothing was generated or scored.
 
     A context manager: something is being generated or scored while it is entered, any number of times at once.
     """

@@ -243,7 +243,7 @@ class Connection:
             async with asyncio.timeout(_CLOSE_S):
                 await self.nc.close()
         except FOREIGN as error:  # the library tries to send pending messages over a connection that is gone
-            _log.info("bus: closed while it was away error=%r", error)
+            _log.info("bus: closed while disconnected error=%r", error)
 
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the client library reports only here: its caller would wait for the answer."""
@@ -261,7 +261,7 @@ class Connection:
     def _on_violation(self, verb: str, subject: str) -> None:
         error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
         if subject.lower().startswith(_CLEANUP):
-            _log.debug("bus: left to the server: %s", error)
+            _log.debug("bus: cleanup request refused, the server removes idle consumers itself: %s", error)
             return
         claimed = False
         if error.verb == "publish":

@@ -161,7 +161,7 @@ def unix_time(stamp: str) -> float:
 
 def _fields(verb: str, data: bytes) -> dict[str, Any]:
     if not data:
-        raise BusUnavailable(verb, "nobody answers: JetStream is not enabled, or the server is starting")
+        raise BusUnavailable(verb, "no responders: JetStream is not enabled, or the server is starting")
     fields = answered(verb, data)
     if "error" in fields:
         error = fields["error"]

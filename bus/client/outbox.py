@@ -181,25 +181,25 @@ def answered(where: str, data: bytes) -> dict[str, Any]:
         fields = json.loads(data)
         if isinstance(fields, dict):
             return fields
-    raise BusUnavailable(where, f"an answer of {len(data)} bytes that cannot be read")
+    raise BusUnavailable(where, f"a malformed answer of {len(data)} bytes")
 
 
 def _read(subject: str, answer: Msg | None) -> PublishAck:
     if answer is None:
-        raise BusUnavailable(subject, "no answer: stored or not is unknown")
+        raise BusUnavailable(subject, "no answer: the message may be stored")
     if not answer.data:
-        raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
+        raise BusUnavailable(subject, "there is no stream for this subject (not created yet, or the server is starting)")
     try:
         stored = _REPLY.decode(answer.data)
     except (msgspec.DecodeError, RecursionError):
-        raise BusUnavailable(subject, f"an answer of {len(answer.data)} bytes that cannot be read") from None
+        raise BusUnavailable(subject, f"a malformed answer of {len(answer.data)} bytes") from None
     if stored.error is not None:
         code, reason = stored.error.err_code, stored.error.description
         if code in _NO_ROOM:
-            raise BusUnavailable(subject, f"the server has no room, is its disk full? {reason} ({code})")
+            raise BusUnavailable(subject, f"no storage left on the server (disk full?): {reason} ({code})")
         if code in _NOT_NOW or (stored.error.code == _UNAVAILABLE and code != STREAM_FULL):
             raise BusUnavailable(subject, f"{reason} ({code})")
         raise Refused(subject, code, reason)
     if stored.seq < 1:
-        raise BusUnavailable(subject, "an answer that names no sequence")
+        raise BusUnavailable(subject, "an answer without a sequence")
     return PublishAck(stored.seq, stored.duplicate)

@@ -222,7 +222,7 @@ class OrderedPull:
             if consumer and self._jet.connection.connected:
                 await self._jet.connection.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
         except (*FOREIGN, BusUnavailable, NotFound) as error:
-            _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)
+            _log.debug("bus: consumer not deleted stream=%s error=%s", self._stream, error)
 
 
 def _unsent(headers: dict[str, str], otherwise: int) -> int:

@@ -207,7 +207,7 @@ class Rows:
         try:
             return json.dumps(value, separators=(",", ":")).encode()
         except (TypeError, ValueError) as error:
-            raise WireError(f"{self.bucket}.{key}", "what JSON can hold", str(error)) from None
+            raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
     async def _read_row(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
         """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, 0, None) when there is none."""

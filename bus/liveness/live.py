@@ -75,7 +75,7 @@ class HeartbeatPublisher:
             async with asyncio.timeout(within_s):
                 await self._rows.delete(_key(self.row))
         except (BusError, TimeoutError) as error:
-            _log.warning("live row left behind key=%s error=%s", _key(self.row), error)
+            _log.warning("live row not removed key=%s error=%s", _key(self.row), error)
 
     async def _beat(self) -> None:
         while not self._ending:

@@ -63,7 +63,7 @@ class Lease:
             await connection.request(self._reply, ACK, min(left, _CONFIRM_S))
 
         def report(error: BusUnavailable) -> None:
-            _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
+            _log.info("task not acknowledged yet task=%d reason=%s", self.task.id, error)
 
         try:
             await retry(connection, ack, pause_s=RETRY_S, deadline=deadline, report=report)
@@ -220,7 +220,7 @@ class TaskQueue:
             async with asyncio.timeout(_CONFIRM_S):
                 await self._refresh()
         except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
-            _log.info("task floor unknown reason=%s", error)
+            _log.info("task floor not read reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
             await self.jet.connection.try_send(message.reply, ACK)
             return None
@@ -234,7 +234,7 @@ class TaskQueue:
             await self._store_dead(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
             return None
         if deliveries > MAX_DELIVERIES:
-            await self._store_dead(message, _dead(task, f"delivered {deliveries} times, never settled", deliveries, ""))
+            await self._store_dead(message, _dead(task, f"delivered {deliveries} times, never acknowledged", deliveries, ""))
             return None
         return Lease(self, task, message, deliveries)
 

@@ -165,8 +165,8 @@ class Table:
             try:
                 msgpack.packb(value, datetime=True)
             except _BAD as error:
-                return WireError(field, f"what msgpack can hold ({error})", _short(value))
-        return WireError(self.name, "what msgpack can hold", _short(packed))
+                return WireError(field, f"a value that msgpack can hold ({error})", _short(value))
+        return WireError(self.name, "a value that msgpack can hold", _short(packed))
 
     def nested(self) -> FieldCodec:
         """Return the codec of this message as a field of another: a map without unknown fields."""

@@ -1,4 +1,4 @@
-"""DesiredRoles numbers of engines and actors: the rows of the bucket ``wanted``, and the share of each host.
+"""Desired numbers of engines and actors: the rows of the bucket ``wanted``, and the share of each host.
 
 A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the other hosts
 together. For each role the first row that names it counts, in this order; a total is shared evenly among the live hosts.

@@ -225,7 +225,7 @@ class Machine:
     name: str
     pool: str
     own: Mapping[str, int]
-    """DesiredRoles numbers of this machine itself, by role; empty = its share of the total."""
+    """Desired numbers of this machine itself, by role; empty = its share of the total."""
     directory: Path
     drain_s: float
     restarts: int

@@ -24,7 +24,7 @@ async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
         with pytest.raises(RowConflict):
             await rows.create("mine", {"version": 9})
         second = await rows.update("mine", {"version": 1}, first)
-        with pytest.raises(RowConflict, match=f"weights.mine: changed by someone else since revision {first}"):
+        with pytest.raises(RowConflict, match=f"weights.mine: changed by another process since revision {first}"):
             await rows.update("mine", {"version": 2}, first)
         assert await rows.get("mine") == ({"version": 1}, second)
         third = await rows.put("mine", {"version": 5})
@@ -101,7 +101,7 @@ async def test_what_is_no_row_is_refused(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         with pytest.raises(ValueError, match="bucket: want one of weights, run, live, wanted, keys, got 'x'"):
             bus.rows("x")
-        with pytest.raises(WireError, match=r"run\.a: want what JSON can hold"):
+        with pytest.raises(WireError, match=r"run\.a: want a value that JSON can hold"):
             await bus.rows("run").put("a", {"x": object()})
         await bus.js.publish(f"$KV.TM_{bus.run}_run.a", b"[1]")
         with pytest.raises(WireError, match=r"row run\.a, revision 1: want a JSON object, got 'list'; cure: "):

@@ -145,7 +145,7 @@ async def test_the_second_of_two_looks_names_the_first(tmp_path: Path) -> None:
     first.kill()
     await first.communicate()
     assert code == 2
-    assert f"process {first.pid} looks at this run; end it first" in errors
+    assert f"process {first.pid} reads this run; end it first" in errors
     code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
     assert (code, json.loads(out)["seq"]) == (0, 7), errors
 

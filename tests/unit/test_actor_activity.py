@@ -1,4 +1,4 @@
-"""RolloutCounters, the share of time spent waiting, and the config that a process derives from the run's."""
+"""Counters, the share of time spent waiting, and the config that a process derives from the run's."""
 
 import time
 

@@ -197,7 +197,7 @@ class Actor {
     } catch (error) {
       return this.burying(lease, error.message, null);
     }
-    if (lease.deliveries > MAX_DELIVERIES) return this.burying(lease, `delivered ${lease.deliveries} times, never settled`, task);
+    if (lease.deliveries > MAX_DELIVERIES) return this.burying(lease, `delivered ${lease.deliveries} times, never acknowledged`, task);
     return this.hold(lease, task.group_size, () => this.work(lease, task)); // not awaited: the next lease need not wait for it
   }
 
@@ -344,7 +344,7 @@ async function main() {
   await actor.run();
   clearInterval(beating);
   if (bus.connected) {
-    await bus.api(`STREAM.PURGE.KV_TM_${bus.run}_live`, { filter: live }).catch((error) => log("live row left behind", { error }));
+    await bus.api(`STREAM.PURGE.KV_TM_${bus.run}_live`, { filter: live }).catch((error) => log("live row not removed", { error }));
   }
   log("drained", actor.counters);
   process.exit(0);

@@ -157,7 +157,7 @@ export class Lease {
       try {
         return void (await this.bus.request(this.reply, "+ACK"));
       } catch (error) {
-        log("task not settled yet", { task: this.id, error: error.message });
+        log("task not acknowledged yet", { task: this.id, error: error.message });
       }
     }
   }
