@@ -18,7 +18,7 @@ SETTING = "data.path"
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
 SURE_ROWS = 500
-CURE = "mend the file, or data.prompt_key, data.label_key, data.metadata_key"
+CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def check_data(report: Report, config: RunConfig, model: ModelFacts | None, toke
         if made:
             return _check_prepared(report, config)
         if not config.data.path:
-            cure = "name one, or let a small one be made: prepare: {kind: digits}"
+            cure = "set one, or have a small one made: prepare: {kind: digits}"
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
         rows, complete = _read(config)
@@ -99,10 +99,10 @@ def _check_lengths(report: Report, config: RunConfig, model: ModelFacts, rows: l
         try:
             length = len(tokenize(row.prompt))
             if not length:
-                raise CannotRender(f"no token of {row.prompt!r}")
+                raise CannotRender(f"no tokens from {row.prompt!r}")
         except CannotRender as error:
-            want = "a prompt that tokenizer and chat template take"
-            report.error("data", place, want=want, got=str(error), cure="mend the row, data.template or the model's chat template")
+            want = "a prompt that tokenizer and chat template accept"
+            report.error("data", place, want=want, got=str(error), cure="fix the row, data.template or the model's chat template")
             return 0
         looked_at += 1
         if length > limit:
@@ -120,9 +120,9 @@ def _report_long(report: Report, config: RunConfig, limit: int, long: list[tuple
         return
     line, length = long[0]
     where, want = f"{config.data.path}:{line}", f"prompts of <= {limit} tokens"
-    got = f"{length} tokens there, {len(long)} too long of {looked_at} looked at"
+    got = f"{length} tokens there; {len(long)} of {looked_at} checked prompts are too long"
     cure = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
     if len(long) == looked_at:
         report.error("data", where, want=want, got=got, cure=cure)
     else:
-        report.warning("data", where, want=want, got=got, cure=f"these are left out; {cure}")
+        report.warning("data", where, want=want, got=got, cure=f"these are skipped; {cure}")

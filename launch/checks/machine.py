@@ -45,14 +45,14 @@ def check_bus(report: Report, config: RunConfig, model: ModelFacts | None, data:
     for name in ("tls_cert", "tls_key", "tls_ca"):
         file = getattr(config.bus, name)
         if file and not Path(file).is_file():
-            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="mend the path")
+            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="fix the path")
     if not config.bus.url:
         return
     where = report.at("bus.url")
     wrong = _wrong_servers(config.bus.url)
     if wrong:
         want = "nats://host:port (or tls://), several with commas"
-        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure="mend it, or leave it out: a server is started then")
+        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure="fix it, or remove it: a server is started then")
     elif reach:
         _reach(report, where, config.bus.url)
 
@@ -98,7 +98,7 @@ def _reach(report: Report, where: str, url: str) -> None:
         _check_server(report, where, server, info)
         return
     want = "a nats-server that can be reached"
-    report.error("bus", where, want=want, got="; ".join(reasons), cure="start it, or leave bus.url out: one is started then")
+    report.error("bus", where, want=want, got="; ".join(reasons), cure="start it, or remove bus.url: one is started then")
 
 
 def _info(server: str) -> dict[str, object]:
@@ -138,7 +138,7 @@ def check_places(report: Report, config: RunConfig, model: ModelFacts | None) ->
         cure = "set directory to a larger disk, or lower learner.keep_checkpoints"
         report.error("disk", report.at("directory"), want=want, got=f"{_gb(free)} free on {there}", cure=cure)
     else:
-        report.good("disk", f"{_gb(free)} free on {there}, {_gb(kept)} wanted for checkpoints")
+        report.good("disk", f"{_gb(free)} free on {there}, {_gb(kept)} needed for checkpoints")
 
 
 def check_memory(report: Report, config: RunConfig, model: ModelFacts | None, *, engines: int) -> None:
@@ -150,10 +150,10 @@ def check_memory(report: Report, config: RunConfig, model: ModelFacts | None, *,
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:
         want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"
-        cure = "train a smaller model, lower up.engines or learner.data_parallel, or take a larger machine"
+        cure = "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
         report.error("memory", report.at("model.path"), want=want, got=f"{_gb(total)}", cure=cure)
     else:
-        report.good("memory", f"{_gb(total)}, {_gb(wanted)} wanted for weights")
+        report.good("memory", f"{_gb(total)}, {_gb(wanted)} needed for weights")
 
 
 def _gb(size: int) -> str:

@@ -44,7 +44,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> ModelFacts 
         return None
     before = len(report.errors)
     for refused in refusals(values, where=where, tensor_parallel=config.learner.tensor_parallel):
-        cure = "lower learner.tensor_parallel" if "tensor_parallel" in refused.want else "train another model"
+        cure = "lower learner.tensor_parallel" if "tensor_parallel" in refused.want else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
     shape = _shape(report, values, where)
     if shape is None or len(report.errors) > before:
@@ -90,7 +90,7 @@ def prepared_values(prepare: PrepareConfig) -> dict[str, Any]:
 def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
     path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
     if not model.path:
-        cure = "name one, or let a small one be made: prepare: {kind: digits}"
+        cure = "set one, or have a small one made: prepare: {kind: digits}"
         report.error("model", report.at(SETTING), want=want, got="none", cure=cure)
         return None
     file = path / "config.json"
@@ -101,7 +101,7 @@ def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        report.error("model", str(file), want="a JSON map", got=str(error), cure=f"save the model again, or mend {report.at(SETTING)}")
+        report.error("model", str(file), want="a JSON map", got=str(error), cure=f"save the model again, or fix {report.at(SETTING)}")
         return None
     if not isinstance(values, dict):
         report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
@@ -115,7 +115,7 @@ def _shape(report: Report, values: Mapping[str, Any], where: str) -> ModelShape 
         return ModelShape.of(values, where=where)
     except UnsupportedModel as error:
         if values.get("model_type") in FAMILIES:  # otherwise it has been reported already
-            report.error("model", error.where, want="a model that engine and learner know", got=error.reason, cure="train another model")
+            report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure="use another model")
     return None
 
 
@@ -185,8 +185,8 @@ def _check_reference(report: Report, config: RunConfig, shape: ModelShape) -> No
     try:
         there = ModelShape.read(Path(reference))
     except ValueError as error:
-        report.error("model", where, want=want, got=str(error), cure="mend the path, or leave it empty: the model at the start of the run")
+        report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
         return
     if there.tensors() != shape.tensors():
         got = f"{there.family}, {there.num_layers} layers of {there.hidden} in {reference}"
-        report.error("model", where, want=want, got=got, cure="take a reference of the same architecture")
+        report.error("model", where, want=want, got=got, cure="use a reference of the same architecture")

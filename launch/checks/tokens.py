@@ -58,7 +58,7 @@ def _template(report: Report, config: RunConfig, model: ModelFacts) -> ChatTempl
     try:
         template = ChatTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="mend it in tokenizer_config.json")
+        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="fix it in tokenizer_config.json")
         return None
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
@@ -80,6 +80,6 @@ def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, dire
         except (CannotRender, BadRequest) as error:
             raise CannotRender(str(error)) from None
         except Exception as error:  # the tokenizers library raises nothing more special
-            raise CannotRender(f"the tokenizer refuses it: {error}") from None
+            raise CannotRender(f"rejected by the tokenizer: {error}") from None
 
     return tokenize

@@ -75,7 +75,7 @@ def config(args: argparse.Namespace) -> int:
         print(render(loaded), end="")
         return 0
     _refuse(args, loaded)
-    print(f"{' '.join(map(str, args.config))}: good (--print-config shows it, tidemill check says what was looked at)")
+    print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
     return 0
 
 
@@ -199,7 +199,7 @@ def router(args: argparse.Namespace) -> int:
     if not args.bus and not args.worker:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
-        raise ValueError("--host: auto is the address of the way to the bus, and there is no --bus; want an address")
+        raise ValueError("--host: auto needs --bus; want an address")
     id = _id(args)
     process.set_up_logging("router", id)
     address = _address(args, None, id) if args.bus else ""

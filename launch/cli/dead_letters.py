@@ -37,12 +37,12 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
         else:
             shown = f" [{word}]" if word else ""
             console.print(
-                f"task {one.task}{shown}: {one.attempts} attempts, last by {plain(one.actor or 'nobody')}: {plain(one.reason)}",
+                f"task {one.task}{shown}: {one.attempts} attempts, last by {plain(one.actor or 'unknown')}: {plain(one.reason)}",
                 markup=False,
             )
             console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
     if not found and not as_json:
-        console.print(f"no dead task{f' whose reason has {reason!r} in it' if reason else ''} ({len(letters)} in all; --all shows them)")
+        console.print(f"no dead task{f' with {reason!r} in its reason' if reason else ''} ({len(letters)} in all; --all shows them)")
     return 0
 
 
@@ -71,19 +71,19 @@ async def decide_dead_letters(url: str, run: str, word: str, *, tasks: Sequence[
 
 def _check(letters: dict[int, Dead], task: int, word: str) -> None:
     if task not in letters:
-        raise ValueError(f"task {task} is not dead; those that are: {', '.join(map(str, sorted(letters))) or 'none'}")
+        raise ValueError(f"task {task} is not dead; dead tasks: {', '.join(map(str, sorted(letters))) or 'none'}")
     if word == REQUEUE and letters[task].root < 0:
         raise ValueError(f"task {task} cannot be requeued: it could not be read, so its prompt is not known")
 
 
 async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDecision], task: int, word: str) -> bool:
-    by = f"{os.environ.get('USER', 'somebody')} on {socket.gethostname()}"
+    by = f"{os.environ.get('USER', 'unknown')} on {socket.gethostname()}"
     if task not in decisions and await bus.dead.decide(DeadLetterDecision(task=task, word=word, by=by)):
         console.print(f"task {task}: {word}")
         return True
     before = decisions.get(task) or (await bus.dead.decisions())[task]
     console.print(
-        f"task {task}: {plain(before.word)} was decided before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
+        f"task {task}: already decided: {plain(before.word)}, by {plain(before.by) or 'unknown'}; the first decision counts", markup=False
     )
     return False
 
@@ -97,12 +97,12 @@ async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
                 if isinstance(record, Requeue):
                     left.discard(record.task)
                 if not left:
-                    console.print("the learner has recorded it; the prompt is issued when the next place is free")
+                    console.print("recorded by the learner; the prompt is issued when admission allows the next task")
                     return 0
     except TimeoutError:
         pass
     there = await LiveView(bus).alive("feeder")
-    reason = "the learner is busy, or needs no more prompts" if there else "no learner is there; it will hear it when it starts"
+    reason = "the learner is busy, or needs no more prompts" if there else "no learner is running; it reads the decision when it starts"
     console.print(f"not recorded yet: {reason}")
     return 1
 

@@ -36,7 +36,7 @@ from launch.samples.block import plain
 CONNECT_S = 3.0
 _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
-_RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
+_RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
         yield RunLocation(url=url, run=run)
         return
-    print(f"tidemill {args.command}: {root}: the run is not at work; its bus is started to be read by this command", file=sys.stderr)
+    print(f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr)
     with started(ended) as line:
         yield RunLocation(url=line, run=args.run or ended.run, ended=True)
 
@@ -279,7 +279,7 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
     console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
     for actor in samples["refused"]:
-        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: end it, or mend it (docs/recovery.md)")
+        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it (docs/recovery.md)")
     for row in status["processes"]:
         if row["trouble"]:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)

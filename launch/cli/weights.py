@@ -40,7 +40,7 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
     if args.ended:
         head = await bus.rows("weights").get("head")
         newest = f"its newest version is {head[0]['version']} (step {head[0]['step']})" if head else "it has published no version"
-        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not at work; {newest}", markup=False)
+        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not running; {newest}", markup=False)
         return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     headers = await api_keys(bus).headers()
@@ -97,4 +97,4 @@ def _print(found: Sequence[EngineChecksums], *, as_json: bool) -> None:
             text = f"DIFFERS in {len(one.differs)} of {len(one.sums)} tensors: {', '.join(one.differs[:SHOWN])}{more}"
         console.print(f"engine {one.engine}  version {one.version}  {text}", style="red" if one.differs else None, markup=False)
     if not found and not as_json:
-        console.print("no engine is there")
+        console.print("no engine is running")

@@ -175,7 +175,7 @@ class _Audit:
             if self._versions is not None and self._versions.get(version) != step:
                 known = self._versions.get(version, "none")
                 self.accounting.add_problem(
-                    f"step {plan.step} takes version {version} for weights of step {step}; the registry says {known}"
+                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has {known}"
                 )
         for task in plan.tasks.tolist():
             if task in self._step_of_task or task in self._dropped_task:
@@ -227,7 +227,7 @@ class _Audit:
         for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
             self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, _largest_lag(plan))
         if unclaimed:
-            self._lost(f"{unclaimed} trimmed sequences are named by no record and not behind the checkpoint's cursor", unclaimed)
+            self._lost(f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor", unclaimed)
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
         """Count one sample by its disposition."""
@@ -250,7 +250,7 @@ class _Audit:
         elif sample.task in self._step_of_task:
             self._late[seq] = (sample.task, sample.index)
         elif self._cursor is not None and seq in self._cursor:
-            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and no record names it")
+            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record")
         else:
             accounting.buffered += 1
 
@@ -283,7 +283,7 @@ class _Audit:
             start += span.num_tokens
             step = plan.version_steps.get(span.version)
             if step is None:
-                accounting.add_problem(f"step {plan.step} trains tokens of version {span.version}, whose step its plan does not know")
+                accounting.add_problem(f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan")
                 continue
             if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
                 continue
@@ -304,7 +304,7 @@ class _Audit:
             if place in trained:
                 self._twice(f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}")
             elif place != self._planned[seq]:
-                self.accounting.add_problem(f"sample {seq} is task {place[0]}, index {place[1]}; its plan has it for {self._planned[seq]}")
+                self.accounting.add_problem(f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}")
             trained[place] = seq
             if self._cursor is not None and step <= self._cursor.step and seq not in self._cursor:
                 self._twice(f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it would be trained again")

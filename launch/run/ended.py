@@ -36,7 +36,7 @@ class RunResumed(ValueError):
     """SIGTERM was received: the run was started again, and needs its store."""
 
     def __init__(self) -> None:
-        super().__init__("ended by SIGTERM, which a run that is started again sends; look again")
+        super().__init__("ended by SIGTERM: the run was started again; repeat the command")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,7 @@ class Host:
                     if time.monotonic() >= trusted_from:
                         self.reconcile(rows.of(self._live_host, hosts), rows.revision)
                 except BusError as error:
-                    log.info("what is wanted is not known, all stays as it is error=%s", error)
+                    log.info("desired numbers not read, nothing is changed error=%s", error)
                     trusted_from = time.monotonic() + SETTLE_S
                 self._update(heartbeat)
                 await waiter.wait(LOOK_EVERY_S)
@@ -170,7 +170,7 @@ def users_in(directory: Path) -> dict[str, list[Path]]:
     """Return the files with credentials of engines and actors by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
     found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
     if not any(found.values()):
-        raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, there are none")
+        raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
     return found
 
 
@@ -183,7 +183,7 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise HostExists(f"--name: host {name} is at work in {directory} (process {lock.read().strip() or 'unknown'})") from None
+            raise HostExists(f"--name: host {name} is running in {directory} (process {lock.read().strip() or 'unknown'})") from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -196,4 +196,4 @@ async def refuse_another(bus: Bus, name: str) -> None:
         return
     for row, age in await processes(bus):
         if row.role == ROLE and row.id == name and age == 0:
-            raise HostExists(f"--name: host {name} of run {bus.run} lives on {row.host} (process {row.pid}); give this one another name")
+            raise HostExists(f"--name: host {name} of run {bus.run} is running on {row.host} (process {row.pid}); choose another name")

@@ -71,7 +71,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
                     while True:
                         await asyncio.sleep(CHECK_SERVER_S)
                         for server in servers.ended():
-                            log.warning("nats-server ended and is started again; its last words:\n%s", server.log_tail(5))
+                            log.warning("nats-server ended and is started again; its last log lines:\n%s", server.log_tail(5))
                             await asyncio.to_thread(server.start)
                             heartbeat.update(pid=servers.pid)
 
@@ -167,7 +167,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     model = Path(config.model.path)
     if (model / "config.json").exists():
         return model
-    log.info("no model on this machine path=%s; it is asked for over the bus", model)
+    log.info("no model on this machine path=%s; it is requested over the bus", model)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, config.run, config.bus, name=name, draining=draining)
         if bus is None:
@@ -266,7 +266,7 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
                 await desired.change(bus, desired.host_key(name), machine.own)
             except Forbidden as error:
                 words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
-                raise ValueError(f"{error}; let the operator say it: tidemill scale {words} --host {name}") from None
+                raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
         host = Host(
             bus,
             Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
@@ -277,7 +277,7 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
             drain_s=machine.drain_s,
             users=machine.users,
         )
-        log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
+        log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
         await host.run(draining)
 
 

@@ -35,7 +35,7 @@ async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str
         console.print(f"host {place.name}{belongs}: {told}{row.waits_for and f'; {row.waits_for}'}", markup=False)
     known = [one.name for one in hosts] if host else [one.pool for one in hosts if one.pool]
     if not hosts:
-        console.print("no host is there to obey: start `tidemill host` on the machines that shall run them")
+        console.print("no host is running: start `tidemill host` on the machines that should run them")
     elif (host or pool) and (host or pool) not in known:
-        console.print(f"{key}: nobody of that name is there yet; there {'are' if known else 'is'} {', '.join(known) or 'none'}")
+        console.print(f"{key}: no live host of that name; live: {', '.join(known) or 'none'}")
     return 0

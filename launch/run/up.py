@@ -110,7 +110,7 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
     with (root / LOCK_FILE).open("a+") as lock:
         _lock(lock, root)
         if there and not resume and not fresh:
-            raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
+            raise CannotBegin(f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory")
         _end_look(root)
         if fresh:
             _clear(root)
@@ -124,7 +124,7 @@ def _lock(lock: IO[str], root: Path) -> None:
     except BlockingIOError:
         lock.seek(0)
         who = lock.read().strip()
-        raise CannotBegin(f"{root}: `tidemill up` (process {who}) is at work in it; end that first, or set another directory") from None
+        raise CannotBegin(f"{root}: `tidemill up` (process {who}) is running in it; end it first, or set another directory") from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
@@ -191,7 +191,7 @@ class Up:
                 await self._refuse_another_run(bus, url)
                 await self._train(bus, url, draining)
         except asyncio.CancelledError:
-            self.failure = f"not drained in time; at work still: {', '.join(self._supervisor.running) or 'no process'}"
+            self.failure = f"not drained in time; still running: {', '.join(self._supervisor.running) or 'no process'}"
             raise
         except (CannotBegin, CheckFailed) as error:
             self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
@@ -204,9 +204,7 @@ class Up:
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
         """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams would mix."""
         if not self._resume and await bus.tasks.last_id() > 0:
-            raise CannotBegin(
-                f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)"
-            )
+            raise CannotBegin(f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name (--set run=...)")
 
     def _say(self, text: str) -> None:
         log.info("%s", text)
@@ -275,7 +273,7 @@ class Up:
             finished = ended and await self._trained_to_the_end(bus)
             await self._drain()
         if not finished:
-            cure = f"go on with: tidemill up {self._root / CONFIG_FILE} --resume"
+            cure = f"resume with: tidemill up {self._root / CONFIG_FILE} --resume"
             self._say(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
             return
         await self._audit(bus, self._watch.elapsed_s)
@@ -295,7 +293,7 @@ class Up:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
-                    log.error("nobody saw the rest: %s", result, exc_info=result)
+                    log.error("the live view failed: %s", result, exc_info=result)
 
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""

@@ -69,7 +69,7 @@ def waiting_words(watch: RunWatch) -> str:
     """Return the phases of the processes and their troubles, as shown before the first step is done."""
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
-    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has said anything yet")
+    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
 
 
 def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) -> Panel:

@@ -130,7 +130,7 @@ class RunWatch:
                 if self.samples.messages:
                     self.sample = await self._bus.samples.fetch(self.samples.last_seq)
             except BusError as error:
-                log.info("not known now: %s", error)
+                log.info("not read: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_rows(self, rows: list[tuple[LiveRow, float]]) -> None:

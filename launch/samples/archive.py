@@ -21,7 +21,7 @@ from bus.streams.bus import Bus, connect
 from bus.streams.cursors import LEAVE, Reader, ReaderRow
 from bus.streams.history import History, StoredSample
 from launch.samples.filter_arguments import positive
-from launch.samples.recording import Origin, Recorder, mend
+from launch.samples.recording import Origin, Recorder, repair
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ async def _check_gap(history: History, reader: Reader | UnregisteredReader, expe
     if first <= expected:
         return
     if reader.row.policy != LEAVE:
-        what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave goes on without them)"
+        what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave continues without them)"
         raise StreamTrimmed(what, expected, first)
-    log.warning("samples are missing, it was left behind first=%d last=%d", expected, first - 1)
+    log.warning("samples are missing, they were trimmed before they were archived first=%d last=%d", expected, first - 1)
 
 
 class ArchiveDirectory:
@@ -134,7 +134,7 @@ class ArchiveDirectory:
         self.last_seq = 0
         """Sequence of the last sample in a recording."""
         for path in sorted(directory.glob(f"*{SUFFIX}")):
-            found, last = mend(path)
+            found, last = repair(path)
             if found is not None and found != origin:
                 ours, theirs = (f"run {one.run} (stream of {one.created})" for one in (origin, found))
                 raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")

@@ -160,7 +160,7 @@ class Recording:
             raise ValueError(f"{self._name}: want a recording of samples: {error}") from None
 
 
-def mend(path: Path) -> tuple[Origin | None, int]:
+def repair(path: Path) -> tuple[Origin | None, int]:
     """Write the missing index of a recording that was cut off, after its last whole frame; return (its origin, its last sequence).
 
     A complete recording is not changed; one without samples is removed (then the sequence is 0).

@@ -38,7 +38,7 @@ class Sink(Protocol):
 async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
     """Replay samples of a run; return the exit code. Raises ValueError."""
     if args.ended and args.to_run and not args.to_bus:
-        raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not at work is only read")
+        raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not running is read-only")
     search, state = Search(bus, filter_of(args)), await bus.samples.info()
 
     async def samples() -> AsyncIterator[StoredSample]:
@@ -58,7 +58,7 @@ async def replay_file(args: argparse.Namespace) -> int:
     """Replay a recording, or its samples that fit the filter; return the exit code. Raises ValueError."""
     positive("--last", args.last)
     if args.since or args.since_version is not None or args.last is not None or args.lag:
-        raise ValueError("--from: want no --since, --since-version, --last or --lag: what fits of a recording is replayed whole")
+        raise ValueError("--from: want no --since, --since-version, --last or --lag: these do not apply to a recording")
     filter = filter_of(args)
     recording = Recording.open(Path(args.source))
 

@@ -82,7 +82,7 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
     places = (plan.seqs == seq).nonzero()[0]
     if not len(places):
         return (
-            SampleHistory(state="duplicate", reason=f"step {plan.step} trained another of this place")
+            SampleHistory(state="duplicate", reason=f"step {plan.step} trained another sample of this task and index")
             if sample.task in plan.tasks
             else None
         )

@@ -12,7 +12,7 @@ import pytest
 from bus.server.embedded import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
-from launch.samples.recording import Recording, mend
+from launch.samples.recording import Recording, repair
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
 
@@ -110,7 +110,7 @@ async def test_one_that_was_left_behind_says_so_and_goes_on_only_when_told(
         await bus.samples.trim(21)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
             assert await process.wait() == 2
-        assert "samples 11 to 20 are missing (--policy leave goes on without them)" in log.read_text()
+        assert "samples 11 to 20 are missing (--policy leave continues without them)" in log.read_text()
         async with archiving(nats_server.url, bus.run, out, "--until-end", "--policy", "leave") as process:
             assert await process.wait() == 0, log.read_text()
         assert [seq for seq, _ in archived(out)] == [*range(1, 11), *range(21, 31)]
@@ -148,8 +148,8 @@ async def test_what_a_kill_leaves_is_mended(open_bus: BusOpener, nats_server: Em
             "only a head": (data[: offsets[0]], 0),
         }[what]
         path.write_bytes(cut)
-        origin, last = mend(path)
+        origin, last = repair(path)
         assert last == left
         assert [seq for seq, _ in archived(out)] == list(range(1, left + 1))
         assert origin is not None
-        assert mend(path) == (origin, left) if left else not path.exists()
+        assert repair(path) == (origin, left) if left else not path.exists()

@@ -152,8 +152,8 @@ async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Ho
         there = await until_actors(bus, "actor-h-0")
         here, elsewhere = hosts("h", "--run", bus.run), hosts("h", "--run", bus.run, directory="elsewhere")
         assert await here.ended() == await elsewhere.ended() == 2
-        assert "host h is at work in" in here.log
-        assert f"host h of run {bus.run} lives on" in elsewhere.log
+        assert "host h is running in" in here.log
+        assert f"host h of run {bus.run} is running on" in elsewhere.log
         assert await actors(bus) == there
 
 

@@ -86,7 +86,7 @@ async def test_every_command_that_reads_answers_and_the_streams_stay_as_they_are
         code, out, errors = await tidemill(command, "--run-dir", str(run), *more)
         assert code == 0, f"{command}: {errors}"
         assert text in out + errors, f"{command}: {out}"
-        assert sum("the run is not at work; its bus is started" in line for line in errors.splitlines()) == 1, errors
+        assert sum("the run is not running; its bus is started" in line for line in errors.splitlines()) == 1, errors
         assert not in_use(run / "bus"), f"{command} left a server"
         assert contents(run) == before, f"{command} has written"
     assert not (run / "bus.url").exists()
@@ -169,7 +169,7 @@ async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path,
     try:
         url = await asyncio.to_thread(servers.start)
         _, errors = await look.communicate()
-        assert b"ended by SIGTERM, which a run that is started again sends; look again" in errors
+        assert b"ended by SIGTERM: the run was started again; repeat the command" in errors
         assert look.returncode == 2
         (tmp_path / "bus.url").write_text(url)
         code, out, words = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
@@ -187,7 +187,7 @@ async def test_a_directory_in_which_up_begins_is_looked_at_by_nothing(tmp_path: 
         assert not readonly.holder(tmp_path / "bus")
         assert (tmp_path / "bus").exists() is not fresh
     _, errors = await look.communicate()
-    assert b"look again" in errors
+    assert b"repeat the command" in errors
 
 
 async def test_a_reader_of_the_output_that_ends_early_ends_the_look(tmp_path: Path) -> None:

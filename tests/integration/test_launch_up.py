@@ -64,7 +64,7 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
     asyncio.run(leave_a_run())
     result = run_up(tmp_path, f"bus.url={nats_server.url}")
     assert result.returncode == 2, result.stdout + result.stderr
-    assert "holds a run named smoke already" in result.stdout
+    assert "has a run named smoke already" in result.stdout
 
 
 async def test_a_learner_that_somebody_drained_has_not_finished(tmp_path: Path) -> None:
@@ -121,5 +121,5 @@ async def test_what_is_at_work_still_is_named_when_it_was_not_drained_in_time(tm
     work.cancel()  # as at the second SIGTERM, and at the deadline
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert run.failure == "not drained in time; at work still: bus"
+    assert run.failure == "not drained in time; still running: bus"
     assert run._supervisor.running == {}

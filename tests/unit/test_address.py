@@ -62,7 +62,7 @@ def test_a_password_comes_from_the_environment_and_never_from_the_command_line()
         ({"host": "0.0.0.0"}, "host: 0.0.0.0 is open to other machines"),
         ({"host": "::"}, "is open to other machines"),
         ({"host": "gpu-7"}, "is open to other machines"),
-        ({"server_name": "a", "cluster_listen": "0.0.0.0:6222", "cluster_routes": ("a:6222",)}, "cluster_listen: 0.0.0.0:6222 can be"),
+        ({"server_name": "a", "cluster_listen": "0.0.0.0:6222", "cluster_routes": ("a:6222",)}, "cluster_listen: 0.0.0.0:6222 is open"),
         ({"url": "nats://u:p@a:1"}, "want no user and password"),
         ({"tls_cert": "a.pem"}, "tls_cert, tls_key: want both or none"),
         ({"cluster": 2}, "cluster: want 1 or 3"),

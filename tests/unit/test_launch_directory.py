@@ -77,7 +77,7 @@ def test_a_directory_at_work_is_not_touched_until_its_process_is_gone(tmp_path: 
         assert holder.stdout.readline() == "held\n"
         (root / CONFIG_FILE).write_text("{}")
         for how in ({"fresh": True}, {"resume": True}, {}):
-            with pytest.raises(CannotBegin, match=rf"process {holder.pid}.*is at work"):
+            with pytest.raises(CannotBegin, match=rf"process {holder.pid}.*is running"):
                 opened(root, **how)
         assert (root / CONFIG_FILE).exists()
         holder.kill()

@@ -92,7 +92,7 @@ def test_one_word_makes_learner_and_engines_share(tmp_path: Path) -> None:
         ("learner: {steps: 0}", "learner.steps: want > 0, got 0"),
         ("learner: {optimizer: {lr: -1}}", "learner.optimizer.lr: want > 0, got -1"),
         ("sampling: {stop: [1, {}]}", r"sampling.stop\[1\]: want text, in quotes .*, got {}"),
-        ("learner: {steps: 1}\nlearner: {group_size: 2}", "learner: stands twice, first in line 2"),
+        ("learner: {steps: 1}\nlearner: {group_size: 2}", "learner: given twice, first in line 2"),
         ("learner: {optimizer: {lr: .inf}}", "learner.optimizer.lr: want a finite number, got inf"),
         ("a: [", "not YAML"),
     ],

@@ -63,7 +63,7 @@ PIECES = (
         ("run: x\nactor: {reward_options: {a: !!set {b}}}\n", ":2", "could not determine a constructor"),
         ("run: x\nseed: !!int x\n", ":1", "not YAML: invalid literal"),
         ("? [a]\n: 3\n", ":1", "want names as keys"),
-        ("[" * 5000, ":1", "without end"),
+        ("[" * 5000, ":1", "nested too deeply"),
         ("seed: 3\nrun: a\x00b\n", ":2", "printable text"),
         ("learner: {steps: 3\n", ":1", "not YAML: while parsing a flow mapping"),
         ("learner:\n  steps: 3\n oops: 4\n", ":3", "not YAML"),
