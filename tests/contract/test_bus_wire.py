@@ -247,7 +247,7 @@ async def test_a_foreign_report_and_death_are_counted(open_bus: BusOpener) -> No
     assert found == [Dead(task=id, reason="no tool", attempts=2, actor="foreign", prompt="1+1=")]
 
 
-async def test_a_foreign_task_is_handed_back_and_a_foreign_row_is_seen(open_bus: BusOpener) -> None:
+async def test_a_foreign_nak_returns_the_task_and_a_foreign_row_is_read(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         await bus.tasks.fence(1)
         id = await bus.tasks.issue(make_task(bus.run))
@@ -286,7 +286,7 @@ async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_ha
         ({"schema": 2}, "schema"),
     ],
 )
-def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str) -> None:
+def test_samples_that_the_document_forbids_are_refused(change: dict[str, Any], field: str) -> None:
     with pytest.raises(WireError) as caught:
         check_sample(decode_sample(msgpack.packb(foreign_sample("r", 1, **change))), vocab_size=10)
     assert caught.value.field.startswith(field)

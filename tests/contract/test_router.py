@@ -55,7 +55,7 @@ def unused_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{port.number}"
 
 
-async def test_requests_go_to_where_least_is_under_way(model_dir: Path) -> None:
+async def test_requests_go_to_the_engine_with_the_fewest_in_flight(model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving(model_dir)) for _ in range(3)]
         door = await stack.enter_async_context(routing(*(each.engine.url for each in engines)))
@@ -134,7 +134,7 @@ async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(mode
         assert [status for status, _ in answers] == [200] * 3, answers
 
 
-async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
+async def test_a_session_leaves_an_engine_without_its_version() -> None:
     """A missing version is no reason for a quarantine: only the refusal itself moves the session."""
     async with faulty() as old, faulty() as new, routing(old.url, new.url) as door:
         for engine in (old, new):
@@ -164,7 +164,9 @@ async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
         ("hang", "/generate", {"input_ids": [5], "rid": "r"}, 1, 504),
     ],
 )
-async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, body: dict[str, Any], attempts: int, status: int) -> None:
+async def test_only_requests_that_are_safe_to_repeat_are_repeated(
+    does: str, path: str, body: dict[str, Any], attempts: int, status: int
+) -> None:
     bounds = {"timeout_s": 5.0} if does == "hang" else {}
     async with faulty() as engine, routing(engine.url, retries=2, **bounds) as door:
         engine.does = does
@@ -173,7 +175,7 @@ async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, bod
         assert "message" in answer["error"]
 
 
-async def test_a_broken_connection_is_repeated_for_what_changes_nothing_and_for_what_is_named() -> None:
+async def test_a_request_over_a_broken_connection_is_repeated_if_it_is_a_get_or_has_an_id() -> None:
     async with faulty() as engine, routing(engine.url, retries=1) as door:
         engine.does = "break"
         assert (await door.get("/what"))[0] == 502
@@ -182,7 +184,7 @@ async def test_a_broken_connection_is_repeated_for_what_changes_nothing_and_for_
         assert engine.paths.count("/what") == 4, "aiohttp itself asks a second time, each time"
 
 
-async def test_a_client_that_does_not_read_is_left_and_its_engine_freed() -> None:
+async def test_a_client_that_does_not_read_is_disconnected_and_its_engine_freed() -> None:
     """The answer is larger than all buffers on the way."""
     async with faulty() as engine, routing(engine.url, idle_s=0.3) as door:
         engine.does = "flood"
@@ -225,7 +227,7 @@ async def test_silence_between_two_chunks_is_bounded() -> None:
         engine.gone.set()
 
 
-async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir: Path) -> None:
+async def test_a_request_without_an_engine_waits_up_to_its_limit(model_dir: Path) -> None:
     async with routing(wait_s=0.2) as door:
         assert (await door.get("/health"))[0] == 503
         status, answer = await door.generate()
@@ -239,7 +241,7 @@ async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir
         assert (await door.get("/health"))[0] == 200
 
 
-async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
+async def test_a_silent_engine_gets_no_requests_until_it_answers_again() -> None:
     with unused_url() as unreachable:
         async with faulty() as well, routing(well.url, unreachable, wait=False, health_failures=2) as door:
             workers = await door.until(lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"])
@@ -256,7 +258,7 @@ async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
             await door.serving(well.url)
 
 
-async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the_engine(model_dir: Path) -> None:
+async def test_events_are_forwarded_at_once_and_a_client_that_disconnects_frees_the_engine(model_dir: Path) -> None:
     async with serving(model_dir) as served, routing(served.engine.url) as door:
         params = {"max_new_tokens": 12, "sampling_seed": 3, "ignore_eos": True}
         body = {"input_ids": [5, 6], "sampling_params": params, "stream": True, "return_logprob": True}
@@ -300,7 +302,7 @@ async def test_an_abort_finds_its_request_wherever_it_is(model_dir: Path) -> Non
         assert (await asked[0])[1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_workers_come_and_go_by_hand(model_dir: Path) -> None:
+async def test_workers_can_be_added_and_removed(model_dir: Path) -> None:
     async with serving(model_dir) as one, serving(model_dir) as other, routing() as door:
         for path in (f"/add_worker?url={one.engine.url}/", f"/add_worker?worker_url={one.engine.url}"):
             status, answer = await door.post(path)
@@ -344,7 +346,7 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
                 await door.serving(one.engine.url, other.engine.url)
 
 
-async def test_who_was_removed_stays_away_until_another_process_is_there(open_bus: BusOpener) -> None:
+async def test_a_removed_engine_stays_removed_until_another_process_has_its_url(open_bus: BusOpener) -> None:
     async with open_bus() as bus, faulty() as one, faulty() as other, routing(view=LiveView(bus, dead_after_s=60.0)) as door:
         async with HeartbeatPublisher(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
             await door.serving(one.url)
@@ -374,7 +376,7 @@ async def test_while_the_bus_is_away_health_counts_and_workers_come(open_bus: Bu
                 os.kill(nats_server.pid, signal.SIGCONT)
 
 
-async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody() -> None:
+async def test_a_worker_with_an_impossible_host_name_is_refused_without_effect_on_others() -> None:
     async with faulty() as one, routing(one.url) as door:
         for url in (
             "http://" + "a" * 70 + ".com",
@@ -393,7 +395,7 @@ async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody(
         await door.serving(one.url)
 
 
-async def test_commands_to_an_engine_are_not_passed_on_and_what_is_keeps_its_words() -> None:
+async def test_commands_to_an_engine_are_not_forwarded_and_other_requests_are_unchanged() -> None:
     async with faulty() as engine, routing(engine.url) as door:
         for path in ("/pause_generation", "/update_weights_from_disk", "/release_memory_occupation"):
             assert (await door.post(path, {}))[0] == 403
@@ -451,12 +453,12 @@ def _signed(request: Request, name: str) -> Request:
 
 
 @pytest.mark.parametrize("path", ["nowhere:f", "actors.router.token_history:Nothing", "json", ""])
-def test_a_middleware_that_there_is_not_is_refused(path: str) -> None:
+def test_a_missing_middleware_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"middleware: want package.module:factory"):
         load_middleware(path, RouterConfig())
 
 
-async def test_who_drains_finishes_and_takes_nothing_more(model_dir: Path) -> None:
+async def test_a_draining_router_finishes_its_requests_and_takes_no_more(model_dir: Path) -> None:
     async with serving(model_dir) as served, routing(served.engine.url) as door:
         await served.client.pause()
         asked = asyncio.create_task(door.generate())

@@ -55,7 +55,7 @@ def text_of(model_dir: Path) -> Text:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_the_next_turn_is_sent_as_what_was_sampled(model_dir: Path, streamed: bool) -> None:
+async def test_the_next_turn_is_sent_with_the_sampled_ids(model_dir: Path, streamed: bool) -> None:
     text = text_of(model_dir)
     async with heard(model_dir, exact=False) as (door, plain):
         first = await turn(door, PROMPT, streamed)
@@ -93,7 +93,7 @@ async def turn(door: Door, text: str, streamed: bool = False, session: str = "",
     return json.loads(events[-2][6:])
 
 
-async def test_what_ended_a_response_is_found_when_the_client_puts_it_back(model_dir: Path) -> None:
+async def test_the_end_of_a_response_is_found_when_the_client_sends_it_back(model_dir: Path) -> None:
     text = text_of(model_dir)
     async with heard(model_dir) as (door, engine):
         ender = text.encode("7")[0]
@@ -140,7 +140,7 @@ def answer_of(ids: list[int], text: str, **meta: Any) -> dict[str, Any]:
     return {"output_ids": ids, "text": text, "meta_info": {"output_token_logprobs": entries, "weight_version": "4", **meta}}
 
 
-async def test_versions_that_changed_on_the_way_are_told_per_token(model_dir: Path) -> None:
+async def test_versions_that_changed_midway_are_returned_per_token(model_dir: Path) -> None:
     exact = TokenHistory(RouterConfig(model=str(model_dir)))
     ids = text_of(model_dir).encode("abcd")
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": len(ids)}]
@@ -153,7 +153,7 @@ async def test_versions_that_changed_on_the_way_are_told_per_token(model_dir: Pa
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_chats_are_rendered_here_and_sent_as_what_was_sampled(model_dir: Path, streamed: bool) -> None:
+async def test_chats_are_rendered_by_the_router_and_sent_with_the_sampled_ids(model_dir: Path, streamed: bool) -> None:
     text = text_of(model_dir)
     begin = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     end = f"{EOS}\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
@@ -187,7 +187,7 @@ async def chat(door: Door, messages: list[dict[str, str]], streamed: bool) -> tu
     )
 
 
-async def test_completions_too_and_several_prompts_with_several_responses(model_dir: Path) -> None:
+async def test_completions_of_several_prompts_and_responses_keep_the_sampled_ids(model_dir: Path) -> None:
     text = text_of(model_dir)
     async with heard(model_dir) as (door, engine):
         body = {"prompt": [PROMPT, MORE], "n": 2, "max_tokens": 16, "seed": 5, "ignore_eos": True, "return_token_ids": True}
@@ -248,7 +248,7 @@ async def test_texts_beyond_the_bound_are_tokenised_like_any_other(model_dir: Pa
         assert engine.prompts[-1] == text.encode(PROMPT + answer["text"])
 
 
-async def test_refusals_say_what_was_wanted(model_dir: Path) -> None:
+async def test_refusals_name_the_expected_value(model_dir: Path) -> None:
     async with heard(model_dir) as (door, _):
         status, answer = await door.post("/v1/chat/completions", {"messages": [], "max_tokens": 2})
         assert (status, answer["error"]["type"], answer["error"]["param"]) == (400, "invalid_request_error", "messages")

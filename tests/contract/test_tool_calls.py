@@ -143,7 +143,7 @@ async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_d
         )
 
 
-async def test_what_cannot_be_promised_is_refused(model_dir: Path) -> None:
+async def test_unsupported_tool_choices_are_refused(model_dir: Path) -> None:
     async with serving(model_dir) as served, client_of(served.engine.url) as client:
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             with pytest.raises(openai.BadRequestError, match="tool_choice: not supported"):
@@ -153,7 +153,7 @@ async def test_what_cannot_be_promised_is_refused(model_dir: Path) -> None:
             await said(client, [*ASKED, broken], streamed=False, tools=[ADD])
 
 
-def test_forms_are_known_by_the_template() -> None:
+def test_the_format_of_calls_follows_from_the_template() -> None:
     assert [form_of(template) for template in (TEMPLATE, "{{ '<|python_tag|>' }}", "{{ messages }}")] == ["tags", "json", None]
 
 
@@ -182,13 +182,13 @@ ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
         ),
     ],
 )
-def test_texts_are_taken_apart(form: str, text: str, content: str, calls: list[str]) -> None:
+def test_texts_are_split_into_content_and_calls(form: str, text: str, content: str, calls: list[str]) -> None:
     whole = read(text, form, finished=True)
     assert (whole.content, [call.name for call in whole.calls]) == (content, calls)
 
 
 @given(st.lists(st.sampled_from([ONE, "<tool_call>", "</tool_call>", "<tool", " ", "\n", "a", '{"name": "f"}', ";"]), max_size=8))
-def test_what_was_shown_is_never_taken_back(parts: list[str]) -> None:
+def test_streamed_content_is_never_retracted(parts: list[str]) -> None:
     text = "".join(parts)
     for form in ("tags", "json"):
         seen = ParsedReply("", ())
@@ -208,7 +208,7 @@ def test_arguments_may_be_maps_already() -> None:
         parse({"messages": [{"role": "assistant", "tool_calls": 3}]}, chat=True)
 
 
-def test_only_so_much_is_remembered() -> None:
+def test_the_cache_of_texts_is_bounded() -> None:
     texts = ToolCallCache(10)
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{"id": str(number), "function": {"name": "f", "arguments": "{}"}}]}

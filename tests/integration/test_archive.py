@@ -57,9 +57,7 @@ async def place(bus: Bus, floor: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_every_sample_once_though_it_is_killed_again_and_again(
-    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_every_sample_is_archived_once_despite_kills(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus:
         await publish(bus, 1, 40)
@@ -79,7 +77,7 @@ async def test_every_sample_once_though_it_is_killed_again_and_again(
         assert len(list(out.glob("*.tide"))) > 5, "recordings are closed when they are large enough"
 
 
-async def test_what_is_on_the_disk_is_not_written_again_though_the_place_was_not_moved(
+async def test_archived_samples_are_not_written_again_if_the_position_was_not_moved(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     """The state is that after a kill between the write to disk and the update of the cursor."""
@@ -97,7 +95,7 @@ async def test_what_is_on_the_disk_is_not_written_again_though_the_place_was_not
         assert (await Cursors(bus).all())["archive"].floor == 15
 
 
-async def test_one_that_was_left_behind_says_so_and_goes_on_only_when_told(
+async def test_an_archive_that_was_given_up_reports_it_and_continues_only_with_policy_leave(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     out, log = tmp_path / "archive", tmp_path / "archive.log"
@@ -128,7 +126,9 @@ async def test_a_directory_of_another_stream_is_refused(open_bus: BusOpener, nat
 
 
 @pytest.mark.parametrize("what", ["torn frame", "torn index", "no end", "zeros", "only a head"])
-async def test_what_a_kill_leaves_is_mended(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, what: str) -> None:
+async def test_a_recording_cut_off_by_a_kill_is_repaired(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, what: str
+) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus:
         await publish(bus, 1, 5)

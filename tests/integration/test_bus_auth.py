@@ -161,7 +161,7 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what: str) -> None:
+async def test_requests_outside_a_role_are_refused_at_once_by_name(as_user: As, what: str) -> None:
     user, act = FORBIDDEN[what]
     async with as_user("learner") as learner, as_user(user) as bus:
         before = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "SAMPLES", "PLAN")}
@@ -173,7 +173,7 @@ async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what
         assert bus.connected
 
 
-async def test_the_admin_key_is_for_those_that_give_and_take_commands(as_user: As) -> None:
+async def test_only_roles_that_send_or_receive_commands_read_the_admin_key(as_user: As) -> None:
     async with as_user("learner") as learner:
         made = await make_keys(learner)
         assert await make_keys(learner) == made == await admin_keys(learner).known(), "once in a run"
@@ -200,7 +200,7 @@ async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
     assert not tries
 
 
-async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_user_can_subscribe_to_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
     async with as_user("learner") as learner, as_user("actor-0") as spy:
         received: list[object] = []
 
@@ -219,7 +219,7 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])
-async def test_an_answer_goes_nowhere_but_to_who_asked(as_user: As, user: str) -> None:
+async def test_an_answer_goes_only_to_its_requester(as_user: As, user: str) -> None:
     """The server itself writes the answer to a request: as the reply subject, a row of the run would be overwritten."""
     async with as_user("learner") as learner, as_user(user) as bus:
         revision = await learner.rows("run").put("epoch", {"epoch": 1})
@@ -256,7 +256,7 @@ HEADERS = (
         ("actor-0", "tm.r.dead.report.1"),
     ],
 )
-async def test_no_header_of_ones_own_message_touches_those_of_others(as_user: As, user: str, subject: str) -> None:
+async def test_headers_of_a_message_affect_no_other_message(as_user: As, user: str, subject: str) -> None:
     """A rollup on one's own row would empty the bucket: the registry of versions, or every live row."""
     async with as_user("learner") as learner, as_user(user) as bus:
         streams = ["KV_TM_r_weights", "KV_TM_r_live", "KV_TM_r_wanted", "KV_TM_r_run", "TM_r_SAMPLES", "TM_r_PARTIALS", "TM_r_DEAD"]
@@ -270,7 +270,7 @@ async def test_no_header_of_ones_own_message_touches_those_of_others(as_user: As
         assert [await learner.jet.state(stream) for stream in streams] == before
 
 
-async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Path, auth_dir: Path) -> None:
+async def test_a_run_made_without_users_is_not_restarted_with_users(tmp_path: Path, auth_dir: Path) -> None:
     plain = EmbeddedBus(tmp_path / "bus", RUN, BusConfig())
     async with connect(await asyncio.to_thread(plain.start), RUN, name="a", wait_s=10) as bus:
         await bus.create_layout()
@@ -280,7 +280,7 @@ async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")])
-async def test_who_is_not_let_in_is_told_at_once(guarded: EmbeddedBus, user: str, password: str, reason: str) -> None:
+async def test_a_wrong_login_is_refused_at_once(guarded: EmbeddedBus, user: str, password: str, reason: str) -> None:
     line = dataclasses.replace(parse(guarded.url), user=user, password=password).line()
     with pytest.raises(Denied, match=rf"{reason}; cure: TIDEMILL_BUS_CREDENTIALS") as denied:
         async with asyncio.timeout(AT_ONCE_S), connect(line, RUN, name="actor-0", wait_s=60):
@@ -388,7 +388,7 @@ async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
         servers.stop()
 
 
-async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_a_viewer_does_not(as_user: As) -> None:
+async def test_an_operator_sets_desired_numbers_and_decides_dead_letters_and_a_viewer_may_not(as_user: As) -> None:
     async with as_user("learner") as learner, as_user("operator") as operator, as_user("viewer") as viewer:
         assert await desired.change(operator, desired.ALL, {"actor": 3}) == ({}, {"actor": 3})
         assert (await desired.read(viewer)).rows[desired.ALL][0] == {"actor": 3}
@@ -402,7 +402,7 @@ async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_
             await operator.rows("run").put("config", {})
 
 
-async def test_the_learner_hears_what_an_actor_acknowledges_and_another_actor_does_not(as_user: As) -> None:
+async def test_the_learner_receives_the_acks_of_an_actor_and_another_actor_does_not(as_user: As) -> None:
     received: asyncio.Queue[int] = asyncio.Queue()
     others: asyncio.Queue[int] = asyncio.Queue()
     async with as_user("learner") as learner, as_user("actor-0") as actor, as_user("actor-1") as other:

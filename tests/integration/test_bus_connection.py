@@ -80,7 +80,7 @@ async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(
             await retry(ask)
 
 
-async def test_a_closed_connection_says_so(open_bus: BusOpener) -> None:
+async def test_a_closed_connection_raises(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         pass
     with pytest.raises(BusUnavailable):
@@ -134,7 +134,7 @@ async def test_a_process_that_knows_only_the_url_finds_the_run(nats_server: Embe
             await find_run(nats_server.url, name="late", wait_s=20)
 
 
-async def test_a_connection_that_falls_twice_in_a_moment_is_told_to_everybody(open_bus: BusOpener) -> None:
+async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_bus: BusOpener) -> None:
     """The connection breaks, and is closed an iteration or two later, while the interrupted request is ending."""
     for turns in range(6):
         async with open_bus() as bus:

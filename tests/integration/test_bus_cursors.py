@@ -24,7 +24,7 @@ async def take(reader: Reader, count: int) -> list[int]:
     raise AssertionError("unreachable")
 
 
-async def test_a_reader_goes_on_at_its_place_and_only_the_last_of_a_name_moves_it(open_bus: BusOpener) -> None:
+async def test_a_reader_continues_at_its_position_and_only_the_last_of_a_name_moves_it(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 5)
         first = await Reader.open(bus, "archive")
@@ -45,7 +45,7 @@ async def test_a_reader_goes_on_at_its_place_and_only_the_last_of_a_name_moves_i
             await Cursors(bus).drop("archive")
 
 
-async def test_trimming_waits_for_those_who_asked_until_they_are_given_up(open_bus: BusOpener) -> None:
+async def test_trimming_waits_for_readers_with_policy_wait_until_they_are_given_up(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 9)
         created = (await bus.samples.info()).created

@@ -27,7 +27,7 @@ async def lease(bus: Bus, timeout_s: float = 5.0, kind: Kind = Kind.TRAIN) -> Le
     return found
 
 
-async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
+async def test_a_task_is_leased_once_and_acked(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         (id,) = await issue(bus, label={"answer": 4}, metadata={"a": 1})
         assert await bus.tasks.backlog() == (1, 0)
@@ -39,7 +39,7 @@ async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
         assert await bus.tasks.backlog() == (0, 0)
 
 
-async def test_acks_are_heard_and_the_floor_stops_at_a_task_that_is_held(open_bus: BusOpener) -> None:
+async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: BusOpener) -> None:
     """Renewals and naks are no acks; neither is a forged ack on a similar subject."""
     heard: asyncio.Queue[int] = asyncio.Queue()
     async with open_bus() as bus, bus.tasks.acks(heard.put_nowait):
@@ -74,7 +74,7 @@ async def test_many_wait_at_once_and_each_gets_another_task(open_bus: BusOpener)
         assert sorted([(await held).task.id for held in waiting]) == ids
 
 
-async def test_a_task_handed_back_comes_again_at_once(open_bus: BusOpener) -> None:
+async def test_a_task_returned_by_nak_is_redelivered_at_once(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         (id,) = await issue(bus)
         first = await lease(bus)
@@ -84,7 +84,7 @@ async def test_a_task_handed_back_comes_again_at_once(open_bus: BusOpener) -> No
         assert again.attempt != first.attempt
 
 
-async def test_a_task_handed_back_with_a_delay_comes_later(open_bus: BusOpener) -> None:
+async def test_a_task_returned_with_a_delay_is_redelivered_later(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         await issue(bus)
         await (await lease(bus)).nak(0.4)
@@ -111,7 +111,7 @@ async def test_a_lease_that_is_kept_does_not_run_out(open_bus: BusOpener) -> Non
         assert await bus.tasks.backlog() == (0, 0)
 
 
-async def test_a_lease_given_up_while_waiting_loses_nothing(open_bus: BusOpener) -> None:
+async def test_a_cancelled_wait_for_a_lease_loses_no_task(open_bus: BusOpener) -> None:
     """A task that arrives for a cancelled lease request goes to the next actor at once, not after the lease time."""
     async with open_bus(lease_s=60) as bus:
         leaving = asyncio.create_task(lease(bus))
@@ -178,7 +178,7 @@ async def test_reports_of_failure_make_a_task_dead(open_bus: BusOpener) -> None:
         assert (dead.task, dead.reason, dead.attempts, dead.actor, dead.prompt) == (id, "tool broke again", 3, "a3", "1+1=")
 
 
-async def test_a_report_counts_once_and_a_death_is_told_once(open_bus: BusOpener) -> None:
+async def test_a_report_counts_once_and_a_death_is_logged_once(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         (id,) = await issue(bus)
         held = await lease(bus)
@@ -257,7 +257,7 @@ async def test_a_task_of_another_epoch_is_not_issued(open_bus: BusOpener) -> Non
             await bus.tasks.issue(make_task(bus.run, epoch=2))
 
 
-async def test_a_lease_says_when_the_bus_is_away(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_a_lease_returns_false_while_the_bus_is_away(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
     async with open_bus(lease_s=0.5) as bus:
         await issue(bus)
         held = await lease(bus)

@@ -44,7 +44,7 @@ def info(**fields: Any) -> bytes:
     return b"INFO " + json.dumps({"version": "2.11.0", "jetstream": True, **fields}).encode() + b"\r\n"
 
 
-def test_a_server_that_will_do_is_found(tmp_path: Path, nats_server: EmbeddedServer) -> None:
+def test_a_usable_server_is_found(tmp_path: Path, nats_server: EmbeddedServer) -> None:
     report = reached(tmp_path, f"nats://127.0.0.1:1,{nats_server.url}")
     assert not report.errors
     assert any("with JetStream" in finding.text for finding in report.findings)
@@ -61,7 +61,7 @@ def test_a_server_that_will_do_is_found(tmp_path: Path, nats_server: EmbeddedSer
     ],
     ids=["old", "no-jetstream", "http", "half", "number"],
 )
-def test_a_server_that_will_not_do_is_an_error(tmp_path: Path, line: bytes, complaint: str) -> None:
+def test_an_unusable_server_is_an_error(tmp_path: Path, line: bytes, complaint: str) -> None:
     with answering(line) as url:
         (error,) = reached(tmp_path, url).errors
     assert complaint in error.text

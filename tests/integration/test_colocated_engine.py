@@ -126,7 +126,7 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
             assert (await served(bus))["version"] == 1
 
 
-async def test_an_engine_that_does_not_answer_is_left_behind_and_the_step_goes_on(
+async def test_an_engine_that_does_not_answer_is_evicted_and_the_step_goes_on(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -10,7 +10,7 @@ from tests.bus_fixtures import BusOpener
 from weightstore.store.registry import VersionRegistry
 
 
-async def test_the_learner_names_them(open_bus: BusOpener) -> None:
+async def test_the_learners_row_names_evicted_engines(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         rows, registry = bus.rows("live"), VersionRegistry(bus)
         async with HeartbeatPublisher(bus, LiveRow(role="learner", id="l", host="h", pid=1, phase="working")) as heartbeat:

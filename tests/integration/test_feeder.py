@@ -134,7 +134,7 @@ async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: 
         assert len(before) >= step
 
 
-async def test_recorded_batches_say_so_and_none_is_pushed_twice(open_world: OpenWorld) -> None:
+async def test_recorded_batches_are_marked_and_none_is_pushed_twice(open_world: OpenWorld) -> None:
     async with open_world(checkpoint_every=0) as world:
         async with world.actors():
             async with world.feeder() as (url, _):
@@ -215,7 +215,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("file", DAMAGES)
-async def test_corrupt_checkpoint_is_passed_over_aloud(open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str) -> None:
+async def test_a_corrupt_checkpoint_is_passed_over_and_logged(open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str) -> None:
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
@@ -524,7 +524,7 @@ async def test_trimming_waits_for_a_registered_reader(open_world: OpenWorld) -> 
             break
 
 
-async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
+async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
     open_bus: BusOpener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_bus() as bus:

@@ -103,7 +103,7 @@ async def host_row(bus: Bus, name: str, what: Callable[[LiveRow], bool]) -> Live
         await asyncio.sleep(0.05)
 
 
-async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_host_runs_the_desired_numbers_and_drains(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)
         host = hosts("h", "--run", bus.run)
@@ -132,7 +132,7 @@ async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, host
         assert await LiveView(bus).refresh("host") == [], "it leaves no row behind"
 
 
-async def test_killed_it_takes_its_children_with_it_and_started_again_it_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_killed_host_takes_its_children_with_it_and_a_restart_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)
         host = hosts("h", "--run", bus.run, "actors=2")
@@ -157,7 +157,7 @@ async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Ho
         assert await actors(bus) == there
 
 
-async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus, reward="nobody.knows:it")
         host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
@@ -195,7 +195,7 @@ async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: Bu
         await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
 
 
-async def test_without_the_bus_all_stays_as_it_is(open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer) -> None:
+async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus:
         await configured(bus)
         hosts("a", "--run", bus.run)

@@ -65,7 +65,7 @@ class Run:
         await self.bus.plans.append(Settle(epoch=EPOCH, reason=reason, tasks=tasks, seqs=np.array(seqs, np.int64), step=1))
 
 
-async def test_a_sound_run_has_sound_books(open_bus: BusOpener) -> None:
+async def test_the_accounting_of_a_sound_run_balances(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(3)
@@ -170,7 +170,7 @@ async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: Bus
     assert any("left out" in problem for problem in accounting.problems)
 
 
-async def test_what_comes_late_for_a_task_given_up_has_its_reason(open_bus: BusOpener) -> None:
+async def test_late_samples_of_a_task_given_up_have_its_drop_reason(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
@@ -182,7 +182,7 @@ async def test_what_comes_late_for_a_task_given_up_has_its_reason(open_bus: BusO
     assert (accounting.lost, accounting.balance()) == (0, True)
 
 
-async def test_what_nobody_can_train_is_invalid_and_not_lost(open_bus: BusOpener) -> None:
+async def test_untrainable_samples_are_invalid_and_not_lost(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
@@ -237,7 +237,7 @@ async def test_a_trained_sample_that_the_cursor_would_give_again_is_seen(open_bu
     assert later.trained_twice == 0, "a plan behind the checkpoint is not in the model yet"
 
 
-async def test_a_plan_that_tells_other_things_than_stream_and_registry_is_seen(open_bus: BusOpener) -> None:
+async def test_a_plan_that_contradicts_stream_or_registry_is_reported(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)

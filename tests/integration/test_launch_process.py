@@ -213,7 +213,7 @@ async def _until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_child_that_has_just_died_can_be_told_to_end(tmp_path: Path) -> None:
+async def test_a_child_that_has_just_died_can_be_asked_to_end(tmp_path: Path) -> None:
     """The process is already gone for the kernel, and not yet for the event loop."""
     child = Child("it", [], tmp_path / "log")
     child.process = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)

@@ -169,7 +169,7 @@ async def test_headers_of_another_program_are_not_needed(open_bus: BusOpener) ->
         assert await scene.found("--task", "2", "--tokens", "3") == [1, 2, 7]
 
 
-async def test_following_shows_what_fits_of_what_comes(open_bus: BusOpener) -> None:
+async def test_following_shows_the_new_samples_that_match(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         args = arguments("tail", "--last", "1", "--reward", "1", "--lag", "..3", "--follow")
@@ -183,7 +183,7 @@ async def test_following_shows_what_fits_of_what_comes(open_bus: BusOpener) -> N
         await following.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_search_is_bounded_and_says_so(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_search_is_bounded_and_reports_it(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         assert await scene.found("--actor", "w.2", "--search", "3") == [4]
@@ -231,7 +231,7 @@ async def printed(capsys: pytest.CaptureFixture[str], command: Callable[..., Awa
     return capsys.readouterr().out
 
 
-async def test_show_tells_tokens_versions_and_fate(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_show_prints_tokens_versions_and_outcome(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         probabilities = [1.0, 0.5, 0.25, 0.05, 0.001]
@@ -293,7 +293,7 @@ def test_tokens_read_as_the_model_reads_them() -> None:
     assert Vocabulary.read([Path("/nowhere")]).pieces([4, 5]) == ["⟨4⟩", "⟨5⟩"]
 
 
-async def test_every_fate(open_bus: BusOpener) -> None:
+async def test_every_outcome_of_a_sample(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).begin()
         await scene.act(((0, 3),))
@@ -336,7 +336,7 @@ async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixt
     assert "pass@k   1: 0.5000, 2: 1.0000" in text
 
 
-async def test_stats_follow_what_comes(open_bus: BusOpener) -> None:
+async def test_stats_follow_new_samples(open_bus: BusOpener) -> None:
     """It runs as a process: its output grows with the stream, and a pipe that is closed ends it quietly."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()

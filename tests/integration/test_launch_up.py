@@ -45,7 +45,7 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["no-model", "no-prompts", "prepare", "bus"],
 )
-def test_what_cannot_work_is_said_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
+def test_errors_before_the_start_are_printed_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
     (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # not made by prepare, which refuses it
     result = run_up(tmp_path, *settings, "up.restarts=0")
     assert result.returncode == code, result.stdout + result.stderr
@@ -67,7 +67,7 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
     assert "has a run named smoke already" in result.stdout
 
 
-async def test_a_learner_that_somebody_drained_has_not_finished(tmp_path: Path) -> None:
+async def test_a_drained_learner_has_not_finished(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=5000") as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
@@ -110,7 +110,7 @@ def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subp
             process.wait()
 
 
-async def test_what_is_at_work_still_is_named_when_it_was_not_drained_in_time(tmp_path: Path) -> None:
+async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 8}')
     (tmp_path / "prompts.jsonl").touch()
     sets = [f"directory={tmp_path}/run", "run=r", f"model.path={tmp_path}", f"data.path={tmp_path}/prompts.jsonl"]

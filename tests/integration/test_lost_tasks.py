@@ -22,7 +22,7 @@ async def issued(bus: Bus, source: DataSource, number: int) -> Lease:
     return lease
 
 
-async def test_a_task_is_judged_when_what_was_stored_before_its_ack_has_been_read(open_bus: BusOpener) -> None:
+async def test_a_task_is_judged_when_everything_stored_before_its_ack_is_read(open_bus: BusOpener) -> None:
     found = asyncio.Event()
     async with open_bus() as bus, asyncio.TaskGroup() as group:
         await bus.tasks.fence(1)

@@ -38,7 +38,7 @@ async def test_a_router_finds_engines_on_the_bus_and_drains(
             await child.end(0)
 
 
-async def test_a_wrong_use_is_said_at_once(tmp_path: Path) -> None:
+async def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     for wrong, said in (
         ([], "want --bus URL, --worker URL, or both"),
         (["--worker", "http://h:1", "--host", "0.0.0.0"], "router.host: 0.0.0.0 can be reached by others"),

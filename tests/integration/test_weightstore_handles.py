@@ -278,7 +278,7 @@ async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
     assert not Path(served.engine.handles.removeprefix("ipc://")).parent.exists()
 
 
-async def test_what_is_not_understood_is_refused_and_the_socket_lives_on(directory: Path) -> None:
+async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(directory: Path) -> None:
     """Only the owner can enter the socket's directory, and a client that has not joined gets nothing."""
     context = zmq.asyncio.Context()
     async with serving(directory) as served:

@@ -204,7 +204,7 @@ async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by
 
 
 @pytest.mark.parametrize("tied", [False, True])
-async def test_what_is_lent_is_a_model_directory_of_that_version_alone(tmp_path: Path, tied: bool) -> None:
+async def test_a_lent_snapshot_is_a_model_directory_of_its_version_alone(tmp_path: Path, tied: bool) -> None:
     directory = write_tiny_model(tmp_path / "model", tied=tied)
     async with serving(directory, version=7) as served:
         sent = weights(0, tied=tied)
@@ -258,7 +258,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
                 await asked
 
 
-async def test_what_nobody_reads_is_removed_and_only_so_many_are_kept(tmp_path: Path) -> None:
+async def test_unread_snapshots_are_removed_and_their_number_is_bounded(tmp_path: Path) -> None:
     directory, digest = write_tiny_model(tmp_path / "model"), digest_of(weights(0))
     async with serving(directory, version=0) as served:
         lending: Lending = served.engine.lending

@@ -59,7 +59,7 @@ async def test_the_engine_to_avoid_is_taken_when_there_is_no_other() -> None:
 
 
 @pytest.mark.parametrize("error", [GONE, EngineUnavailable("e", "503"), EngineFailed("e", "500")])
-async def test_one_that_fails_is_left_alone_and_comes_back(error: EngineError) -> None:
+async def test_an_engine_that_fails_is_quarantined_and_returns(error: EngineError) -> None:
     async with running_engines(Scene({"a": (), "b": ()}), quarantine_s=(2.0, 4.0)) as engines:
         assert await fail(engines, error) == "a"
         assert [await chosen(engines) for _ in range(3)] == ["b", "b", "b"]
@@ -68,13 +68,13 @@ async def test_one_that_fails_is_left_alone_and_comes_back(error: EngineError) -
 
 
 @pytest.mark.parametrize("error", [VersionUnavailable("e", "not yet"), BadRequest("too long")])
-async def test_what_is_not_the_engines_fault_is_not_held_against_it(error: EngineError) -> None:
+async def test_errors_outside_the_engine_cause_no_quarantine(error: EngineError) -> None:
     async with running_engines(Scene({"a": (), "b": ()}), quarantine_s=(60, 60)) as engines:
         assert await fail(engines, error) == "a"
         assert await chosen(engines) == "a"
 
 
-async def test_rests_grow_to_a_bound() -> None:
+async def test_quarantines_grow_to_a_bound() -> None:
     async with running_engines(Scene({"a": ()}), quarantine_s=(0.02, 0.05)) as engines:
         for least_s in (0.02, 0.04, 0.05, 0.05):
             begin = time.monotonic()
@@ -90,7 +90,7 @@ async def _back(engines: EnginePool) -> None:
             raise BadRequest("so that it is no success")
 
 
-async def test_a_success_makes_the_next_rest_the_first_one_again() -> None:
+async def test_a_success_resets_the_length_of_the_quarantine() -> None:
     async with running_engines(Scene({"a": ()}), quarantine_s=(0.01, 60.0)) as engines:
         begin = time.monotonic()
         for _ in range(14):
@@ -114,7 +114,7 @@ async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
         assert time.monotonic() - begin < 5, "2 ** 19 times the first rest otherwise"
 
 
-async def test_one_that_serves_again_after_it_did_not_is_trusted_at_once() -> None:
+async def test_an_engine_that_serves_again_leaves_quarantine_at_once() -> None:
     scene = Scene({"a": ()})
     async with running_engines(scene, quarantine_s=(60.0, 60.0)) as engines:
         await fail(engines, GONE)
@@ -126,7 +126,7 @@ async def test_one_that_serves_again_after_it_did_not_is_trusted_at_once() -> No
         assert await waiting == "a"
 
 
-async def test_who_waits_says_so_and_is_woken_by_a_new_engine() -> None:
+async def test_a_waiting_request_is_described_and_woken_by_a_new_engine() -> None:
     scene = Scene({})
     async with running_engines(scene) as engines:
         assert engines.waits_for() == ""
@@ -164,7 +164,7 @@ async def test_a_cancelled_wait_is_forgotten() -> None:
         assert engines.waits_for() == ""
 
 
-async def test_an_engine_that_goes_is_closed_when_its_last_request_is_done() -> None:
+async def test_an_engine_that_disappears_is_closed_after_its_last_request() -> None:
     scene = Scene({"a": (), "b": ()})
     async with running_engines(scene) as engines:
         async with engines.acquire(timeout_s=1) as (id, _):
@@ -187,7 +187,7 @@ async def test_all_clients_are_closed_at_the_end() -> None:
     assert all(client.closed for client in scene.clients.values())
 
 
-async def test_what_was_seen_last_holds_while_the_bus_is_away() -> None:
+async def test_the_last_known_states_hold_while_the_bus_is_away() -> None:
     scene = Scene({"a": ()})
     async with running_engines(scene) as engines:
         scene.blind = BusUnavailable("live", "away")

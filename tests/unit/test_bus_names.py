@@ -132,7 +132,7 @@ def test_the_place_of_a_message_is_read_from_its_acknowledgement_subject() -> No
         assert subjects.delivery(other) is None
 
 
-def test_headers_tell_an_onlooker_what_it_wants() -> None:
+def test_headers_have_the_summary_of_a_sample() -> None:
     sample = make_sample(task=12, index=3, spans=(Span(version=4, num_tokens=6), Span(version=5, num_tokens=2)), reward={"score": 0.25})
     assert headers_of(sample) == {
         "Nats-Msg-Id": "12.3.a0",

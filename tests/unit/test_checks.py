@@ -185,7 +185,7 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> N
     assert not check(load(file), Purpose()).errors, "a run that begins"
 
 
-def test_a_checkpoint_that_does_not_know_its_model_is_no_other_one(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_model_identity_is_accepted(tmp_path: Path) -> None:
     """Checkpoints from before models were recorded, and checkpoints with a tokenizer or model that cannot be read."""
     known = DataRules(run="r", steps=5, groups_per_step=1, model="qwen2")
     state = DataSource(known, epoch=1).snapshot()

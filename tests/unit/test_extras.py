@@ -66,7 +66,7 @@ def _base_modules() -> list[str]:
         (["router", "--worker", "http://127.0.0.1:1", "--exact", "model"], "router"),
     ],
 )
-def test_a_command_without_its_extra_says_what_to_install(
+def test_a_command_without_its_extra_names_the_extra_to_install(
     words: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = extras.EXTRAS[extra][0]

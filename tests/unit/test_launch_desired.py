@@ -30,7 +30,7 @@ def test_the_run_itself_comes_first_where_a_total_does_not_divide() -> None:
     ]
 
 
-def test_nothing_wanted_is_none_and_a_number_that_is_none_counts_as_none() -> None:
+def test_without_a_row_or_with_an_invalid_number_the_count_is_zero() -> None:
     assert wanted().of(A, [A]) == {"engine": 0, "actor": 0}
     assert DesiredRoles({ALL: ({"actor": "many", "engine": -3}, 1)}).of(A, [A]) == {"engine": 0, "actor": 0}
 
@@ -43,7 +43,7 @@ def test_shares_add_up_to_the_total_and_differ_by_one_at_most(total: int, names:
     assert max(shares) - min(shares) <= 1
 
 
-def test_words() -> None:
+def test_role_counts_are_parsed() -> None:
     assert parse(["actors=8", "engine=1"]) == {"actor": 8, "engine": 1}
     for bad in ("actors", "actors=-1", "actors=x", "learners=1", "actors=10001"):
         with pytest.raises(ValueError, match=r"want actors=N and/or engines=N .*, got '" + bad):

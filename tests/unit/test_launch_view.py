@@ -81,7 +81,7 @@ def test_tokens_generated_and_trained_are_both_per_second_of_the_clock() -> None
     assert "550 made, 500 trained" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_picture_says_what_a_person_asks_for() -> None:
+def test_the_picture_shows_the_main_numbers() -> None:
     watch = watch_of([0.1, 0.5, 0.9], steps=10)
     row = LiveRow(role="engine", id="e-0", host="h", pid=1, phase="serving", version=7, waits_for="nothing")
     watch.rows = [(row, 0.0), (LiveRow(role="actor", id="a-0", host="h", pid=2, phase="working"), 9.0)]
@@ -142,7 +142,7 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
         assert "and more" in text
 
 
-def test_before_the_first_step_it_says_who_waits_for_what() -> None:
+def test_before_the_first_step_the_wait_of_each_process_is_shown() -> None:
     watch = watch_of([], steps=5)
     assert "no process" in waiting_words(watch)
     watch.rows = [(LiveRow(role="engine", id="e", host="h", pid=1, phase="joining", waits_for="a snapshot"), 0.0)]

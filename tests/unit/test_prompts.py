@@ -113,7 +113,7 @@ def test_keys_can_be_chosen(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or chat messages"),
     ],
 )
-def test_errors_say_file_line_wanted_and_got(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_file_line_expected_and_actual(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(PromptError, match=message):

@@ -96,7 +96,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
         Range.parse("--reward", text)
 
 
-def test_headers_that_say_nothing_leave_it_open() -> None:
+def test_headers_without_a_field_leave_the_match_open() -> None:
     bare = Headline(seq=1, stored_s=0, kind="train", actor="a_b")
     assert Filter().of(bare) is True
     assert Filter(reward=Range(0, 1)).of(bare) is None

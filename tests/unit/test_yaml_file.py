@@ -98,7 +98,7 @@ def test_a_date_stays_text(tmp_path: Path) -> None:
     assert (config.run, config.actor.reward_options) == ("2020-01-01", {"since": "2020-01-01"})
 
 
-def test_anchors_and_merges_are_for_those_who_use_them(tmp_path: Path) -> None:
+def test_anchors_and_merges_are_supported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("learner: &x {steps: 3}\nactor: {reward_options: {<<: *x, more: 1}}\n")
     assert load(file).config.actor.reward_options == {"steps": 3, "more": 1}

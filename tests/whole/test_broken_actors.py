@@ -48,7 +48,7 @@ async def publish(bus: Bus, kind: str, lease: Lease, index: int) -> None:
         await bus.samples.publish(sample)
 
 
-async def test_broken_actors_hold_nothing_up(tmp_path: Path) -> None:
+async def test_broken_actors_do_not_delay_a_run(tmp_path: Path) -> None:
     stored: Counter[str] = Counter()
     with up(tmp_path, "learner.steps=30", "bus.lease_s=600", "staleness.max_reissues=1000") as run:
         spoiling = [asyncio.create_task(spoil(run, kind, stored)) for kind in KINDS]

@@ -21,7 +21,7 @@ def test_a_run_on_a_cluster_with_users(tmp_path: Path) -> None:
         assert path.suffix != ".log" or b"may not publish here" not in data, path.read_text()
 
 
-def test_who_looks_into_a_run_is_its_viewer(tmp_path: Path) -> None:
+def test_reading_commands_use_the_viewers_login(tmp_path: Path) -> None:
     """No bus is running: only the address is made."""
     (tmp_path / "auth").mkdir()
     credentials_file(tmp_path / "auth", "viewer").write_text("TIDEMILL_BUS_USER=viewer\nTIDEMILL_BUS_PASSWORD=p\n")

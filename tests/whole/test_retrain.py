@@ -24,7 +24,7 @@ def weights(run: Path) -> str:
     return hashlib.sha256((run / "final/model.safetensors").read_bytes()).hexdigest()
 
 
-def test_a_learner_alone_comes_to_the_same_bits_and_with_another_rate_to_others(tmp_path: Path) -> None:
+def test_a_learner_alone_reproduces_the_bits_and_another_rate_changes_them(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=6") as run:
         assert run.wait() == 0, run.log
     again, other = tmp_path / "again", tmp_path / "other"

@@ -43,7 +43,7 @@ async def until(seen: Counter[str], *names: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
+async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=1000000") as run:
         async with run.bus() as bus, senders(bus) as seen:
             await until_step(bus, 1)
