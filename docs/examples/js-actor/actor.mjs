@@ -171,7 +171,7 @@ class Actor {
 
   /** Not drained in time: others shall have what is held, once no request of ours can be waiting for a task any more. */
   giveUp() {
-    for (const lease of this.leases.keys()) lease.handBack(LEASE_WAIT_MS);
+    for (const lease of this.leases.keys()) lease.nak(LEASE_WAIT_MS);
   }
 
   async leaseAll(kind) {
@@ -229,8 +229,8 @@ class Actor {
       await lease.fail(`${reasons.length} of ${task.group_size} samples: ${failed.message}`, this.id, task);
     } else if (reasons.length) {
       this.counters.tasks_handed_back += 1;
-      log("task handed back", { task: lease.id, reason: reasons[0].message });
-      lease.handBack(this.draining ? 0 : 1000);
+      log("task returned to the queue", { task: lease.id, reason: reasons[0].message });
+      lease.nak(this.draining ? 0 : 1000);
     } else {
       await lease.ack();
       this.counters.tasks_done += 1;
