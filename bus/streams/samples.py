@@ -362,5 +362,5 @@ def headers_of(sample: Sample) -> dict[str, str]:
 def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ..."""
     task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
-    words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
-    return {"task": task, "index": rest.partition(".")[0], **words}
+    found = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": rest.partition(".")[0], **found}

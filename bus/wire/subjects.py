@@ -171,10 +171,10 @@ def delivery(reply: str) -> Delivery | None:
     if not (digits.isascii() and digits.isdigit()):
         return None
     try:
-        told = Delivery(*map(int, numbers))
+        found = Delivery(*map(int, numbers))
     except (ValueError, TypeError):  # an empty text, or one of thousands of digits; fewer than five
         return None
-    return told if max(told) < _LIMIT else None
+    return found if max(found) < _LIMIT else None
 
 
 def dead(run: str) -> str:

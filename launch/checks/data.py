@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from launch.checks.findings import Report
-from launch.checks.model import ModelFacts
+from launch.checks.model import CheckedModel
 from launch.checks.tokens import CannotRender, Tokenize
 from launch.settings.config import RunConfig
 from launch.settings.datasets import prompts
@@ -30,7 +30,7 @@ class Prompts:
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
 
 
-def check_data(report: Report, config: RunConfig, model: ModelFacts | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
+def check_data(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
     """Report errors in ``data``; return the facts about its prompts, None after an error. ``made``: ``prepare`` makes the file."""
     try:
         refuse_template(config.data.template)
@@ -86,7 +86,7 @@ def _read(config: RunConfig) -> tuple[list[Row], bool]:
     return rows, True
 
 
-def _check_lengths(report: Report, config: RunConfig, model: ModelFacts, rows: list[Row], tokenize: Tokenize) -> int:
+def _check_lengths(report: Report, config: RunConfig, model: CheckedModel, rows: list[Row], tokenize: Tokenize) -> int:
     """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
     limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model

@@ -12,7 +12,7 @@ from bus.client.address import parse
 from bus.config import OLDEST_SERVER
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
-from launch.checks.model import ModelFacts
+from launch.checks.model import CheckedModel
 from launch.settings.config import RunConfig
 from launch.settings.wiring import ENGINES
 
@@ -39,7 +39,7 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         severity("engine", where, want=want, got=got, cure=cure)
 
 
-def check_bus(report: Report, config: RunConfig, model: ModelFacts | None, data: Prompts | None, *, reach: bool) -> None:
+def check_bus(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:
     """Report errors in ``bus``; ``reach``: connect to the server that ``bus.url`` names and check its version."""
     _check_stream(report, config, model, data)
     for name in ("tls_cert", "tls_key", "tls_ca"):
@@ -71,7 +71,7 @@ def _wrong_servers(url: str) -> str:
     return ""
 
 
-def _check_stream(report: Report, config: RunConfig, model: ModelFacts | None, data: Prompts | None) -> None:
+def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
     """Check that SAMPLES has room for the samples between the kept checkpoints, computed for the longest prompt, or the longest possible.
 
     Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of 100,000 tokens
@@ -124,7 +124,7 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
-def check_places(report: Report, config: RunConfig, model: ModelFacts | None) -> None:
+def check_places(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
     """Check that the run's directory can be written, and that the disk has room for its checkpoints."""
     there = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -141,7 +141,7 @@ def check_places(report: Report, config: RunConfig, model: ModelFacts | None) ->
         report.good("disk", f"{_gb(free)} free on {there}, {_gb(kept)} needed for checkpoints")
 
 
-def check_memory(report: Report, config: RunConfig, model: ModelFacts | None, *, engines: int) -> None:
+def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int) -> None:
     """Compare the memory that ranks and engines need with this machine's; an accelerator's memory is not checked."""
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return

@@ -22,7 +22,7 @@ HEADER_MOST = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
+class CheckedModel:
     """Facts about the model that the other checks use."""
 
     directory: Path | None
@@ -34,7 +34,7 @@ class ModelFacts:
     """0 = not known."""
 
 
-def check_model(report: Report, config: RunConfig, *, made: bool) -> ModelFacts | None:
+def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
     """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``: ``prepare`` makes it."""
     path = Path(config.model.path)
     prepare = config.prepare if made else None
@@ -50,7 +50,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> ModelFacts 
     if shape is None or len(report.errors) > before:
         return None
     parameters = sum(math.prod(tensor) for tensor in shape.tensors().values())
-    model = ModelFacts(
+    model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=shape.vocab_size,
         context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
@@ -161,7 +161,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _check_context(report: Report, config: RunConfig, model: ModelFacts, shape: ModelShape) -> None:
+def _check_context(report: Report, config: RunConfig, model: CheckedModel, shape: ModelShape) -> None:
     """Compare the lengths of prompts and responses with the contexts of model and engine."""
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > shape.max_positions:

@@ -8,7 +8,7 @@ from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from bus.wire.messages import Prompt
 from launch.checks.findings import Report
-from launch.checks.model import SETTING, ModelFacts
+from launch.checks.model import SETTING, CheckedModel
 from launch.settings.config import RunConfig
 
 Tokenize = Callable[[Prompt], Sequence[int]]
@@ -20,7 +20,7 @@ class CannotRender(ValueError):
     """The tokenizer or the chat template refuses a prompt."""
 
 
-def check_tokenizer(report: Report, config: RunConfig, model: ModelFacts) -> Tokenize | None:
+def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> Tokenize | None:
     """Return the function that turns a prompt into tokens; None after an error, or if ``prepare`` makes the model."""
     if model.directory is None:
         return None
@@ -38,7 +38,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: ModelFacts) -> Tok
     return _tokenize(config, text, template, model.directory)
 
 
-def _read(report: Report, config: RunConfig, model: ModelFacts, file: Path) -> Text | None:
+def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) -> Text | None:
     assert model.directory is not None
     cure = f"save it beside the model: AutoTokenizer.from_pretrained(...).save_pretrained({str(model.directory)!r})"
     try:
@@ -53,7 +53,7 @@ def _read(report: Report, config: RunConfig, model: ModelFacts, file: Path) -> T
     return text
 
 
-def _template(report: Report, config: RunConfig, model: ModelFacts) -> ChatTemplate | None:
+def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTemplate | None:
     assert model.directory is not None
     try:
         template = ChatTemplate.read(model.directory)

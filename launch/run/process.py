@@ -63,8 +63,8 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
     """Log one line per event to stderr: time, level, process, logger, message."""
-    who = f"{role} {id}".strip()
-    logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {who}: %(name)s: %(message)s", force=True)
+    name = f"{role} {id}".strip()
+    logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True)
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.connection reports it
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
     for noisy in ("aiohttp.access", "asyncio"):

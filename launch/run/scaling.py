@@ -30,9 +30,9 @@ async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str
     hosts = [LiveHost(row.id, row.pool) for row in live]
     for place, row in zip(hosts, live, strict=True):
         shares = rows.of(place, hosts)
-        told = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
+        numbers = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
         belongs = f" (pool {place.pool})" if place.pool else ""
-        console.print(f"host {place.name}{belongs}: {told}{row.waits_for and f'; {row.waits_for}'}", markup=False)
+        console.print(f"host {place.name}{belongs}: {numbers}{row.waits_for and f'; {row.waits_for}'}", markup=False)
     known = [one.name for one in hosts] if host else [one.pool for one in hosts if one.pool]
     if not hosts:
         console.print("no host is running: start `tidemill host` on the machines that should run them")

@@ -46,7 +46,7 @@ def summarize(
     """Return everything that summary.json holds, in its order."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     loads = observed.loads
-    actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
+    actors = [load["waiting_share"] for name, load in loads.items() if name.startswith("actor.") and "waiting_share" in load]
     return {
         "run": observed.run,
         "steps": len(lines),

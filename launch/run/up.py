@@ -123,8 +123,8 @@ def _lock(lock: IO[str], root: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        who = lock.read().strip()
-        raise CannotBegin(f"{root}: `tidemill up` (process {who}) is running in it; end it first, or set another directory") from None
+        holder = lock.read().strip()
+        raise CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; end it first, or set another directory") from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
@@ -180,7 +180,7 @@ class Up:
     async def run(self, draining: asyncio.Event) -> None:
         """Start the processes, wait for the learner and drain them; the result is in ``code`` and ``failure``."""
         self._write_config()
-        self._say(f"{self._config.run}: files and logs in {self._root}")
+        self._print(f"{self._config.run}: files and logs in {self._root}")
         try:
             await self._prepare()
             await self._check_prepared()
@@ -206,7 +206,7 @@ class Up:
         if not self._resume and await bus.tasks.last_id() > 0:
             raise CannotBegin(f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name (--set run=...)")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         log.info("%s", text)
         self._console.print(text, markup=False)
 
@@ -274,7 +274,7 @@ class Up:
             await self._drain()
         if not finished:
             cure = f"resume with: tidemill up {self._root / CONFIG_FILE} --resume"
-            self._say(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
+            self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
             return
         await self._audit(bus, self._watch.elapsed_s)
 
@@ -332,7 +332,7 @@ class Up:
         ]
         vocab_size, _ = roles.model_shape(Path(self._config.model.path))
         steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
-        async with audit_progress.shown(bus, self._say) as progress:
+        async with audit_progress.shown(bus, self._print) as progress:
             accounting, outcomes = await audit(bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
@@ -356,10 +356,10 @@ class Up:
         self._report(result, broken, picture)
 
     def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
-        self._say("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
-        for who, trouble in self._watch.troubles.items() if self._watch is not None else ():
-            self._say(f"  {who}: {trouble}")
-        self._say(f"  model {self._root}/final, picture {picture}, accounting {self._root}/summary.json")
+        self._print("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
+        for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
+            self._print(f"  {name}: {trouble}")
+        self._print(f"  model {self._root}/final, picture {picture}, accounting {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
 

@@ -50,22 +50,22 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 
 async def show_plain(watch: RunWatch, console: Console) -> None:
     """Background loop: print a line every few seconds if a step was done, and every event once."""
-    told: set[str] = set()
-    told_step = -1
+    printed: set[str] = set()
+    printed_step = -1
     while True:
-        for event in [event for event in watch.events if event not in told]:
-            told.add(event)
+        for event in [event for event in watch.events if event not in printed]:
+            printed.add(event)
             console.print(event, markup=False, highlight=False)
-        if watch.step > told_step and watch.outcomes:
-            told_step = watch.step
-            words = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
-            console.print(f"{watch.elapsed_s:5.0f} s   {words}", markup=False, highlight=False, soft_wrap=True)
+        if watch.step > printed_step and watch.outcomes:
+            printed_step = watch.step
+            numbers = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
+            console.print(f"{watch.elapsed_s:5.0f} s   {numbers}", markup=False, highlight=False, soft_wrap=True)
         elif not watch.outcomes:
-            console.print(f"{watch.elapsed_s:5.0f} s   {waiting_words(watch)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{watch.elapsed_s:5.0f} s   {waits(watch)}", markup=False, highlight=False, soft_wrap=True)
         await asyncio.sleep(PLAIN_EVERY_S)
 
 
-def waiting_words(watch: RunWatch) -> str:
+def waits(watch: RunWatch) -> str:
     """Return the phases of the processes and their troubles, as shown before the first step is done."""
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
@@ -117,7 +117,7 @@ def _reward(watch: RunWatch, width: int, height: int) -> Text:
     rewards = watch.series("data/reward_mean")
     text = Text()
     if not rewards:
-        lines = textwrap.wrap(waiting_words(watch), width + AXIS_WIDTH)[:height]
+        lines = textwrap.wrap(waits(watch), width + AXIS_WIDTH)[:height]
         return Text("\n".join(["reward", *lines, *[""] * (height - len(lines))]), style="dim")
     low, high = min(0.0, *rewards), max(1.0, *rewards)
     text.append(f"reward {rewards[-1]:.3f}", style="bold green")

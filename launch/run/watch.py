@@ -141,7 +141,7 @@ class RunWatch:
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
         self._note_refused()
-        generated = sum(load.get("tokens_generated", 0.0) for who, load in self.loads.items() if who.startswith("actor."))
+        generated = sum(load.get("tokens_generated", 0.0) for name, load in self.loads.items() if name.startswith("actor."))
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0

@@ -152,7 +152,7 @@ class Filter:
         ]
         return False if False in found else None if None in found else True
 
-    def said(self, sample: Sample) -> bool:
+    def matches_text(self, sample: Sample) -> bool:
         """Return whether the text fits."""
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
 

@@ -83,7 +83,7 @@ def fits(filter: Filter, stored: StoredSample) -> bool:
     sample = opened(stored)
     if isinstance(sample, WireError):
         return filter == Filter()
-    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.said(sample)
+    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.matches_text(sample)
 
 
 async def _replay(samples: AsyncIterator[StoredSample], origin: Origin, args: argparse.Namespace, *, url: str) -> int:

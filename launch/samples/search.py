@@ -115,7 +115,7 @@ class Search:
         found = await self.found(stored, sample)
         if isinstance(sample, WireError):
             return found
-        return found if self._filter.of(found.line) and self._filter.said(sample) else None
+        return found if self._filter.of(found.line) and self._filter.matches_text(sample) else None
 
     async def found(self, stored: StoredSample, sample: Sample | WireError) -> Found:
         """Return a sample with its metadata and lag, whether it fits or not."""

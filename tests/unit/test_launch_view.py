@@ -9,7 +9,7 @@ from rich.console import Console
 
 from bus.wire.messages import Done, LiveRow
 from launch.run.curves import draw, reward_limits, smooth
-from launch.run.view import picture, plot, waiting_words
+from launch.run.view import picture, plot, waits
 from launch.run.watch import RunWatch
 from tests import data_kit
 
@@ -104,7 +104,7 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
         console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
         console.print(picture(watch, "tidemill test"))
         assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
-        assert waiting_words(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
+        assert waits(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
         (event,) = watch.events
         assert "actor-0: 9 of 9 samples failed" in event, "once a process, at the first"
         assert watch.troubles == {"actor-0": "99 of 99 samples failed, the last: no judge"}
@@ -144,9 +144,9 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
 
 def test_before_the_first_step_the_wait_of_each_process_is_shown() -> None:
     watch = watch_of([], steps=5)
-    assert "no process" in waiting_words(watch)
+    assert "no process" in waits(watch)
     watch.rows = [(LiveRow(role="engine", id="e", host="h", pid=1, phase="joining", waits_for="a snapshot"), 0.0)]
-    assert "engine joining (a snapshot)" in waiting_words(watch)
+    assert "engine joining (a snapshot)" in waits(watch)
 
 
 def test_an_actor_that_is_refused_is_an_event_once() -> None:
