@@ -154,7 +154,7 @@ def assert_sample(sample: Sample, run: str, task: int) -> None:
     assert (sample.timings, sample.kind, sample.score) == (Timings(), Kind.TRAIN, 1.0)
 
 
-async def test_our_sample_reads_as_the_document_says(open_bus: BusOpener) -> None:
+async def test_our_sample_has_the_documented_form(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.samples.publish(make_sample(bus.run, task=4, index=2, length=3))
         message = await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", 1)
@@ -192,7 +192,7 @@ async def test_a_foreign_sample_in_parts_is_joined(open_bus: BusOpener) -> None:
         assert_sample(received.sample, bus.run, 9)
 
 
-async def test_a_foreign_partial_is_found_and_ours_reads_as_the_document_says(open_bus: BusOpener) -> None:
+async def test_a_foreign_partial_is_found_and_ours_has_the_documented_form(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         nc = await nats.connect(bus.nc.connected_url.geturl())
         actor = ForeignActor(nc, bus.run)

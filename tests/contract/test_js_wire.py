@@ -81,7 +81,7 @@ def test_fields_passed_through_come_back_equal(payload: bytes) -> None:
     assert sample.prompt == [{"role": "user", "content": "1+1?"}]
 
 
-def test_the_bytes_are_as_the_document_says(payload: bytes) -> None:
+def test_the_bytes_have_the_documented_form(payload: bytes) -> None:
     fields = msgpack.unpackb(payload)
     assert list(fields)[:2] == ["schema", "type"]
     assert fields["tokens"] == struct.pack("<6i", *PROMPT_TOKENS, 7, 8, 9)

@@ -409,7 +409,7 @@ async def test_commands_to_an_engine_are_not_forwarded_and_other_requests_are_un
         assert answer["headers"]["Accept-Encoding"] == "identity", "compressed, events would be held back"
 
 
-async def test_an_engine_sees_the_very_path_and_no_command_hidden_in_it() -> None:
+async def test_an_engine_gets_the_exact_path_and_no_command_hidden_in_it() -> None:
     hidden = ("/pause_generation%3Fx", "/pause_generation%23x", "/x/..%2Fpause_generation", "/x/%252e%252e/pause_generation", "/a%2526")
     async with faulty() as engine, routing(engine.url) as door:
         for path in hidden:

@@ -114,7 +114,7 @@ async def test_an_archive_that_was_given_up_reports_it_and_continues_only_with_p
         assert [seq for seq, _ in archived(out)] == [*range(1, 11), *range(21, 31)]
 
 
-async def test_a_directory_of_another_stream_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_an_archive_directory_of_another_stream_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus, open_bus(run=f"{bus.run}-b") as other:
         await publish(bus, 1, 3)

@@ -112,7 +112,7 @@ def row(id: str, role: str = "actor") -> LiveRow:
     return LiveRow(role=role, id=id, host="h", pid=1, phase="working")
 
 
-async def test_a_process_is_seen_while_it_lives(open_bus: BusOpener) -> None:
+async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         view = LiveView(bus)
         async with HeartbeatPublisher(bus, row("a1")) as heartbeat, HeartbeatPublisher(bus, row("e1", "engine")) as engine:

@@ -642,7 +642,7 @@ async def test_a_bus_that_has_lost_its_store_begins_no_run_beside_checkpoints(op
 
 
 @pytest.mark.parametrize(("lost", "error"), [("PLAN", "log PLAN at"), ("TASKS", "stream TASKS")])
-async def test_a_stream_that_was_made_anew_is_refused_with_the_way_on(open_world: OpenWorld, lost: str, error: str) -> None:
+async def test_a_recreated_stream_is_refused_with_a_cure(open_world: OpenWorld, lost: str, error: str) -> None:
     async with open_world() as world:
         await checkpointed(world)
         await remade(world, stream(world.run, lost))
@@ -653,7 +653,7 @@ async def test_a_stream_that_was_made_anew_is_refused_with_the_way_on(open_world
         assert "--from-checkpoint" in str(caught.value)
 
 
-async def test_samples_that_were_made_anew_are_refused_with_the_way_on(open_world: OpenWorld) -> None:
+async def test_a_recreated_stream_of_samples_is_refused_with_a_cure(open_world: OpenWorld) -> None:
     async with open_world() as world:
         await checkpointed(world)
         await remade(world, stream(world.run, "SAMPLES"))
@@ -662,7 +662,7 @@ async def test_samples_that_were_made_anew_are_refused_with_the_way_on(open_worl
                 await feeding
 
 
-async def test_checkpoints_that_are_gone_are_named_with_the_way_on(open_world: OpenWorld) -> None:
+async def test_missing_checkpoints_are_named_with_a_cure(open_world: OpenWorld) -> None:
     async with open_world() as world:
         await checkpointed(world)
         for one in checkpoints.listed(world.root):

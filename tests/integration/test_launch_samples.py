@@ -430,7 +430,7 @@ async def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(open_bus: 
         Recording.open(file)
 
 
-async def test_looking_leaves_nothing_behind(open_bus: BusOpener, tmp_path: Path) -> None:
+async def test_reading_commands_leave_nothing_behind(open_bus: BusOpener, tmp_path: Path) -> None:
     """No durable consumer, no message and no ack is left; the consumers of the readings are gone."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()

@@ -26,7 +26,7 @@ def push(publisher: Publisher, step: int) -> PushReport:
     return report
 
 
-def test_engines_are_put_together_as_the_setting_says(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_engines_are_grouped_by_the_setting(bus_url: str, run_id: str, tmp_path: Path) -> None:
     """This includes engines of several ranks; a later engine fills a gap, and one that leaves makes one."""
     with receivers(bus_url, run_id, {"a": GOOD, "b": Behaviour(ranks=2), "c": GOOD, "d": GOOD}) as engines:
         with publishing(bus_url, run_id, tmp_path, group="3") as publisher:

@@ -136,7 +136,7 @@ def test_a_divergence_that_makes_no_sense_is_refused(settings: dict[str, Any], r
         ({"correction": "sft"}, False),
     ],
 )
-def test_what_trains_old_data_as_if_it_were_fresh_is_known(changes: dict[str, Any], wanted: bool) -> None:
+def test_corrections_that_train_stale_data_as_fresh_are_known(changes: dict[str, Any], wanted: bool) -> None:
     assert AlgorithmConfig(**changes).uncorrected is wanted
 
 

@@ -54,7 +54,7 @@ def test_stamps_of_the_wall_clock_are_not_calculated_with() -> None:
                 assert not inside, f"{file}:{node.lineno}: calculates with {inside[0]}"
 
 
-def test_files_are_not_told_apart_by_their_times() -> None:
+def test_files_are_not_compared_by_their_times() -> None:
     times = {"st_mtime", "st_ctime", "st_atime", "st_mtime_ns", "st_ctime_ns", "getmtime", "getctime", "getatime"}
     for file, tree in _modules():
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in times]

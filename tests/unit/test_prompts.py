@@ -173,7 +173,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         open_file(write(tmp_path, ROWS), template="no place for it")
 
 
-def test_digest_knows_content_order_and_template(tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_order_and_template(tmp_path: Path) -> None:
     path = write(tmp_path, ROWS)
     digests = {open_file(path, **changes).digest for changes in ({}, {"seed": 1}, {"shuffle": False}, {"template": "{prompt}!"})}
     digests.add(open_file(write(tmp_path, ROWS[:-1])).digest)

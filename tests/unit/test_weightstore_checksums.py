@@ -30,7 +30,7 @@ def slow(data: bytes) -> str:
 
 
 @given(st.lists(st.binary(max_size=70), min_size=1, max_size=4))
-def test_sum64_is_what_its_docstring_says(parts: list[bytes]) -> None:
+def test_sum64_follows_its_definition(parts: list[bytes]) -> None:
     tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0) for part in parts]
     assert sum64(tensors) == slow(b"".join(parts))
     assert sha256(tensors) == hashlib.sha256(b"".join(parts)).hexdigest()[:16]
