@@ -28,9 +28,7 @@ NEVER = float("inf")
         (NEVER, (NEVER, 0.0), NEVER, NEVER),
     ],
 )
-def test_the_time_at_which_a_request_must_be_scheduled(
-    asked: float, last_pause: tuple[float, float], paused_since: float, scheduled: float
-) -> None:
+def test_when_it_must_be_there(asked: float, last_pause: tuple[float, float], paused_since: float, scheduled: float) -> None:
     updates: Any = SimpleNamespace(completed=0, paused_since_s=paused_since, last_pause_s=last_pause)
     watch = Watch(Names({"input_ids": [5]}, 1), updates)
     watch._asked_s = asked

@@ -36,11 +36,11 @@ def test_the_server_gets_other_names_of_one_length_each_time() -> None:
         (ONE, 3, "mine", {"mine_0", "mine_1", "mine_2"}),
     ],
 )
-def test_an_abort_addresses_its_requests(body: dict[str, Any], responses: int, named: str | None, meant: set[str]) -> None:
+def test_who_is_meant(body: dict[str, Any], responses: int, named: str | None, meant: set[str]) -> None:
     assert Names(body, responses).meant(named) == meant
 
 
-def test_a_client_sees_its_own_request_ids() -> None:
+def test_its_client_sees_its_own() -> None:
     names = Names({**BATCH, "rid": ['a"', "b"]}, 2)
     first, second = names.ask()
     said = json.dumps([{"meta_info": {"id": first}}, {"meta_info": {"id": second}, "text": f'"id":"{first}"'}]).encode()
@@ -57,6 +57,6 @@ def test_names_that_must_stay(body: dict[str, Any], responses: int) -> None:
     assert list(names.at_server) == (["mine"] if responses == 1 else [])
 
 
-def test_a_request_without_an_id_gets_one() -> None:
+def test_one_without_a_name_gets_one() -> None:
     names = Names({"input_ids": [5]}, 1)
     assert names.meant(None) == {names.given} and len(names.given) == 32

@@ -42,7 +42,7 @@ class Generating:
             return web.Response(body=await self._answer(asked, watch), content_type="application/json")
 
     async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
+        """Yield the states of all responses, as ``actors.openai.openai_server.Generating`` requires."""
         async with self._taken(body) as (asked, watch):
             if asked.get("stream"):
                 async with aclosing(self._streamed(asked, watch)) as states:
