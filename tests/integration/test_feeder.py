@@ -275,7 +275,7 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
             async with world.actors():
                 await training
         assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue", by="me"))
-        assert not await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="drop")), "the first word counts"
+        assert not await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="drop")), "the first decision counts"
         for stop in (2, 3, 4):
             async with world.feeder() as (url, _), world.actors():
                 await world.train(url, stop=lambda did, at, stop=stop: (did, at) == ("done", stop))  # type: ignore[misc]

@@ -42,7 +42,7 @@ async def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     for wrong, said in (
         ([], "want --bus URL, --worker URL, or both"),
         (["--worker", "http://h:1", "--host", "0.0.0.0"], "router.host: 0.0.0.0 can be reached by others"),
-        (["--worker", "http://h:1", "--host", "auto"], "--host: auto is the address of the way to the bus"),
+        (["--worker", "http://h:1", "--host", "auto"], "--host: auto needs --bus"),
         (["--worker", "nowhere"], "worker: want a URL like http://host:port, got 'nowhere'"),
         (["--worker", "http://h:1", "--exact", str(tmp_path)], "want a directory with a tokenizer.json"),
         (["--worker", "http://h:1", "--middleware", "no.module:f"], "middleware: want package.module:factory, got 'no.module:f'"),
