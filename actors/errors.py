@@ -126,7 +126,7 @@ class NotAllowed(EngineError, ValueError):
         self.where, self.named, self.cure = where, named, cure
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.named}; from the bus it is taken only where this machine allows it: {self.cure} (or TIDEMILL_ALLOW)"
+        return f"{self.where}: {self.named}; not accepted from the bus unless this machine allows it: {self.cure} (or TIDEMILL_ALLOW)"
 
 
 class BadRow(EngineError, ValueError):

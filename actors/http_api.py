@@ -104,7 +104,7 @@ def _want_unicode(body: Mapping[str, Any]) -> None:
             json.dumps({name: value}, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
             half = error.object[error.start]
-            raise BadRequest(f"{ascii(name)[1:-1]}: want Unicode text, got a half of a character ({half!a})") from error
+            raise BadRequest(f"{ascii(name)[1:-1]}: want Unicode text, got a lone surrogate ({half!a})") from error
 
 
 def seconds_in(body: Mapping[str, Any], name: str, default: float) -> float:

@@ -188,7 +188,7 @@ def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], neutral: Map
             hint = f"; did you mean {nearest[0]}?" if nearest else f"; known: {', '.join(sorted(known))}"
             raise BadRequest(f"{where}.{name}: unknown parameter{hint}")
         if value not in neutral[name]:
-            raise BadRequest(f"{where}.{name}: the built-in engine cannot do this; want {neutral[name][-1]!r}, got {_shorten(value)}")
+            raise BadRequest(f"{where}.{name}: not supported by the built-in engine; want {neutral[name][-1]!r}, got {_shorten(value)}")
 
 
 def _shorten(value: object) -> str:

@@ -79,13 +79,11 @@ class BusConfig:
 
     def _check_secrets(self) -> None:
         if "@" in self.url:
-            raise ValueError("url: want no user and password in it (this file is shown to others), give them by TIDEMILL_BUS_CREDENTIALS")
+            raise ValueError("url: want no user and password in it (other users can read this file); set TIDEMILL_BUS_CREDENTIALS")
         if self.auth_users < 0:
             raise ValueError(f"auth_users: want >= 0, got {self.auth_users}")
         if not self.url and not (is_loopback(self.host) or self.auth or self.insecure):
-            raise ValueError(
-                f"host: {self.host} can be reached by others, who could do everything there; want auth: true, or insecure: true"
-            )
+            raise ValueError(f"host: {self.host} is open to other machines; want auth: true, or insecure: true")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError(f"tls_cert, tls_key: want both or none, got {self.tls_cert!r} and {self.tls_key!r}")
         if self.tls_verify and not (self.tls_ca and self.tls_cert):
@@ -99,7 +97,7 @@ class BusConfig:
         if self.server_name and self.cluster != 1:
             raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
         if self.server_name and not (is_loopback(self.cluster_listen.rpartition(":")[0]) or self.auth or self.insecure):
-            raise ValueError(f"cluster_listen: {self.cluster_listen} can be reached by others; want auth: true, or insecure: true")
+            raise ValueError(f"cluster_listen: {self.cluster_listen} is open to other machines; want auth: true, or insecure: true")
 
 
 def is_loopback(host: str) -> bool:

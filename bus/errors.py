@@ -37,7 +37,7 @@ class Forbidden(BusError):
         self.subject, self.verb, self.user = subject, verb, user
 
     def __str__(self) -> str:
-        return f"{self.subject}: user {self.user or '(none)'} may not {self.verb} here (docs/security.md: who may do what)"
+        return f"{self.subject}: user {self.user or '(none)'} may not {self.verb} here (docs/security.md)"
 
 
 class ServerFailed(BusError):
@@ -113,7 +113,7 @@ class RowConflict(BusError):
         self.key, self.expected = key, expected
 
     def __str__(self) -> str:
-        return f"{self.key}: changed by someone else since revision {self.expected}"
+        return f"{self.key}: changed by another process since revision {self.expected}"
 
 
 class NotFound(BusError):

@@ -23,8 +23,8 @@ from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.client.rows import Rows
 from bus.liveness.epoch import raise_epoch
-from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.liveness.live import HeartbeatPublisher
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
@@ -61,7 +61,7 @@ async def engine(bus: Bus | None = None, *, id: str = "e1", phase: str = "servin
         if bus is None:
             yield built
         else:
-            async with Heartbeat(bus, engine_row(address, id=id, phase=phase, version=version), every_s=0.2):
+            async with HeartbeatPublisher(bus, engine_row(address, id=id, phase=phase, version=version), every_s=0.2):
                 yield built
     finally:
         await built.close()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from bus.client.nonce import nonce
+from bus.client.ids import nonce
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 
 BusOpener = Callable[..., AbstractAsyncContextManager[Bus]]
 

@@ -8,7 +8,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
-from bus.wire.parts import Joining, Manifest
+from bus.wire.parts import Joining, PartsManifest
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def make_partial(run: str = "r", task: int = 1, index: int = 0, **changes: Any) 
     return Partial(**{**fields, **changes})
 
 
-def join(manifest: Manifest, pieces: Iterable[bytes]) -> bytes:
+def join(manifest: PartsManifest, pieces: Iterable[bytes]) -> bytes:
     """Return the bytes that the parts of a sample make."""
     joining = Joining(manifest)
     for piece in pieces:

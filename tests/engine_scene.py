@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.pool import Engines, Sighting
+from actors.engines.pool import EnginePool, EngineStatus
 from actors.engines.port import EngineInfo, Generation
 from bus.errors import BusError
 from bus.wire.messages import Sampling, Span
@@ -88,17 +88,17 @@ class Scene:
         """``engines``: id -> its answers; all of them serve version 3."""
         self._answers = engines
         self.clients: dict[str, ScriptedEngine] = {}
-        self.view = {id: Sighting(url=f"http://{id}", id=id, serving=True, version=3) for id in engines}
+        self.view = {id: EngineStatus(url=f"http://{id}", id=id, serving=True, version=3) for id in engines}
         self.blind: BusError | None = None
-        self._looks = asyncio.Event()
+        self._reads = asyncio.Event()
 
-    async def look(self) -> list[Sighting]:
-        self._looks.set()
+    async def discover(self) -> list[EngineStatus]:
+        self._reads.set()
         if self.blind is not None:
             raise self.blind
         return list(self.view.values())
 
-    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         self.changed = wake
         return nullcontext()
 
@@ -113,18 +113,18 @@ class Scene:
     async def seen(self) -> None:
         """Return when the engines have been looked up twice from now: the present view is then in use."""
         for _ in range(2):
-            self._looks.clear()
-            await self._looks.wait()
+            self._reads.clear()
+            await self._reads.wait()
 
 
 @asynccontextmanager
-async def looking(scene: Scene, quarantine_s: tuple[float, float] = (0.02, 0.1)) -> AsyncIterator[Engines]:
+async def running_engines(scene: Scene, quarantine_s: tuple[float, float] = (0.02, 0.1)) -> AsyncIterator[EnginePool]:
     """Run engines that poll the scene; those in it at the beginning are known."""
-    engines = Engines(scene, scene.client, quarantine_s=quarantine_s)
+    engines = EnginePool(scene, scene.client, quarantine_s=quarantine_s)
     running = asyncio.create_task(engines.run())
     try:
         if scene.view:
-            async with engines.one(timeout_s=5):
+            async with engines.acquire(timeout_s=5):
                 pass
         yield engines
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.config import BusConfig
 from bus.server.ports import KeptPort
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Plan, Requeue, Sample, Sampling, Settle, Task
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
@@ -92,7 +92,7 @@ class World:
                 async with lease.kept():
                     for index in range(lease.task.group_size):
                         await bus.samples.publish(make(lease.task, index))
-                await lease.settle()
+                await lease.ack()
 
     def _respond(self, task: Task, index: int) -> Sample:
         return sample(task, index, ((task.min_version, 2 + (task.id + index) % 4),))

@@ -10,8 +10,8 @@ from typing import Any
 import msgpack
 
 from bus.wire import parts
-from bus.wire.codec import encode_dead, encode_partial, encode_record, encode_sample, encode_task, encode_word
-from bus.wire.messages import Dead, Done, Fence, LiveRow, Word
+from bus.wire.codec import encode_dead, encode_decision, encode_partial, encode_record, encode_sample, encode_task
+from bus.wire.messages import Dead, DeadLetterDecision, Done, Fence, LiveRow
 from tests.bus_kit import make_partial, make_sample, make_task
 
 NO_TASK = 10**6
@@ -114,7 +114,7 @@ class Hostile:
             (f"tm.{run}.part.train.{task}", sample),
             *((f"tm.{run}.partial.{where}", encode_partial(make_partial(run, task))) for where in (f"{task}.0", "x.x", f"{'9' * 40}.0")),
             *((f"tm.{run}.dead.task.{where}", dead) for where in (task, "x", "9" * 40)),
-            *((f"tm.{run}.dead.word.{where}", encode_word(Word(task=task, word="requeue"))) for where in (task, "x")),
+            *((f"tm.{run}.dead.word.{where}", encode_decision(DeadLetterDecision(task=task, word="requeue"))) for where in (task, "x")),
             (f"tm.{run}.dead.report.{task}", b"\x81\xa1a\x01"),
             *((f"tm.{run}.plan.{kind}", encode_record(Done(epoch=NO_TASK, step=1, metrics={"a": 1.0}))) for kind in ("done", "plan", "x")),
             (f"tm.{run}.plan.fence", encode_record(Fence(epoch=NO_TASK))),

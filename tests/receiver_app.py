@@ -22,8 +22,8 @@ from actors.errors import CannotTell, StaleEpoch, UpdateRefused
 from actors.serving.handles import HandleListener
 from actors.serving.port import Updates
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat
-from bus.streams.connection import connect
+from bus.liveness.live import HeartbeatPublisher
+from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
 from bus.wire.messages import Capabilities, LiveRow
 from tests import forked
@@ -281,7 +281,7 @@ async def serve(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: An
         capabilities=Capabilities(ranks=behaviour.ranks, single_request_push=behaviour.at_once),
     )
     async with connect(bus_url, run, BusConfig(), name=id, wait_s=10) as bus:
-        async with Heartbeat(bus, row, every_s=0.5) as heartbeat:
+        async with HeartbeatPublisher(bus, row, every_s=0.5) as heartbeat:
             while heartbeat.written_s < 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             ready.send(url)

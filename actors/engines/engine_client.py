@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.joined import Joined
+from actors.engines.batching import RequestBatcher
 from actors.engines.port import EngineInfo, Generation
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.events import END, data_in
@@ -27,13 +27,13 @@ COMMAND_S = 30.0
 class HttpEngine:
     """A client of one engine. Connections are opened on first use, one per concurrent request.
 
-    ``join``: requests for one prompt that start together are sent as one (``joined.py``).
+    ``join``: requests for one prompt that start together are sent as one (``batching.py``).
     ``keys``: keys of the run, for engines that require one.
     """
 
     def __init__(self, url: str, *, command_timeout_s: float = COMMAND_S, join: bool = False, keys: RunKeys | None = None) -> None:
         self.url, self._command_timeout_s = url.rstrip("/"), command_timeout_s
-        self._joined = Joined() if join else None
+        self._batcher = RequestBatcher() if join else None
         self._api = EngineApi(url, _error, headers=no_headers if keys is None else keys.headers)
 
     async def generate(
@@ -48,12 +48,12 @@ class HttpEngine:
     ) -> Generation:
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun)
-        joined = None if begun is not None else self._joined
+        batcher = None if begun is not None else self._batcher
 
         async def send(wanted: dict[str, Any]) -> Any:
             return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
 
-        return _whole(self.url, await (send(body) if joined is None else joined.ask(body, send)), sampling, begun)
+        return _whole(self.url, await (send(body) if batcher is None else batcher.request(body, send)), sampling, begun)
 
     async def stream(
         self,
@@ -104,8 +104,8 @@ class HttpEngine:
         )
 
     async def close(self) -> None:
-        if self._joined is not None:
-            await self._joined.close()
+        if self._batcher is not None:
+            await self._batcher.close()
         await self._api.close()
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
@@ -172,7 +172,7 @@ def _whole(url: str, answer: Any, sampling: Sampling, begun: Generation | None) 
     if not answer["meta_info"].get("continued_tokens"):  # SGLang: all tokens were its prompt
         text = begun.text + text
         if (crossing := next((stop for stop in sampling.stop if stop in text), None)) is not None:
-            raise EngineFailed(url, f"it went past the stop string {crossing!r}, which began in what was to be continued")
+            raise EngineFailed(url, f"it passed the stop string {crossing!r}, which began in the continued tokens")
     return replace(
         generation,
         tokens=np.concatenate([begun.tokens, generation.tokens]),
@@ -220,7 +220,7 @@ def _generation(url: str, answer: Any) -> Generation:
             duration_s=meta.get("e2e_latency") or 0.0,
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise EngineFailed(url, f"its answer cannot be understood: {error!r}") from error
+        raise EngineFailed(url, f"its answer cannot be parsed: {error!r}") from error
     if len(tokens) != len(log_probs):
         raise EngineFailed(url, f"{len(tokens)} tokens have {len(log_probs)} log-probs")
     if finish and sum(span.num_tokens for span in spans) != len(tokens):

@@ -18,7 +18,7 @@ from actors.allowed import refuse_foreign
 from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable, NotFound
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import LiveRow
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            raise BadRow(f"{name}.{key}: unknown; there are {sorted(known)}")
+            raise BadRow(f"{name}.{key}: unknown setting; known: {sorted(known)}")
         if isinstance(values[key], list):
             values[key] = tuple(values[key])
     try:

@@ -20,9 +20,9 @@ from bus.liveness.live import LiveView
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0
+POLL_S = 1.0
 """Seconds between two reads of the engines' states."""
-LOOK_EVERY_WAITING_S = 0.1
+POLL_WAITING_S = 0.1
 """Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is notified."""
 ANSWER_S = 5.0
 """Time limit in seconds of an engine's health check."""
@@ -42,7 +42,7 @@ class NoEngine(EngineError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sighting:
+class EngineStatus:
     """Observed state of an engine."""
 
     url: str
@@ -55,14 +55,14 @@ class Sighting:
     """Identity of the process that is now at this URL; empty = unknown."""
 
 
-class Lookout(Protocol):
+class EngineDiscovery(Protocol):
     """Discovery of engines."""
 
-    async def look(self) -> list[Sighting]:
+    async def discover(self) -> list[EngineStatus]:
         """Return all engines, serving or not. Raises only BusError."""
         ...
 
-    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         """While entered, ``wake`` is called when an engine has changed. Some changes may be missed."""
         ...
 
@@ -71,15 +71,15 @@ class Lookout(Protocol):
         ...
 
 
-class LiveLookout:
+class BusDiscovery:
     """Discovers engines by their live rows on the bus."""
 
     def __init__(self, view: LiveView) -> None:
         self._view = view
 
-    async def look(self) -> list[Sighting]:
+    async def discover(self) -> list[EngineStatus]:
         return [
-            Sighting(
+            EngineStatus(
                 url=row.address,
                 id=row.id,
                 serving=row.phase == "serving",
@@ -91,44 +91,44 @@ class LiveLookout:
             if row.address
         ]
 
-    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        return self._view.noticing("engine", wake)
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        return self._view.on_change("engine", wake)
 
     async def close(self) -> None:
         pass
 
 
-class UrlLookout:
+class UrlDiscovery:
     """Checks the health of the engines at given URLs."""
 
     def __init__(self, urls: Sequence[str], engine: Callable[[str], Engine]) -> None:
         self._engines = {url: engine(url) for url in urls}
 
-    async def look(self) -> list[Sighting]:
-        return list(await asyncio.gather(*(self._ask(url, engine) for url, engine in self._engines.items())))
+    async def discover(self) -> list[EngineStatus]:
+        return list(await asyncio.gather(*(self._check(url, engine) for url, engine in self._engines.items())))
 
-    def noticing(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         return nullcontext()
 
     async def close(self) -> None:
         for engine in self._engines.values():
             await engine.close()
 
-    async def _ask(self, url: str, engine: Engine) -> Sighting:
+    async def _check(self, url: str, engine: Engine) -> EngineStatus:
         try:
             async with asyncio.timeout(ANSWER_S):
                 serving, info = await engine.healthy(), await engine.info()
         except (EngineError, TimeoutError) as error:
-            return Sighting(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
-        return Sighting(url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy")
+            return EngineStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
+        return EngineStatus(url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Place:
+class _PooledEngine:
     """State of one engine in the pool."""
 
     engine: Engine
-    sighting: Sighting
+    status: EngineStatus
     in_flight: int = 0
     failures: int = 0
     """Number of failures in a row."""
@@ -137,14 +137,14 @@ class _Place:
     """Number of the pool's choice that last selected it."""
 
     def remark(self, min_version: int) -> str:
-        if not self.sighting.serving:
-            return self.sighting.remark or "not serving"
-        if self.sighting.version < min_version:
-            return f"version {self.sighting.version}"
+        if not self.status.serving:
+            return self.status.remark or "not serving"
+        if self.status.version < min_version:
+            return f"version {self.status.version}"
         return f"quarantined after {self.failures} failures"
 
 
-class Engines:
+class EnginePool:
     """The known engines. The one with the fewest requests in flight is chosen; one that fails is quarantined, twice as long each time.
 
     ``run`` reads the engines' states; it must be running while requests are made.
@@ -152,7 +152,7 @@ class Engines:
 
     def __init__(
         self,
-        lookout: Lookout,
+        discovery: EngineDiscovery,
         engine: Callable[[str], Engine],
         *,
         quarantine_s: tuple[float, float] = QUARANTINE_S,
@@ -162,80 +162,82 @@ class Engines:
 
         ``in_turn``: of equally busy engines choose the one chosen longest ago, else the first by id.
         """
-        self._lookout, self._engine, self._quarantine_s, self._in_turn = lookout, engine, quarantine_s, in_turn
-        self._places: dict[str, _Place] = {}
+        self._discovery, self._engine, self._quarantine_s, self._in_turn = discovery, engine, quarantine_s, in_turn
+        self._entries: dict[str, _PooledEngine] = {}
         self._changed = Waiter()
         self._tickets, self._choices = itertools.count(), itertools.count(1)
         self._waiting: dict[int, tuple[int, float]] = {}
         """Ticket -> (requested version, monotonic time of the request)."""
-        self._look_now = Waiter()
-        self._looks = 0
+        self._refresh_now = Waiter()
+        self._reads = 0
         self._closing = False
 
     async def run(self) -> None:
         """Background loop: read the engines' states, more often while a request waits."""
         try:
             async with AsyncExitStack() as stack:
-                await self._notice(stack)
+                await self._watch(stack)
                 while True:
                     try:
-                        await self._update(await self._lookout.look())
+                        await self._update(await self._discovery.discover())
                     except BusError as error:  # the last known states are still the best guess
-                        logger.debug("engines not seen error=%s", error)
-                    self._looks += 1
+                        logger.debug("engine discovery failed error=%s", error)
+                    self._reads += 1
                     self._changed.wake()
-                    await self._look_now.wait(LOOK_EVERY_WAITING_S if self._waiting else LOOK_EVERY_S)
+                    await self._refresh_now.wait(POLL_WAITING_S if self._waiting else POLL_S)
         finally:
-            await self._lookout.close()
-            for place in self._places.values():
-                await place.engine.close()
+            await self._discovery.close()
+            for entry in self._entries.values():
+                await entry.engine.close()
 
-    async def _notice(self, stack: AsyncExitStack) -> None:
+    async def _watch(self, stack: AsyncExitStack) -> None:
         """Read the states at once when an engine changes while a request waits for one."""
 
         def wake() -> None:
             if self._waiting:
-                self._look_now.wake()
+                self._refresh_now.wake()
 
         try:
-            await stack.enter_async_context(self._lookout.noticing(wake))
+            await stack.enter_async_context(self._discovery.watch(wake))
         except BusError as error:
-            logger.warning("changes of engines are not noticed, only looked for error=%s", error)
+            logger.warning("cannot subscribe to changes of engines, polling only error=%s", error)
 
     @asynccontextmanager
-    async def one(self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = "") -> AsyncIterator[tuple[str, Engine]]:
+    async def acquire(
+        self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = ""
+    ) -> AsyncIterator[tuple[str, Engine]]:
         """Yield (id, client) of an engine that serves ``min_version`` or newer: the id ``avoid`` only if there is no other, ``prefer`` if
         possible, else the one with the fewest requests.
 
         EngineUnavailable and EngineFailed that leave the block put the engine into quarantine (not when only its version is too old).
         Raises NoEngine when there is none within ``timeout_s``, or none at once after ``give_up``.
         """
-        place = await self._wait(min_version, timeout_s, avoid, prefer)
-        place.in_flight += 1
-        place.chosen = next(self._choices)
+        entry = await self._wait(min_version, timeout_s, avoid, prefer)
+        entry.in_flight += 1
+        entry.chosen = next(self._choices)
         try:
-            yield place.sighting.id, place.engine
+            yield entry.status.id, entry.engine
         except (EngineUnavailable, EngineFailed) as error:
             if not isinstance(error, VersionUnavailable):
-                self._quarantine(place, error)
+                self._quarantine(entry, error)
             raise
         else:
-            place.failures = 0
+            entry.failures = 0
         finally:
-            place.in_flight -= 1
+            entry.in_flight -= 1
             self._changed.wake()
 
-    async def look_again(self) -> None:
+    async def refresh(self) -> None:
         """Read the engines' states at once and return when they are known. Raises TimeoutError after ``ANSWER_S``."""
         async with asyncio.timeout(ANSWER_S):
             for _ in range(2):  # the first may have begun before this call
-                seen = self._looks
-                self._look_now.wake()
-                while self._looks == seen:
+                seen = self._reads
+                self._refresh_now.wake()
+                while self._reads == seen:
                     await self._changed.wait()
 
     def give_up(self) -> None:
-        """From now on ``one`` raises NoEngine instead of waiting."""
+        """From now on ``acquire`` raises NoEngine instead of waiting."""
         self._closing = True
         self._changed.wake()
 
@@ -244,86 +246,86 @@ class Engines:
         if not self._waiting:
             return ""
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
-        return f"{self._wanted(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
+        return f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
 
     def overview(self) -> list[dict[str, Any]]:
         """Return the state of each engine, for status answers and totals."""
         now = time.monotonic()
         return [
             {
-                "url": place.sighting.url,
-                "id": place.sighting.id,
-                "serving": place.sighting.serving and place.quarantined_until <= now,
-                "version": place.sighting.version,
-                "in_flight": place.in_flight,
-                "failures": place.failures,
-                "remark": place.remark(0) if not place.sighting.serving or place.quarantined_until > now else "",
+                "url": entry.status.url,
+                "id": entry.status.id,
+                "serving": entry.status.serving and entry.quarantined_until <= now,
+                "version": entry.status.version,
+                "in_flight": entry.in_flight,
+                "failures": entry.failures,
+                "remark": entry.remark(0) if not entry.status.serving or entry.quarantined_until > now else "",
             }
-            for place in self._places.values()
+            for entry in self._entries.values()
         ]
 
-    async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> _Place:
+    async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> _PooledEngine:
         begin = time.monotonic()
         ticket = next(self._tickets)
         try:
-            while (place := self._best(min_version, avoid, prefer)) is None:
+            while (entry := self._best(min_version, avoid, prefer)) is None:
                 left_s = begin + timeout_s - time.monotonic()
                 if self._closing or left_s <= 0:
-                    raise NoEngine(self._wanted(min_version), time.monotonic() - begin)
+                    raise NoEngine(self._describe(min_version), time.monotonic() - begin)
                 if ticket not in self._waiting:
                     self._waiting[ticket] = (min_version, begin)
-                    self._look_now.wake()
+                    self._refresh_now.wake()
                 await self._changed.wait(min(left_s, self._next_return_s()))
-            return place
+            return entry
         finally:
             self._waiting.pop(ticket, None)
 
-    def _best(self, min_version: int, avoid: str, prefer: str) -> _Place | None:
+    def _best(self, min_version: int, avoid: str, prefer: str) -> _PooledEngine | None:
         now = time.monotonic()
         able = [
-            place
-            for place in self._places.values()
-            if place.sighting.serving and place.sighting.version >= min_version and place.quarantined_until <= now
+            entry
+            for entry in self._entries.values()
+            if entry.status.serving and entry.status.version >= min_version and entry.quarantined_until <= now
         ]
 
-        def rank(place: _Place) -> tuple[bool, bool, int, int, str]:
-            id = place.sighting.id
-            return id == avoid, id != prefer, place.in_flight, place.chosen if self._in_turn else 0, id
+        def rank(entry: _PooledEngine) -> tuple[bool, bool, int, int, str]:
+            id = entry.status.id
+            return id == avoid, id != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, id
 
         return min(able, key=rank, default=None)
 
     def _next_return_s(self) -> float:
-        """Return the seconds until the next engine leaves quarantine; about ``LOOK_EVERY_S`` when none is in it."""
+        """Return the seconds until the next engine leaves quarantine; about ``POLL_S`` when none is in it."""
         now = time.monotonic()
-        ends = [place.quarantined_until - now for place in self._places.values() if place.quarantined_until > now]
-        return min(ends, default=LOOK_EVERY_S) + 0.001
+        ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
+        return min(ends, default=POLL_S) + 0.001
 
-    def _wanted(self, min_version: int) -> str:
-        known = ", ".join(f"{place.sighting.id}: {place.remark(min_version)}" for place in self._places.values())
+    def _describe(self, min_version: int) -> str:
+        known = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
         return f"an engine that serves version {min_version} or newer ({known or 'none known'})"
 
-    def _quarantine(self, place: _Place, error: EngineError) -> None:
+    def _quarantine(self, entry: _PooledEngine, error: EngineError) -> None:
         now = time.monotonic()
-        if place.quarantined_until > now:  # one death fails many requests, and counts once
+        if entry.quarantined_until > now:  # one death fails many requests, and counts once
             return
         first_s, longest_s = self._quarantine_s
-        pause_s = min(first_s * 2**place.failures, longest_s)
-        place.failures += 1
-        place.quarantined_until = now + pause_s
-        logger.warning("engine quarantined id=%s pause_s=%.1f failures=%d error=%s", place.sighting.id, pause_s, place.failures, error)
+        pause_s = min(first_s * 2**entry.failures, longest_s)
+        entry.failures += 1
+        entry.quarantined_until = now + pause_s
+        logger.warning("engine quarantined id=%s pause_s=%.1f failures=%d error=%s", entry.status.id, pause_s, entry.failures, error)
 
-    async def _update(self, sightings: Sequence[Sighting]) -> None:
+    async def _update(self, statuses: Sequence[EngineStatus]) -> None:
         """Apply the observed states. An engine that serves again after it did not leaves quarantine."""
-        seen = {sighting.url: sighting for sighting in sightings}
-        gone = [url for url, place in self._places.items() if url not in seen and not place.in_flight]
-        for place in [self._places.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
-            await place.engine.close()
-        for url, place in self._places.items():
-            sighting = seen.get(url) or replace(place.sighting, serving=False, remark="gone")
-            if sighting.serving and not place.sighting.serving:
-                place.failures, place.quarantined_until = 0, 0.0
-            place.sighting = sighting
-        for url, sighting in seen.items():
-            if url not in self._places:
-                self._places[url] = _Place(engine=self._engine(url), sighting=sighting)
+        seen = {status.url: status for status in statuses}
+        gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
+        for entry in [self._entries.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
+            await entry.engine.close()
+        for url, entry in self._entries.items():
+            status = seen.get(url) or replace(entry.status, serving=False, remark="gone")
+            if status.serving and not entry.status.serving:
+                entry.failures, entry.quarantined_until = 0, 0.0
+            entry.status = status
+        for url, status in seen.items():
+            if url not in self._entries:
+                self._entries[url] = _PooledEngine(engine=self._engine(url), status=status)
         self._changed.wake()

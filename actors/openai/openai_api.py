@@ -1,7 +1,7 @@
 """Translation of OpenAI's requests into bodies of /generate, and of the answers back. Pure: knows no HTTP and no engine.
 
-    {"messages": [...], "max_tokens": 9}  ->  Asked  ->  {"input_ids": [...], "sampling_params": {...}}
-    {"choices": [...], "usage": {...}}    <-  Told   <-  {"output_ids": [...], "meta_info": {...}}
+    {"messages": [...], "max_tokens": 9}  ->  ParsedRequest    ->  {"input_ids": [...], "sampling_params": {...}}
+    {"choices": [...], "usage": {...}}    <-  ResponseBuilder  <-  {"output_ids": [...], "meta_info": {...}}
 
 Besides OpenAI's own fields it takes those common among inference servers: top_k, min_tokens, stop_token_ids, ignore_eos, rid, min_version,
 chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and versions with each choice).
@@ -19,7 +19,7 @@ from actors.errors import BadRequest
 from actors.text import tool_calls
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
-from actors.text.tool_calls import Call, Said
+from actors.text.tool_calls import Call, ParsedReply
 
 COMPLETION_TOKENS = 16
 """OpenAI's default ``max_tokens`` of a completion."""
@@ -59,7 +59,7 @@ INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ParsedRequest:
     """A validated request."""
 
     chat: bool
@@ -101,7 +101,7 @@ class Asked:
         }
 
 
-def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
+def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
     """Validate OpenAI's own fields; the engine validates those that become SGLang's. Raises BadRequest."""
     known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
     for name, value in body.items():
@@ -109,7 +109,7 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
             raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
         if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise BadRequest(f"{name}: cannot be done here; want {NEUTRAL[name][-1]!r}, got {value!r}")
+            raise BadRequest(f"{name}: not supported; want {NEUTRAL[name][-1]!r}, got {value!r}")
     sampling = {theirs: body[name] for name, theirs in SAMPLING.items() if body.get(name) is not None}
     for theirs in ("n", "max_new_tokens"):
         count = sampling.get(theirs, 1)
@@ -121,11 +121,11 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
     sampling |= _grammar(body.get("response_format"))
     n = sampling.get("n", 1)
     if body.get("best_of") not in (None, n):
-        raise BadRequest(f"best_of: cannot be done here; want n ({n}), got {body['best_of']!r}")
+        raise BadRequest(f"best_of: not supported; want n ({n}), got {body['best_of']!r}")
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequest(f"stream_options: want a map, got {options!r}")
-    asked: dict[str, Any] = {
+    parsed: dict[str, Any] = {
         "chat": chat,
         "model": _of(body, "model", str, ""),
         "sampling": sampling,
@@ -135,33 +135,33 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> Asked:
         "token_ids": _of(body, "return_token_ids", bool, False),
     }
     if chat:
-        asked |= {"messages": _messages(body.get("messages")), "logprobs": _of(body, "logprobs", bool, False), "template": _template(body)}
+        parsed |= {"messages": _messages(body.get("messages")), "logprobs": _of(body, "logprobs", bool, False), "template": _template(body)}
     else:
-        asked |= {"prompts": _prompts(body.get("prompt")), "logprobs": _count(body.get("logprobs"))}
-    return Asked(**asked)
+        parsed |= {"prompts": _prompts(body.get("prompt")), "logprobs": _count(body.get("logprobs"))}
+    return ParsedRequest(**parsed)
 
 
-def chat_text(asked: Asked, template: ChatTemplate | None) -> str:
+def chat_text(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
     """Return the prompt of a chat as text. Raises BadRequest."""
     if template is None:
         raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
-    return template.render(asked.messages, **asked.template)
+    return template.render(parsed.messages, **parsed.template)
 
 
-def form_of_calls(asked: Asked, template: ChatTemplate | None) -> str | None:
+def form_of_calls(parsed: ParsedRequest, template: ChatTemplate | None) -> str | None:
     """Return the format of tool calls in the answer (``actors.text.tool_calls``); None = no tools in the request, or an unknown format."""
-    return template.form_of_calls if template is not None and asked.template.get("tools") else None
+    return template.form_of_calls if template is not None and parsed.template.get("tools") else None
 
 
-def prompt_ids(asked: Asked, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
+def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
     """Return the prompts as token ids. Raises BadRequest."""
-    if asked.chat:
+    if parsed.chat:
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
-        return [text.encode(chat_text(asked, template), add_special=False)]
-    if text is None and any(isinstance(prompt, str) for prompt in asked.prompts):
+        return [text.encode(chat_text(parsed, template), add_special=False)]
+    if text is None and any(isinstance(prompt, str) for prompt in parsed.prompts):
         raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
-    return [text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt) for prompt in asked.prompts]  # type: ignore[arg-type]
+    return [text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt) for prompt in parsed.prompts]  # type: ignore[arg-type]
 
 
 def error(message: str, status: int) -> dict[str, Any]:
@@ -175,17 +175,24 @@ def error(message: str, status: int) -> dict[str, Any]:
     return {"error": {"message": where + found + what, "type": kind, "param": where if named else None, "code": status}}
 
 
-class Told:
+class ResponseBuilder:
     """Builder of one answer. Responses are numbered by place: those of the first prompt, then those of the second, ..."""
 
     def __init__(
-        self, asked: Asked, *, id: str, model: str, created: int, piece: Callable[[int], str] | None, form_of_calls: str | None = None
+        self,
+        parsed: ParsedRequest,
+        *,
+        id: str,
+        model: str,
+        created: int,
+        piece: Callable[[int], str] | None,
+        form_of_calls: str | None = None,
     ) -> None:
         """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``form_of_calls``: its result."""
-        self._asked, self._id, self._piece, self._form = asked, id, piece, form_of_calls
-        kind = "chat.completion" if asked.chat else "text_completion"
-        self._head = {"id": f"{'chatcmpl' if asked.chat else 'cmpl'}-{id}", "created": created, "model": asked.model or model}
-        self._whole, self._part = kind, f"{kind}.chunk" if asked.chat else kind
+        self._request, self._id, self._piece, self._form = parsed, id, piece, form_of_calls
+        kind = "chat.completion" if parsed.chat else "text_completion"
+        self._head = {"id": f"{'chatcmpl' if parsed.chat else 'cmpl'}-{id}", "created": created, "model": parsed.model or model}
+        self._whole, self._part = kind, f"{kind}.chunk" if parsed.chat else kind
         self._shown: dict[int, int] = {}
         """Place -> number of characters streamed."""
         self._called: dict[int, int] = {}
@@ -203,7 +210,7 @@ class Told:
             self._metas[place] = answer["meta_info"]
             answer = {**answer, "index": place}
             choice: dict[str, Any] = {"index": place}
-            choice |= {"message": self.message(answer)} if self._asked.chat else {"text": _text(answer)}
+            choice |= {"message": self.message(answer)} if self._request.chat else {"text": _text(answer)}
             finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
             choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **self._extras(answer, 0)}
             choices.append(choice)
@@ -211,11 +218,11 @@ class Told:
 
     def message(self, answer: Mapping[str, Any]) -> dict[str, Any]:
         """Return the assistant's message of a finished chat: content and tool calls."""
-        said = self._said(_text(answer), finished=True)
-        message: dict[str, Any] = {"role": "assistant", "content": said.content}
-        if said.calls:
-            message["content"] = said.content or None
-            message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(said.calls)]
+        reply = self._reply(_text(answer), finished=True)
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(reply.calls)]
         return message
 
     def parts(self, answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -223,34 +230,34 @@ class Told:
         place = answer.get("index", 0)
         first = place not in self._shown
         self._metas[place] = answer["meta_info"]
-        if first and self._asked.chat:
+        if first and self._request.chat:
             yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
         text, ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
-        said = self._said(text if ended else text[: _settled(text, self._stops())], finished=ended)
+        reply = self._reply(text if ended else text[: _settled(text, self._stops())], finished=ended)
         shown, called = self._shown.get(place, 0), self._called.get(place, 0)
-        new, calls = said.content[shown:], said.calls[called:]
-        self._shown[place], self._called[place] = max(shown, len(said.content)), len(said.calls)
+        new, calls = reply.content[shown:], reply.calls[called:]
+        self._shown[place], self._called[place] = max(shown, len(reply.content)), len(reply.calls)
         if not new and not calls and not ended:
             return
         self._counted[place] = len(answer["output_ids"])
         delta: dict[str, Any] = {"content": new} if new else {}
         if calls:
             delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
-        content = {"delta": delta} if self._asked.chat else {"text": new}
-        finish = self._finish(answer, bool(said.calls))
+        content = {"delta": delta} if self._request.chat else {"text": new}
+        finish = self._finish(answer, bool(reply.calls))
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
 
     def last(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks that follow when all responses have ended."""
-        if self._asked.usage:
+        if self._request.usage:
             yield {**self._head, "object": self._part, "choices": [], "usage": self._usage()}
 
     def _chunk(self, place: int, what: dict[str, Any], finish: str | None) -> dict[str, Any]:
         choice = {"index": place, "logprobs": None, **what, "finish_reason": finish}
         return {**self._head, "object": self._part, "choices": [choice]}
 
-    def _said(self, text: str, *, finished: bool) -> Said:
-        return Said(text, ()) if self._form is None else tool_calls.read(text, self._form, finished=finished)
+    def _reply(self, text: str, *, finished: bool) -> ParsedReply:
+        return ParsedReply(text, ()) if self._form is None else tool_calls.read(text, self._form, finished=finished)
 
     def _call(self, call: Call, place: int, number: int) -> dict[str, Any]:
         function = {"name": call.name, "arguments": call.arguments}
@@ -261,13 +268,13 @@ class Told:
         return "tool_calls" if called and finish == "stop" else finish
 
     def _stops(self) -> Sequence[str]:
-        stop = self._asked.sampling.get("stop") or ()
+        stop = self._request.sampling.get("stop") or ()
         return (stop,) if isinstance(stop, str) else stop
 
     def _usage(self) -> dict[str, Any]:
         """Return the token counts. A prompt counts once, however many responses it has."""
         metas = list(self._metas.values())
-        prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._asked.n == 0]
+        prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._request.n == 0]
         completion, cached = sum(meta["completion_tokens"] for meta in metas), sum(meta.get("cached_tokens") or 0 for meta in metas)
         return {
             "prompt_tokens": sum(prompts),
@@ -277,20 +284,20 @@ class Told:
         }
 
     def _logprobs(self, answer: Mapping[str, Any], since: int) -> dict[str, Any] | None:
-        if not self._asked.logprobs:
+        if not self._request.logprobs:
             return None
         place, entries = answer.get("index", 0), answer["meta_info"]["output_token_logprobs"][since:]
         pieces = [self._piece(entry[1]) if self._piece is not None else f"token_id:{entry[1]}" for entry in entries]
         values = [entry[0] for entry in entries]
-        if self._asked.chat:
-            told = zip(pieces, values, strict=True)
-            return {"content": [{"token": piece, "logprob": value, "bytes": _bytes(piece), "top_logprobs": []} for piece, value in told]}
+        if self._request.chat:
+            named = zip(pieces, values, strict=True)
+            return {"content": [{"token": piece, "logprob": value, "bytes": _bytes(piece), "top_logprobs": []} for piece, value in named]}
         ends = list(itertools.accumulate(map(len, pieces), initial=self._offsets.get(place, 0)))
         self._offsets[place] = ends[-1]
         return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": ends[:-1]}
 
     def _extras(self, answer: Mapping[str, Any], since: int) -> dict[str, Any]:
-        if not self._asked.token_ids:
+        if not self._request.token_ids:
             return {}
         meta = answer["meta_info"]
         return {
@@ -340,7 +347,7 @@ def _count(logprobs: object) -> bool:
         return False
     if logprobs is True or logprobs == 0:
         return True
-    raise BadRequest(f"logprobs: only those of the sampled tokens are known; want 0, got {logprobs!r}")
+    raise BadRequest(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {logprobs!r}")
 
 
 def _messages(given: object) -> tuple[Mapping[str, Any], ...]:
@@ -355,7 +362,7 @@ def _message(given: object, where: str) -> Mapping[str, Any]:
     content = given.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise BadRequest(f"{where}.content: want text alone, got {content!r}")
+            raise BadRequest(f"{where}.content: want only text parts, got {content!r}")
         content = "".join(part["text"] for part in content)
     if content is not None and not isinstance(content, str):
         raise BadRequest(f"{where}.content: want text, got {content!r}")
@@ -371,7 +378,7 @@ def _message(given: object, where: str) -> Mapping[str, Any]:
 def _template(body: Mapping[str, Any]) -> dict[str, Any]:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
     if given := OF_TEMPLATE & more.keys():
-        raise BadRequest(f"chat_template_kwargs: want arguments of the template alone, got {', '.join(sorted(given))}")
+        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
     return {**more, "tools": tools or None, "add_generation_prompt": _of(body, "add_generation_prompt", bool, True)}
 

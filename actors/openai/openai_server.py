@@ -21,7 +21,7 @@ from weightstore.listener import Handler
 State = Mapping[str, Any]
 
 
-class Engine(Protocol):
+class EngineProperties(Protocol):
     """Properties of an engine that the routes need."""
 
     @property
@@ -34,7 +34,7 @@ class Engine(Protocol):
     def limits(self) -> Limits: ...
 
 
-class Generating(Protocol):
+class GenerateBackend(Protocol):
     """An engine's implementation of /generate."""
 
     def states(self, body: Mapping[str, Any]) -> AsyncGenerator[State, None]:
@@ -49,9 +49,9 @@ class Generating(Protocol):
 class OpenAiRoutes:
     """OpenAI's paths of one engine."""
 
-    def __init__(self, engine: Engine, generating: Generating) -> None:
+    def __init__(self, engine: EngineProperties, backend: GenerateBackend) -> None:
         """Raises ValueError for an invalid chat template."""
-        self._engine, self._generating = engine, generating
+        self._engine, self._backend = engine, backend
         self._model = engine.model_dir.resolve().name
         self._template = ChatTemplate.read(engine.model_dir)
 
@@ -73,59 +73,61 @@ class OpenAiRoutes:
         return web.json_response({"object": "list", "data": [known]})
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, chat=False)
+        return await self._respond(request, chat=False)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answered(request, chat=True)
+        return await self._respond(request, chat=True)
 
-    async def _answered(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
+    async def _respond(self, request: web.Request, *, chat: bool) -> web.StreamResponse:
         try:
             return await self._answer(request, chat)
         except (BadRequest, EngineError) as error:
-            return _refused(error)
+            return _error_response(error)
 
     async def _answer(self, request: web.Request, chat: bool) -> web.StreamResponse:
         engine = self._engine
-        asked = openai_api.parse(await body_of(request), chat=chat)
-        prompts = openai_api.prompt_ids(asked, engine.text, self._template)
+        parsed = openai_api.parse(await body_of(request), chat=chat)
+        prompts = openai_api.prompt_ids(parsed, engine.text, self._template)
         text = engine.text
-        told = openai_api.Told(
-            asked,
+        builder = openai_api.ResponseBuilder(
+            parsed,
             id=secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=None if text is None else lambda token: text.decode([token], skip_special=False),
-            form_of_calls=openai_api.form_of_calls(asked, self._template),
+            form_of_calls=openai_api.form_of_calls(parsed, self._template),
         )
-        body = asked.generate(prompts, max_context=engine.limits.max_context)
-        body["return_logprob"] = asked.logprobs or asked.token_ids
-        async with aclosing(self._generating.states(body)) as states:
-            if asked.stream:
-                return await self._stream(request, states, told)
-            answers = [self._good(state) async for state in states]
-        return web.json_response(told.whole(answers))
+        body = parsed.generate(prompts, max_context=engine.limits.max_context)
+        body["return_logprob"] = parsed.logprobs or parsed.token_ids
+        async with aclosing(self._backend.states(body)) as states:
+            if parsed.stream:
+                return await self._stream(request, states, builder)
+            answers = [self._checked(state) async for state in states]
+        return web.json_response(builder.whole(answers))
 
-    async def _stream(self, request: web.Request, states: AsyncGenerator[State, None], told: openai_api.Told) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, states: AsyncGenerator[State, None], builder: openai_api.ResponseBuilder
+    ) -> web.StreamResponse:
         """Stream the answer. It begins with the first state, so that an earlier refusal still has an HTTP status."""
         first = await anext(states, None)
         if first is None:
             raise EngineFailed(self._engine.url, "the stream ended before it began")
-        self._good(first)
+        self._checked(first)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
-            await _tell(response, first, told)
+            await _write_state(response, first, builder)
             async for state in states:
-                await _tell(response, state, told)
+                await _write_state(response, state, builder)
         except (BadRequest, EngineError) as error:
             await response.write(event(_error_of(error)))
             return response
-        for part in told.last():
+        for part in builder.last():
             await response.write(event(part))
         await response.write(DONE)
         return response
 
-    def _good(self, state: State) -> State:
+    def _checked(self, state: State) -> State:
         """Return the state. Raises BadRequest, EngineUnavailable or EngineFailed if it is an error."""
         if (error := state.get("error")) is None:
             return state
@@ -135,11 +137,11 @@ class OpenAiRoutes:
         raise (EngineUnavailable if code == 503 else EngineFailed)(self._engine.url, message)
 
 
-async def _tell(response: web.StreamResponse, state: State, told: openai_api.Told) -> None:
+async def _write_state(response: web.StreamResponse, state: State, builder: openai_api.ResponseBuilder) -> None:
     if (error := state.get("error")) is not None:
         await response.write(event(openai_api.error(str(error.get("message")), int(error.get("code") or 500))))
         return
-    for part in told.parts(state):
+    for part in builder.parts(state):
         await response.write(event(part))
 
 
@@ -149,6 +151,6 @@ def _error_of(error: Exception) -> dict[str, Any]:
     return openai_api.error(str(error), 400 if isinstance(error, BadRequest) else 500)
 
 
-def _refused(error: Exception) -> web.Response:
-    told = _error_of(error)
-    return web.json_response(told, status=told["error"]["code"])
+def _error_response(error: Exception) -> web.Response:
+    body = _error_of(error)
+    return web.json_response(body, status=body["error"]["code"])

@@ -9,7 +9,7 @@ REASON_SIZE = 300
 
 
 @dataclass(slots=True, kw_only=True)
-class Counters:
+class RolloutCounters:
     """Counts since the start of an actor."""
 
     samples_published: int = 0
@@ -36,7 +36,7 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.counters = Counters()
+        self.counters = RolloutCounters()
         self._began_s = time.monotonic()
         self._busy = 0
         self._last_failure = ""

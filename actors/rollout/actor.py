@@ -30,7 +30,7 @@ from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, 
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.tasks import Lease
 from bus.system.coroutines import first_error
 from bus.wire.codec import check_sample
@@ -42,24 +42,24 @@ logger = logging.getLogger(__name__)
 
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
-HAND_BACK_DELAY_S = 1.0
+NAK_DELAY_S = 1.0
 """Seconds before a task that found no engine is delivered again."""
-GOODBYE_DELAY_S = 0.5
+CANCEL_NAK_DELAY_S = 0.5
 """Seconds of that delay when this actor is cancelled: until then its own last request for a task may still wait at the bus, and a task
 delivered to that request would be idle until its lease ends."""
-GOODBYE_S = 2.0
+NAK_TIMEOUT_S = 2.0
 """Time limit in seconds for handing a task back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Fate:
+class RolloutOutcome:
     """Outcome of one sample of a leased task."""
 
     failed: str = ""
     """Reason for which the sample is FAILED; else empty."""
     unfinished: str = ""
     """Reason for which the sample was not generated; else empty."""
-    left: Partial | None = None
+    partial: Partial | None = None
     """Partial for the next actor that leases the task: the unfinished response, or the place of the finished sample."""
 
 
@@ -70,7 +70,7 @@ class Actor:
         self.id = id
         self._bus, self._config, self._generation, self._score, self._activity = bus, config, generation, score, activity
         self._repeated = Repeated(logger)
-        self._held = 0
+        self._in_flight = 0
         self._changed = Waiter()
         self._draining = False
         self._idle_since_s = time.monotonic()
@@ -83,52 +83,52 @@ class Actor:
                 work.create_task(self._lease(kind, work), name=f"lease {kind}")
 
     @property
-    def held(self) -> int:
+    def in_flight(self) -> int:
         """Number of samples of leased tasks that are not done."""
-        return self._held
+        return self._in_flight
 
     def phase(self) -> tuple[str, str]:
         """Return the phase for the live row, and a description of the current wait; empty when there is none."""
-        waits_for = self._generation.waits_for() if self._held else ""
-        if self._held and not waits_for and self._bus.samples.stats.waiting_full:
+        waits_for = self._generation.waits_for() if self._in_flight else ""
+        if self._in_flight and not waits_for and self._bus.samples.stats.waiting_full:
             waits_for = f"room in SAMPLES ({self._bus.samples.stats.waiting_full} samples wait)"
-        if not self._held and not self._draining:
+        if not self._in_flight and not self._draining:
             waits_for = f"a task, for {time.monotonic() - self._idle_since_s:.0f} s"
         if self._draining:
-            return "draining", waits_for or f"{self._held} samples"
+            return "draining", waits_for or f"{self._in_flight} samples"
         return ("working" if self._activity.busy else "waiting"), waits_for
 
     async def _note_drain(self, draining: asyncio.Event) -> None:
         await draining.wait()
-        logger.info("draining held=%d", self._held)
+        logger.info("draining in_flight=%d", self._in_flight)
         self._draining = True
-        self._generation.give_up_waiting()
+        self._generation.stop_waiting()
         self._changed.wake()
         if self._config.partials:
-            await self._finish_or_leave()
+            await self._finish_or_cut_short()
 
-    async def _finish_or_leave(self) -> None:
+    async def _finish_or_cut_short(self) -> None:
         """Work on for ``drain_finish_s``, then cut short the responses that are not finished."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.drain_finish_s):
-                while self._held:
+                while self._in_flight:
                     await self._changed.wait()
                 return
-        logger.info("leaving unfinished held=%d", self._held)
-        await self._generation.leave()
+        logger.info("cutting short the unfinished responses in_flight=%d", self._in_flight)
+        await self._generation.cut_short()
 
     async def _lease(self, kind: Kind, work: asyncio.TaskGroup) -> None:
         while not self._draining:
-            if self._held >= self._config.max_samples_in_flight:
+            if self._in_flight >= self._config.max_samples_in_flight:
                 await self._changed.wait()
                 continue
             lease = await self._next_lease(kind)
             if lease is None:
                 continue
             if self._draining:
-                await self._hand_back(lease, 0.0)
+                await self._nak(lease, 0.0)
             else:
-                self._hold(lease.task.group_size)
+                self._add_in_flight(lease.task.group_size)
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _next_lease(self, kind: Kind) -> Lease | None:
@@ -137,7 +137,7 @@ class Actor:
         try:
             lease = await self._bus.tasks.lease(LEASE_WAIT_S, kind=kind)
         except BusError as error:
-            logger.warning("no lease kind=%s error=%s", kind, error)
+            logger.warning("no task leased kind=%s error=%s", kind, error)
             lease = None
         if lease is None and time.monotonic() - begin < LEASE_WAIT_S / 2:  # no bus, or no queue yet: do not spin
             await asyncio.sleep(LEASE_WAIT_S / 2)
@@ -148,77 +148,81 @@ class Actor:
         task = lease.task
         try:
             async with lease.kept():
-                fates = await self._group(lease, await self._left_by_others(lease))
-                failures = [fate.failed for fate in fates if fate.failed]
-                unfinished = [fate.unfinished for fate in fates if fate.unfinished]
+                outcomes = await self._group(lease, await self._stored_partials(lease))
+                failures = [outcome.failed for outcome in outcomes if outcome.failed]
+                unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
                 if failures or unfinished:
-                    await self._leave(fates)
+                    await self._store_partials(outcomes)
             if failures:
                 await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
             elif unfinished:
-                logger.info("task handed back task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0])
-                await self._hand_back(lease, 0.0 if self._draining else HAND_BACK_DELAY_S)
+                logger.info("task returned to the queue task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0])
+                await self._nak(lease, 0.0 if self._draining else NAK_DELAY_S)
             else:
-                await lease.settle()
+                await lease.ack()
                 self._activity.counters.tasks_done += 1
         except asyncio.CancelledError:
-            await self._hand_back(lease, GOODBYE_DELAY_S)
+            await self._nak(lease, CANCEL_NAK_DELAY_S)
             raise
         except BusError as error:  # the lease runs out, and another actor takes it
-            logger.warning("task left to others task=%d error=%s", task.id, error)
+            logger.warning("task not finished, its lease expires task=%d error=%s", task.id, error)
         except Exception as error:
             logger.exception("task failed task=%d", task.id)
             await self._fail(lease, repr(error))
 
-    async def _left_by_others(self, lease: Lease) -> dict[int, Partial]:
+    async def _stored_partials(self, lease: Lease) -> dict[int, Partial]:
         """Return the partials that earlier actors stored for the task, by sample index."""
         if lease.deliveries == 1 or not self._config.partials:
             return {}
         try:
             return await self._bus.partials.of(lease.task.id)
         except BusError as error:  # then all samples are generated again
-            logger.warning("partials unknown task=%d error=%s", lease.task.id, error)
+            logger.warning("partials not read task=%d error=%s", lease.task.id, error)
             return {}
 
-    async def _leave(self, fates: Sequence[_Fate]) -> None:
+    async def _store_partials(self, outcomes: Sequence[RolloutOutcome]) -> None:
         """Store the partials for the next actor while the task is still held."""
-        left = [replace(fate.left, actor=self.id) for fate in fates if fate.left is not None] if self._config.partials else []
-        for partial, stored in zip(left, await asyncio.gather(*map(self._store, left)), strict=True):
+        if not self._config.partials:
+            return
+        partials = [replace(outcome.partial, actor=self.id) for outcome in outcomes if outcome.partial is not None]
+        for partial, stored in zip(partials, await asyncio.gather(*map(self._store_partial, partials)), strict=True):
             self._activity.counters.partials_stored += stored and not partial.sample_seq
 
-    async def _store(self, partial: Partial) -> bool:
+    async def _store_partial(self, partial: Partial) -> bool:
         try:
             return await self._bus.partials.store(partial)
         except WireError:
             logger.exception("invalid partial task=%d index=%d", partial.task, partial.index)
             return False
 
-    async def _group(self, lease: Lease, left: dict[int, Partial]) -> list[_Fate]:
+    async def _group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
         """Generate and store the samples of a task concurrently."""
-        making: list[asyncio.Task[_Fate]] = []
+        making: list[asyncio.Task[RolloutOutcome]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for index in range(lease.task.group_size):
-                    making.append(group.create_task(self._sample(lease, index, left.get(index)), name=f"sample {lease.task.id}.{index}"))
-                    making[-1].add_done_callback(lambda _: self._hold(-1))
+                    making.append(
+                        group.create_task(self._sample(lease, index, partials.get(index)), name=f"sample {lease.task.id}.{index}")
+                    )
+                    making[-1].add_done_callback(lambda _: self._add_in_flight(-1))
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         return [done.result() for done in making]
 
-    async def _sample(self, lease: Lease, index: int, left: Partial | None) -> _Fate:
+    async def _sample(self, lease: Lease, index: int, partial: Partial | None) -> RolloutOutcome:
         """Generate, score and store one sample, if it is missing."""
         task, counters = lease.task, self._activity.counters
-        if left is not None and left.sample_seq:
+        if partial is not None and partial.sample_seq:
             counters.samples_found += 1
-            return _Fate()
+            return RolloutOutcome()
         try:
-            sample = await self._generation.sample(task, index, lease.attempt, left)
+            sample = await self._generation.sample(task, index, lease.attempt, partial)
             counters.tokens_generated += sample.response_length
-            counters.partials_continued += left is not None and fits(left, task, index)
+            counters.partials_continued += partial is not None and fits(partial, task, index)
             sample = await self._scored(task, sample)
             check_sample(sample)
         except Unfinished as error:
-            return _Fate(unfinished=error.reason, left=error.partial)
+            return RolloutOutcome(unfinished=error.reason, partial=error.partial)
         except GenerationFailed as error:
             sample = failed_sample(task, index, lease.attempt, str(error))
         except WireError as error:
@@ -228,10 +232,10 @@ class Actor:
         seq = await self._bus.samples.publish(sample)
         counters.samples_published += 1
         if sample.status is not Status.FAILED:
-            return _Fate(left=_stored(sample, seq))
+            return RolloutOutcome(partial=_finished_partial(sample, seq))
         reason = str(sample.metadata["error"])
         self._activity.failed(reason)
-        return _Fate(failed=reason)
+        return RolloutOutcome(failed=reason)
 
     async def _scored(self, task: Task, sample: Sample) -> Sample:
         """Return the sample with its reward, or FAILED with the reason; its tokens stay either way."""
@@ -265,21 +269,21 @@ class Actor:
         except BusError as error:
             logger.warning("failure not reported task=%d error=%s", lease.task.id, error)
 
-    async def _hand_back(self, lease: Lease, delay_s: float) -> None:
+    async def _nak(self, lease: Lease, delay_s: float) -> None:
         """Nak the task. If the nak does not reach the bus, the lease runs out instead."""
         self._activity.counters.tasks_handed_back += 1
         with suppress(BusError, TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                await lease.hand_back(delay_s)
+            async with asyncio.timeout(NAK_TIMEOUT_S):
+                await lease.nak(delay_s)
 
-    def _hold(self, num_samples: int) -> None:
-        self._held += num_samples
-        if not self._held:
+    def _add_in_flight(self, num_samples: int) -> None:
+        self._in_flight += num_samples
+        if not self._in_flight:
             self._idle_since_s = time.monotonic()
         self._changed.wake()
 
 
-def _stored(sample: Sample, seq: int) -> Partial:
+def _finished_partial(sample: Sample, seq: int) -> Partial:
     """Return a partial with the stream sequence of a finished sample."""
     return Partial(
         run=sample.run,

@@ -8,7 +8,7 @@ from functools import partial
 from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.engines.pool import Engines, LiveLookout, UrlLookout
+from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
 from actors.errors import ActorRefused
 from actors.rollout.activity import Activity
@@ -16,12 +16,12 @@ from actors.rollout.actor import Actor
 from actors.rollout.generation import SingleTurn
 from bus.config import BusConfig
 from bus.liveness.keys import api_keys
-from bus.liveness.live import Heartbeat, LiveView
-from bus.streams.connection import Bus
+from bus.liveness.live import HeartbeatPublisher, LiveView
+from bus.streams.bus import Bus
 from bus.wire.subjects import refused
 from rewards.registry import load
 
-TELL_EVERY_S = 1.0
+UPDATE_EVERY_S = 1.0
 REFUSAL_EVERY_S = 5.0
 """Seconds after which a refusal is found at the latest, if its notification was missed."""
 
@@ -47,11 +47,11 @@ async def run_actor(
     if actor_config is None or bus_config is None:
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
-            told = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)
-        if told is None:
+            found = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)
+        if found is None:
             return
-        actor_config = actor_config or section(told, "actor", ActorConfig)
-        bus_config = bus_config or section(told, "bus", BusConfig)
+        actor_config = actor_config or section(found, "actor", ActorConfig)
+        bus_config = bus_config or section(found, "bus", BusConfig)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
         if bus is not None:
@@ -60,21 +60,21 @@ async def run_actor(
 
 async def _work(bus: Bus, id: str, config: ActorConfig, draining: asyncio.Event, engine: Callable[[str], Engine]) -> None:
     activity = Activity()
-    engines = Engines(UrlLookout(config.engines, engine) if config.engines else LiveLookout(LiveView(bus)), engine)
+    engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
     generation = SingleTurn(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     score = load(config.reward, config.reward_options)
     actor = Actor(bus, id=id, config=config, generation=generation, score=score, activity=activity)
-    async with Heartbeat(bus, first_row("actor", id)) as heartbeat:
+    async with HeartbeatPublisher(bus, first_row("actor", id)) as heartbeat:
         async with asyncio.TaskGroup() as beside:
-            looking = beside.create_task(engines.run(), name="engines")
-            telling = beside.create_task(_tell(heartbeat, actor, activity), name="live row")
-            heeding = beside.create_task(_heed_refusal(bus, id), name="refusal")
+            discovering = beside.create_task(engines.run(), name="engines")
+            publishing = beside.create_task(_update_heartbeat(heartbeat, actor, activity), name="live row")
+            watching = beside.create_task(_watch_refusal(bus, id), name="refusal")
             await actor.run(draining)
-            for task in (looking, telling, heeding):
+            for task in (discovering, publishing, watching):
                 task.cancel()
 
 
-async def _heed_refusal(bus: Bus, id: str) -> None:
+async def _watch_refusal(bus: Bus, id: str) -> None:
     """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process of this name."""
     before: int | None = None
     async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
@@ -85,10 +85,10 @@ async def _heed_refusal(bus: Bus, id: str) -> None:
             raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
 
 
-async def _tell(heartbeat: Heartbeat, actor: Actor, activity: Activity) -> None:
+async def _update_heartbeat(heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity) -> None:
     """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
-        load = {**activity.load(), "in_flight": float(actor.held)}
+        load = {**activity.load(), "in_flight": float(actor.in_flight)}
         heartbeat.update(phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load)
-        await asyncio.sleep(TELL_EVERY_S)
+        await asyncio.sleep(UPDATE_EVERY_S)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.engines.pool import Engines, NoEngine
+from actors.engines.pool import EnginePool, NoEngine
 from actors.engines.port import Engine, Generation
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.activity import Activity
@@ -68,7 +68,7 @@ class _Tries:
     """Engine of the last attempt."""
     last: str = ""
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         """Discard the unfinished response."""
         self.begun, self.generating_s = None, 0.0
 
@@ -76,13 +76,15 @@ class _Tries:
 class SingleTurn:
     """Generates samples on any engine of the pool."""
 
-    def __init__(self, engines: Engines, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S) -> None:
+    def __init__(
+        self, engines: EnginePool, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S
+    ) -> None:
         """``timeout_s`` bounds one response with all its attempts and waits, ``retries`` the requests that engines broke off,
         ``cut_short_s`` the time that an engine has to return the unfinished responses when they are cut short."""
         self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
-        self._asking: dict[str, tuple[Engine, asyncio.Timeout]] = {}
+        self._in_flight: dict[str, tuple[Engine, asyncio.Timeout]] = {}
         """Requests in flight by id, each with its engine and time limit."""
-        self._leaving, self._cut_short_s = False, cut_short_s
+        self._cutting_short, self._cut_short_s = False, cut_short_s
 
     async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None) -> Sample:
         """Generate sample ``index`` of a task, continued from ``partial`` if that fits. The sample is checked and its reward is 0.
@@ -94,7 +96,7 @@ class SingleTurn:
         if partial is not None and fits(partial, task, index):
             tries.begun = _begun(partial)
             tries.queued_s, tries.generating_s = partial.timings.queued_s, partial.timings.generating_s
-        while not self._leaving:
+        while not self._cutting_short:
             try:
                 if (sample := await self._try(task, index, attempt, tries)) is not None:
                     return sample
@@ -109,29 +111,29 @@ class SingleTurn:
                 self._activity.counters.requests_aborted += 1
             except EngineUnavailable as error:
                 tries.last = str(error)
-            logger.info("request broken task=%d index=%d broken=%d error=%s", task.id, index, tries.broken, tries.last)
+            logger.info("request broken off task=%d index=%d broken=%d error=%s", task.id, index, tries.broken, tries.last)
             if tries.broken >= self._retries:
                 raise GenerationFailed(f"{tries.broken} requests broken off, the last one: {tries.last}")
-        raise Unfinished("this actor leaves", _partial(task, index, attempt, tries))
+        raise Unfinished("the actor is draining", _partial(task, index, attempt, tries))
 
     def waits_for(self) -> str:
         """Return a description of the wait for an engine; empty when no request waits."""
         return self._engines.waits_for()
 
-    def give_up_waiting(self) -> None:
+    def stop_waiting(self) -> None:
         """End samples as Unfinished from now on, instead of waiting for an engine."""
         self._engines.give_up()
 
-    async def leave(self) -> None:
+    async def cut_short(self) -> None:
         """Abort the requests in flight. Every ``sample`` now returns a complete response or raises Unfinished within ``cut_short_s``."""
-        self._leaving = True
+        self._cutting_short = True
         end = asyncio.get_running_loop().time() + self._cut_short_s
-        for _, limit in self._asking.values():
+        for _, limit in self._in_flight.values():
             limit.reschedule(end)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(end):
-                while self._asking:
-                    await asyncio.gather(*(_abort(engine, id) for id, (engine, _) in self._asking.items()))
+                while self._in_flight:
+                    await asyncio.gather(*(_abort(engine, id) for id, (engine, _) in self._in_flight.items()))
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _try(self, task: Task, index: int, attempt: str, tries: _Tries) -> Sample | None:
@@ -139,8 +141,8 @@ class SingleTurn:
         begin = time.monotonic()
         left_s = tries.began_s + self._timeout_s - begin
         if tries.last and left_s <= 0:
-            raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last try: {tries.last}")
-        async with self._engines.one(min_version=task.min_version, timeout_s=left_s, avoid=tries.avoid) as (name, engine):
+            raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last attempt: {tries.last}")
+        async with self._engines.acquire(min_version=task.min_version, timeout_s=left_s, avoid=tries.avoid) as (name, engine):
             tries.avoid = name
             asked = time.monotonic()
             tries.queued_s += asked - begin
@@ -150,7 +152,7 @@ class SingleTurn:
             generating_s = tries.generating_s + time.monotonic() - asked
             if answer.finish not in STATUS:
                 tries.begun, tries.generating_s = answer, generating_s
-                if self._leaving:
+                if self._cutting_short:
                     return None
                 raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
             timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
@@ -158,19 +160,19 @@ class SingleTurn:
             try:
                 check_sample(sample)
             except WireError as error:
-                tries.begin_again()
-                raise EngineFailed(name, f"its answer makes no valid sample: {error}") from error
+                tries.restart()
+                raise EngineFailed(name, f"its answer is not a valid sample: {error}") from error
             return sample
 
     async def _ask(self, name: str, engine: Engine, task: Task, index: int, attempt: str, tries: _Tries) -> Generation | None:
-        """Return the engine's answer, complete or broken off; None when this process leaves without one."""
-        if self._leaving:
+        """Return the engine's answer, complete or broken off; None when it was cut short without one."""
+        if self._cutting_short:
             return None
         now = time.monotonic()
         id = f"{task.id}.{index}.{attempt}.{tries.broken}-{now:.6f}"
         try:
             async with asyncio.timeout(None) as limit:
-                self._asking[id] = (engine, limit)
+                self._in_flight[id] = (engine, limit)
                 with self._activity:
                     return await engine.generate(
                         task.prompt_tokens,
@@ -185,10 +187,10 @@ class SingleTurn:
         except (BadRequest, EngineFailed) as error:
             if tries.begun is None:
                 raise
-            tries.begin_again()  # the continued response may be the reason
-            raise EngineFailed(name, f"did not continue a response: {error}") from error
+            tries.restart()  # the continued response may be the reason
+            raise EngineFailed(name, f"could not continue a response: {error}") from error
         finally:
-            del self._asking[id]
+            del self._in_flight[id]
 
 
 def fits(partial: Partial, task: Task, index: int) -> bool:

@@ -48,7 +48,7 @@ class Request:
         """Return one field of the map; None when it is absent. A large body is parsed only if the name is in it."""
         return self.map.get(name) if f'"{name}"'.encode() in self.body else None
 
-    def asking(self, body: Mapping[str, Any], path: str | None = None) -> "Request":
+    def with_body(self, body: Mapping[str, Any], path: str | None = None) -> "Request":
         """Return the same request with another body, and another path if given."""
         return replace(self, body=json.dumps(body).encode(), path=self.path if path is None else path)
 

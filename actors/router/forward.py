@@ -20,12 +20,12 @@ import aiohttp
 from yarl import URL
 
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import Engines, NoEngine
+from actors.engines.pool import EnginePool, NoEngine
 from actors.engines.port import Engine
 from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
 from actors.router.config import RouterConfig
+from actors.router.discovery import NotServing
 from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
-from actors.router.lookout import NotServing
 from bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -44,7 +44,7 @@ class NotSent(EngineUnavailable):
     """There was no connection, so the engine has not received the request."""
 
 
-class Refused(EngineUnavailable):
+class EngineRefused(EngineUnavailable):
     """The engine answered 503."""
 
     def __init__(self, engine: str, headers: Mapping[str, str], body: bytes) -> None:
@@ -55,11 +55,11 @@ class Refused(EngineUnavailable):
         return Answer(UNAVAILABLE, self.headers, _once(self.body))
 
 
-class RefusedVersion(Refused, VersionUnavailable):
+class EngineRefusedVersion(EngineRefused, VersionUnavailable):
     """The engine answered 503 because it does not serve the requested version: no reason for a quarantine."""
 
 
-class TookTooLong(EngineError):
+class RequestTimeout(EngineError):
     """A time limit of a request has passed. Only the health checks decide whether the engine is healthy."""
 
 
@@ -89,7 +89,7 @@ class Sessions:
 class Forwarder:
     """The innermost handler. Call ``close`` at the end."""
 
-    def __init__(self, config: RouterConfig, engines: Engines, keys: RunKeys | None = None) -> None:
+    def __init__(self, config: RouterConfig, engines: EnginePool, keys: RunKeys | None = None) -> None:
         self._config, self._engines, self._keys = config, engines, keys
         self.sessions = Sessions(config.max_sessions)
         # One connection per request: a kept one may be dead, which looks the same as an engine that broke off its work.
@@ -110,22 +110,22 @@ class Forwarder:
                 return await self._attempt(request, deadline, avoid)
             except NoEngine as error:
                 return refusal(503, str(error), "no_available_workers")
-            except TookTooLong as error:
+            except RequestTimeout as error:
                 return refusal(504, str(error), "timeout")
             except EngineUnavailable as error:
                 if left == 0 or not _repeatable(request, error):
-                    return error.answer() if isinstance(error, Refused) else refusal(502, str(error), "bad_gateway")
+                    return error.answer() if isinstance(error, EngineRefused) else refusal(502, str(error), "bad_gateway")
                 avoid = error.engine
         raise AssertionError("the last attempt returns")
 
     async def _attempt(self, request: Request, deadline: float, avoid: str) -> Answer:
-        """Forward the request once. Raises EngineUnavailable with the engine's id, NoEngine, TookTooLong."""
+        """Forward the request once. Raises EngineUnavailable with the engine's id, NoEngine, RequestTimeout."""
         config = self._config
         wait_s = min(config.wait_s, deadline - time.monotonic())
         min_version = request.field("min_version")
         async with AsyncExitStack() as stack:
             id, engine = await stack.enter_async_context(
-                self._engines.one(
+                self._engines.acquire(
                     min_version=min_version if isinstance(min_version, int) else 0,
                     timeout_s=wait_s,
                     avoid=avoid,
@@ -137,7 +137,7 @@ class Forwarder:
             return Answer(response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all())
 
     async def _open(self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float) -> aiohttp.ClientResponse:
-        """Send the request and return the response with its status and headers. Raises NotSent, Refused, EngineGone, TookTooLong."""
+        """Send the request and return the response with its headers. Raises NotSent, EngineRefused, EngineGone, RequestTimeout."""
         # Encoded here, so that the engine sees exactly this path: nothing in it is read as a query or as a step to a parent path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
@@ -155,18 +155,18 @@ class Forwarder:
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL, UnicodeError) as error:
             raise NotSent(id, f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
-            raise TookTooLong(f"engine {id}: no answer within {self._config.timeout_s:g} s") from error
+            raise RequestTimeout(f"engine {id}: no answer within {self._config.timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise EngineGone(id, f"{type(error).__name__}: {error}") from error
 
     async def _chunks(self, response: aiohttp.ClientResponse, id: str, deadline: float) -> AsyncIterator[bytes]:
-        """Yield the chunks as they arrive. Raises EngineGone when the connection breaks, TookTooLong."""
+        """Yield the chunks as they arrive. Raises EngineGone when the connection breaks, RequestTimeout."""
         while True:
             try:
                 async with asyncio.timeout(min(self._config.idle_s, deadline - time.monotonic())):
                     chunk = await response.content.readany()
             except TimeoutError as error:
-                raise TookTooLong(f"engine {id}: nothing more came in time") from error
+                raise RequestTimeout(f"engine {id}: no further data within the time limit") from error
             except (aiohttp.ClientError, OSError) as error:
                 raise EngineGone(id, f"{type(error).__name__}: {error}") from error
             if not chunk:
@@ -203,11 +203,11 @@ def _repeatable(request: Request, error: EngineUnavailable) -> bool:
     if isinstance(error, NotSent):
         return True
     named = request.method in ("GET", "HEAD") or REQUEST_HEADER in request.headers or bool(request.field("rid"))
-    return named or (isinstance(error, Refused) and request.path in GENERATING)
+    return named or (isinstance(error, EngineRefused) and request.path in GENERATING)
 
 
-def _refused(id: str, response: aiohttp.ClientResponse, body: bytes) -> Refused:
-    kind = RefusedVersion if b'"VersionUnavailable"' in body else Refused
+def _refused(id: str, response: aiohttp.ClientResponse, body: bytes) -> EngineRefused:
+    kind = EngineRefusedVersion if b'"VersionUnavailable"' in body else EngineRefused
     return kind(id, _passed_on(response.headers), body)
 
 

@@ -11,12 +11,12 @@ from actors.router.server import Router
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.liveness.keys import admin_keys
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)
 
-TELL_EVERY_S = 1.0
+UPDATE_EVERY_S = 1.0
 
 
 async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
@@ -31,7 +31,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             if bus is None:
                 return
             view, keys = LiveView(bus), admin_keys(bus)
-            heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("router", id or default_id())))
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("router", id or default_id())))
             route = await asyncio.to_thread(route_to, bus_url)
             at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
             config = replace(config, host=at.bind, advertise=at.advertised)
@@ -39,12 +39,12 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
         url = await router.start()
         log.info("listening url=%s", url)
         try:
-            await first_of(_tell(router, heartbeat), router.failed(), draining.wait())
+            await first_of(_update_heartbeat(router, heartbeat), router.failed(), draining.wait())
         finally:
             await router.close(drain_s)
 
 
-async def _tell(router: Router, heartbeat: Heartbeat | None) -> None:
+async def _update_heartbeat(router: Router, heartbeat: HeartbeatPublisher | None) -> None:
     while True:
         if heartbeat is not None:
             seen = router.engines.overview()
@@ -52,4 +52,4 @@ async def _tell(router: Router, heartbeat: Heartbeat | None) -> None:
             load = {"workers": len(seen), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
             phase = "serving" if serving else "waiting"
             heartbeat.update(phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load)
-        await asyncio.sleep(TELL_EVERY_S)
+        await asyncio.sleep(UPDATE_EVERY_S)

@@ -17,13 +17,13 @@ import aiohttp
 from aiohttp import web
 
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import Engines
+from actors.engines.pool import EnginePool
 from actors.errors import BadRequest, EngineError
 from actors.http_api import COMMANDS, body_of, translate
 from actors.router.config import RouterConfig, check_url
+from actors.router.discovery import WorkerDiscovery
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
-from actors.router.lookout import WorkerLookout
 from bus.liveness.keys import RunKeys
 from bus.liveness.live import LiveView
 from bus.system.coroutines import first_of
@@ -61,13 +61,13 @@ class Router:
         """Start discovery and listen; return the URL. Raises ValueError for an address that other machines reach without a key, OSError."""
         config = self._config
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
-        self.lookout = WorkerLookout(config, Asker(self._session, self._keys), self._view)
-        self.engines = Engines(self.lookout, HttpEngine, in_turn=True)
+        self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
+        self.engines = EnginePool(self.discovery, HttpEngine, in_turn=True)
         self.forwarder = Forwarder(config, self.engines, self._keys)
         self._handle = wrapped(self.forwarder.handle, self._middleware)
         self._works = [
             asyncio.create_task(self.engines.run(), name="router: look"),
-            asyncio.create_task(self.lookout.check_for_ever(), name="router: health"),
+            asyncio.create_task(self.discovery.check_for_ever(), name="router: health"),
         ]
         try:
             self.url = await self._listener.start(
@@ -107,42 +107,42 @@ class Router:
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = 0 if self._draining else sum(each["serving"] for each in self.engines.overview())
-        body = {"status": "ok" if serving else "no engine serves", "serving": serving, "workers": len(self.lookout.urls())}
+        body = {"status": "ok" if serving else "no engine serves", "serving": serving, "workers": len(self.discovery.urls())}
         return web.json_response(body, status=200 if serving else 503)
 
     async def _add(self, request: web.Request) -> web.Response:
-        await self.lookout.add(await _worker_in(request))
-        await self._look_again()
+        await self.discovery.add(await _worker_in(request))
+        await self._refresh()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
-        if not self.lookout.remove(url):
-            raise BadRequest(f"url: want one of {', '.join(self.lookout.urls()) or 'none, there is no worker'}, got {url!r}")
-        await self._look_again()
+        if not self.discovery.remove(url):
+            raise BadRequest(f"url: want one of {', '.join(self.discovery.urls()) or 'no URL: there is no worker'}, got {url!r}")
+        await self._refresh()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
-    async def _look_again(self) -> None:
+    async def _refresh(self) -> None:
         with suppress(TimeoutError):  # the change is made, and takes effect a little later
-            await self.engines.look_again()
+            await self.engines.refresh()
 
     async def _list(self, request: web.Request) -> web.Response:
-        urls = self.lookout.urls()
+        urls = self.discovery.urls()
         seen = {each["url"]: each for each in self.engines.overview()}
-        unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not looked at yet"}
+        unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not checked yet"}
         workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
         return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
 
     def _loads(self) -> dict[str, int]:
         seen = {each["url"]: each["in_flight"] for each in self.engines.overview()}
-        return {url: seen.get(url, 0) for url in self.lookout.urls()}
+        return {url: seen.get(url, 0) for url in self.discovery.urls()}
 
     async def _abort(self, request: web.Request) -> web.Response:
         """Send the abort to all engines: the router does not know which of them has the request."""
         body = await body_of(request)
         if body.get("abort_all"):
             await self._access.want(request, admin=True)
-        urls, headers = self.lookout.urls(), {} if self._keys is None else await self._keys.headers()
+        urls, headers = self.discovery.urls(), {} if self._keys is None else await self._keys.headers()
         reached = await asyncio.gather(*(self._abort_at(url, body, headers) for url in urls))
         if urls and not any(reached):
             return web.json_response({"error": {"message": "no engine could be reached", "code": 502}}, status=502)
@@ -161,9 +161,9 @@ class Router:
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
         path = given.path
         if self._draining:
-            return await self._give(given, refusal(503, "the router drains", "no_available_workers"))
+            return await self._give(given, refusal(503, "the router is draining", "no_available_workers"))
         if path in CONTROL or path.startswith("/update_weight"):
-            return await self._give(given, refusal(403, f"{path}: a command to one engine; give it to that engine itself", "forbidden"))
+            return await self._give(given, refusal(403, f"{path}: a command for one engine; send it to that engine directly", "forbidden"))
         request = _request(given, await given.read())
         try:
             answer = await self._handle(request)
@@ -206,7 +206,7 @@ def _request(given: web.Request, body: bytes) -> Request:
     session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
         named = fields.pop(SESSION_FIELD)
-        request, session = request.asking(fields), session or str(named or "")
+        request, session = request.with_body(fields), session or str(named or "")
     return replace(request, session=session)
 
 

@@ -26,8 +26,8 @@ from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.errors import BusError
 from bus.liveness.keys import admin_keys
-from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.liveness.live import HeartbeatPublisher
+from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
@@ -81,7 +81,7 @@ async def run_engine(
         bus = await connected(stack, places.bus_url, places.run, places.bus, name=f"engine {id}", draining=draining)
         if bus is None:
             return
-        heartbeat = await stack.enter_async_context(Heartbeat(bus, first_row("engine", id)))
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", id)))
         served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None)
         at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, places.bus_url), name="engine.host")
         engine = factory(
@@ -107,7 +107,7 @@ async def run_engine(
 class _Served:
     """The engine's live row, and its turns of a shared accelerator."""
 
-    def __init__(self, bus: Bus, id: str, heartbeat: Heartbeat, turns: AcceleratorLease | None) -> None:
+    def __init__(self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
         self._waits_for, self._place = "", shared_memory_domain()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)

@@ -18,7 +18,7 @@ from actors.text.tool_calls import form_of
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """``{% generation %}`` marks an assistant's messages; here its content is rendered like any other."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
@@ -33,7 +33,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         """``special``: the template's names of tokens (``eos_token``, ...) to the tokens."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self._template, self._special = environment.from_string(source), dict(special)
@@ -65,7 +65,7 @@ class ChatTemplate:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **given
             )
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-            raise BadRequest(f"messages: the model's chat template refuses them: {error}") from error
+            raise BadRequest(f"messages: rejected by the model's chat template: {error}") from error
 
 
 def _tojson(

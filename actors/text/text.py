@@ -45,7 +45,7 @@ class Text:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise BadRequest(f"text: want Unicode text, got a half of a character ({text[error.start]!a}) at {error.start}") from error
+            raise BadRequest(f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}") from error
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:

@@ -25,7 +25,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ParsedReply:
     """Content and calls of a text. While the text grows, both only grow."""
 
     content: str
@@ -39,7 +39,7 @@ def form_of(template: str) -> str | None:
     return "json" if "<|python_tag|>" in template else None
 
 
-def read(text: str, form: str, *, finished: bool) -> Said:
+def read(text: str, form: str, *, finished: bool) -> ParsedReply:
     """Split a text into content and calls. ``finished``: the text is complete, so an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
@@ -64,15 +64,15 @@ def _with_map(call: object, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _read_tags(text: str, finished: bool) -> Said:
+def _read_tags(text: str, finished: bool) -> ParsedReply:
     content, at = "", 0
     calls: list[Call] = []
     while (opening := text.find(OPENING, at)) >= 0:
-        content = _joined(content, text[at:opening], calls)
+        content = _append(content, text[at:opening], calls)
         closing = text.find(CLOSING, opening)
         if closing < 0:
             rest = text[opening:] if finished else ""
-            return _ended(_joined(content, rest, calls), calls, finished)
+            return _result(_append(content, rest, calls), calls, finished)
         call = _call(text[opening + len(OPENING) : closing])
         at = closing + len(CLOSING)
         if call is None:
@@ -80,30 +80,30 @@ def _read_tags(text: str, finished: bool) -> Said:
         else:
             calls.append(call)
             content = content.rstrip()
-    rest = text[at:] if finished else text[at : len(text) - _begun(text[at:])]
-    return _ended(_joined(content, rest, calls), calls, finished)
+    rest = text[at:] if finished else text[at : len(text) - _opening_prefix(text[at:])]
+    return _result(_append(content, rest, calls), calls, finished)
 
 
-def _joined(content: str, more: str, calls: list[Call]) -> str:
+def _append(content: str, more: str, calls: list[Call]) -> str:
     """Append text to the content; blanks between calls are no content."""
     return content + (more.lstrip() if calls and not content else more)
 
 
-def _ended(content: str, calls: list[Call], finished: bool) -> Said:
+def _result(content: str, calls: list[Call], finished: bool) -> ParsedReply:
     """Return the result. Blanks at the end are held back while a call may follow, and dropped after one."""
-    return Said(content if finished and not calls else content.rstrip(), tuple(calls))
+    return ParsedReply(content if finished and not calls else content.rstrip(), tuple(calls))
 
 
-def _begun(text: str) -> int:
+def _opening_prefix(text: str) -> int:
     """Return the number of characters at the end that may become an opening tag."""
     return next((size for size in range(min(len(OPENING) - 1, len(text)), 0, -1) if text.endswith(OPENING[:size])), 0)
 
 
-def _read_json(text: str, finished: bool) -> Said:
+def _read_json(text: str, finished: bool) -> ParsedReply:
     if not text.lstrip().startswith("{"):
-        return Said(text if finished or text.strip() else "", ())
+        return ParsedReply(text if finished or text.strip() else "", ())
     calls = _calls(text) if finished else ()
-    return Said(text if finished and not calls else "", calls)
+    return ParsedReply(text if finished and not calls else "", calls)
 
 
 def _calls(text: str) -> tuple[Call, ...]:
@@ -112,7 +112,7 @@ def _calls(text: str) -> tuple[Call, ...]:
     while rest:
         try:
             value, end = decoder.raw_decode(rest)
-            call = _called(value)
+            call = _call_from(value)
         except (ValueError, RecursionError):
             return ()
         if call is None:
@@ -124,12 +124,12 @@ def _calls(text: str) -> tuple[Call, ...]:
 
 def _call(text: str) -> Call | None:
     try:
-        return _called(json.loads(text))
+        return _call_from(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
-def _called(value: object) -> Call | None:
+def _call_from(value: object) -> Call | None:
     """Return the call, None if it is none. Raises ValueError or RecursionError if it cannot be encoded: lone surrogates, deep nesting."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return None

@@ -7,7 +7,7 @@ import time
 
 from bus import exit_codes
 from bus.client.address import parse
-from bus.client.link import Link, linked
+from bus.client.connection import Connection, open_connection
 from bus.client.outbox import answered
 from bus.config import RUN_NAME
 from bus.errors import BusError, BusUnavailable
@@ -25,13 +25,13 @@ class SeveralRuns(ValueError):
     exit_code = exit_codes.CONFIG
 
 
-async def runs_on(link: Link) -> list[str]:
+async def runs_on(connection: Connection) -> list[str]:
     """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its streams."""
     found: list[str] = []
     offset = 0
     while True:
         request = json.dumps({"offset": offset}).encode()
-        answer = answered("$JS.API.STREAM.NAMES", (await link.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
+        answer = answered("$JS.API.STREAM.NAMES", (await connection.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
@@ -47,9 +47,9 @@ async def find_run(url: str, *, name: str, wait_s: float) -> str:
     Raises SeveralRuns naming them, BusUnavailable.
     """
     deadline = time.monotonic() + wait_s
-    async with linked(url, name, wait_s) as link:
+    async with open_connection(url, name, wait_s) as connection:
         while True:
-            found = await runs_on(link)
+            found = await runs_on(connection)
             if len(found) == 1:
                 return found[0]
             if found:

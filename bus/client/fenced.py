@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+from bus.client.ids import nonce
 from bus.client.jetstream import JetStream, Message
-from bus.client.nonce import nonce
 from bus.client.outbox import WRONG_LAST_SEQUENCE
-from bus.client.patience import before_retry, retry
 from bus.client.pull import Delivered, OrderedPull, present
+from bus.client.retries import before_retry, retry
 from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
 from bus.wire import subjects
 from bus.wire.codec import encode_record
@@ -26,12 +26,12 @@ from bus.wire.subjects import natural
 
 _log = logging.getLogger(__name__)
 
-_SAY_EVERY_S = 5.0
+_LOG_EVERY_S = 5.0
 _NO_EPOCH = -1
 """Epoch of a message that names none: older than all."""
 
 
-class Written(Protocol):
+class EpochRecord(Protocol):
     """A record of one learner."""
 
     @property
@@ -40,7 +40,7 @@ class Written(Protocol):
         ...
 
 
-R = TypeVar("R", bound=Written)
+R = TypeVar("R", bound=EpochRecord)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class FencedWriter(Generic[R]):
         if epoch < 1:
             raise ValueError(f"epoch: want >= 1, got {epoch}")
         async with self._lock:
-            if self.epoch == epoch or await self._stands(epoch):
+            if self.epoch == epoch or await self._has_fenced(epoch):
                 return
-            # Read before the fence: a message that comes in between makes its expected sequence wrong, and is found by ``_look``.
+            # Read before the fence: a message that comes in between makes its expected sequence wrong, and is found by ``_find_own``.
             self._last = (await self._jet.state(self._stream)).last_seq
             previous, self.epoch = self.epoch, epoch
             try:
@@ -111,7 +111,7 @@ class FencedWriter(Generic[R]):
     async def _append(self, subject: str, payload: bytes) -> int:
         self._count += 1
         message_id = f"{self.epoch}.{self._nonce}.{self._count}"
-        said_s = time.monotonic()
+        logged_s = time.monotonic()
         while True:
             headers = {
                 subjects.MESSAGE_ID: message_id,
@@ -126,20 +126,20 @@ class FencedWriter(Generic[R]):
                 if error.code not in WRONG_LAST_SEQUENCE:
                     raise
             except BusUnavailable as error:
-                await before_retry(self._jet.link, error)
-                if time.monotonic() - said_s > _SAY_EVERY_S:
-                    said_s = time.monotonic()
+                await before_retry(self._jet.connection, error)
+                if time.monotonic() - logged_s > _LOG_EVERY_S:
+                    logged_s = time.monotonic()
                     _log.warning("bus: not stored yet stream=%s reason=%s", self._stream, error)
             # The answer was lost, or another message has the expected place: the stream shows which of the two.
-            mine = await self._look(message_id)
+            mine = await self._find_own(message_id)
             if mine is not None:
                 return mine
 
-    async def _look(self, message_id: str) -> int | None:
+    async def _find_own(self, message_id: str) -> int | None:
         """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a newer learner's."""
         while True:
             try:
-                found = await retry(self._jet.link, partial(self._jet.next, self._stream, self._last + 1))
+                found = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
             except NotFound as error:
                 if error.what == "stream":
                     raise
@@ -156,7 +156,7 @@ class FencedWriter(Generic[R]):
         """Return whether a message is ours, of a call that was cancelled before it was confirmed."""
         return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
-    async def _stands(self, epoch: int) -> bool:
+    async def _has_fenced(self, epoch: int) -> bool:
         """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is as new or newer."""
         fence = await self._newest_fence()
         if fence is None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, TypeVar
 
-from bus.client.link import Link
+from bus.client.connection import Connection
 from bus.client.outbox import Outbox, answered
-from bus.client.patience import RETRY_S, retry
 from bus.client.refusals import Refusals
+from bus.client.retries import RETRY_S, retry
 from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 _ANSWER_S = 2.0
 """Deadline of one attempt."""
-PATIENCE_S = 15.0
+RETRY_FOR_S = 15.0
 """Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error."""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 """Error codes of the server, and the kind of thing that is missing."""
@@ -57,30 +57,30 @@ class StreamState:
 class JetStream:
     """JetStream, used for one run."""
 
-    def __init__(self, link: Link, run: str, config: BusConfig) -> None:
-        self.link, self.run, self.config = link, run, config
-        self.outbox = Outbox(link)
+    def __init__(self, connection: Connection, run: str, config: BusConfig) -> None:
+        self.connection, self.run, self.config = connection, run, config
+        self.outbox = Outbox(connection)
         self.refusals = Refusals()
 
-    async def call(self, verb: str, request: dict[str, Any] | None = None, *, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    async def call(self, verb: str, request: dict[str, Any] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> dict[str, Any]:
         """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may be repeated.
 
-        Raises NotFound, Refused, and BusUnavailable after ``patience_s``.
+        Raises NotFound, Refused, and BusUnavailable after ``retry_for_s``.
         """
         payload = json.dumps(request).encode() if request else b""
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + retry_for_s
 
         async def ask() -> dict[str, Any]:
             """Send the request once, when the connection is up."""
-            await self.link.wait_up(deadline - time.monotonic(), verb)
-            answer = await self.link.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
+            await self.connection.wait_up(deadline - time.monotonic(), verb)
+            answer = await self.connection.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
             return _fields(verb, answer.data)
 
-        return await retry(self.link, ask, pause_s=RETRY_S, deadline=deadline)
+        return await retry(self.connection, ask, pause_s=RETRY_S, deadline=deadline)
 
     async def retry_for_ever(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the connection was closed."""
-        return await retry(self.link, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
+        return await retry(self.connection, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
 
     async def state(self, stream: str) -> StreamState:
         """Return identity and extent of a stream. Raises NotFound."""
@@ -164,7 +164,7 @@ def unix_time(stamp: str) -> float:
 
 def _fields(verb: str, data: bytes) -> dict[str, Any]:
     if not data:
-        raise BusUnavailable(verb, "nobody answers: JetStream is not enabled, or the server is starting")
+        raise BusUnavailable(verb, "no responders: JetStream is not enabled, or the server is starting")
     fields = answered(verb, data)
     if "error" in fields:
         error = fields["error"]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.client.link import FOREIGN, Link
+from bus.client.connection import FOREIGN, Connection
 from bus.errors import BusUnavailable, Forbidden, Refused
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ _RETRY_WAIT_S = (0.05, 0.3)
 """Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment."""
 
 
-class Stored(NamedTuple):
+class PublishAck(NamedTuple):
     """Acknowledgement of a stored message."""
 
     seq: int
@@ -44,26 +44,26 @@ class Outbox:
     which keeps waiting for an answer after the connection that should bring it has broken.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._waiting: dict[str, tuple[asyncio.Future[Msg | None], float, str]] = {}
         """Answer, its deadline and the subject, by reply subject, oldest first."""
         self._sweeping: asyncio.TimerHandle | None = None
         self._inbox = ""
         self._count = 0
         self._opening = asyncio.Lock()
-        link.on_lost(self._lost)
-        link.on_forbidden(self._forbidden)
+        connection.on_lost(self._lost)
+        connection.on_forbidden(self._forbidden)
 
-    async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> Stored:
+    async def attempt(self, subject: str, payload: bytes, headers: dict[str, str]) -> PublishAck:
         """Send once, and return the acknowledgement.
 
         Raises Refused; Forbidden; BusUnavailable, after which the message may be stored all the same.
         """
-        self._link.check_allowed(subject)
+        self._connection.check_allowed(subject)
         if not self._inbox:
             await self._open()
-        if not self._link.connected:  # the client library would keep it and send it later
+        if not self._connection.connected:  # the client library would keep it and send it later
             raise BusUnavailable(subject, "not connected")
         self._count += 1
         token = f"{self._inbox}{self._count}"
@@ -73,17 +73,17 @@ class Outbox:
         if self._sweeping is None:
             self._sweeping = loop.call_later(_ANSWER_S, self._sweep, loop)
         try:
-            await self._link.nc.publish(subject, payload, reply=token, headers=headers)
+            await self._connection.nc.publish(subject, payload, reply=token, headers=headers)
             answer = await future
         except FOREIGN as error:
-            raise self._link.unavailable(subject, error) from None
+            raise self._connection.unavailable(subject, error) from None
         finally:
             self._waiting.pop(token, None)
         return _read(subject, answer)
 
     async def store(
         self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
-    ) -> Stored:
+    ) -> PublishAck:
         """Send until it is stored, for ever, under the same message id. Returns the acknowledgement. Cancellable.
 
         ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
@@ -98,7 +98,7 @@ class Outbox:
                     raise
                 full, reason = error.code == STREAM_FULL, str(error)
             except BusUnavailable as error:
-                if self._link.closed:
+                if self._connection.closed:
                     raise
                 full, reason = False, str(error)
             tries += 1
@@ -112,20 +112,20 @@ class Outbox:
 
     async def _pause(self, full: bool) -> None:
         await asyncio.sleep(random.uniform(*(_FULL_WAIT_S if full else _RETRY_WAIT_S)))
-        while not self._link.connected and not self._link.closed:
+        while not self._connection.connected and not self._connection.closed:
             with suppress(BusUnavailable):
-                await self._link.wait_up(60.0)
+                await self._connection.wait_up(60.0)
 
     async def _open(self) -> None:
         async with self._opening:
             if self._inbox:
                 return
-            inbox = f"{self._link.nc.new_inbox()}."
+            inbox = f"{self._connection.nc.new_inbox()}."
             try:
                 # Without limits, beyond which the library drops messages: an answer that is dropped is a message sent twice.
-                await self._link.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
+                await self._connection.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
             except FOREIGN as error:
-                raise self._link.unavailable("outbox", error) from None
+                raise self._connection.unavailable("outbox", error) from None
             self._inbox = inbox
 
     async def _answered(self, message: Msg) -> None:
@@ -174,7 +174,7 @@ class _Error(msgspec.Struct):
     description: str = ""
 
 
-class _Answer(msgspec.Struct):
+class _Reply(msgspec.Struct):
     """JetStream's answer to a publish."""
 
     seq: int = 0
@@ -182,7 +182,7 @@ class _Answer(msgspec.Struct):
     error: _Error | None = None
 
 
-_ANSWER = msgspec.json.Decoder(_Answer)
+_REPLY = msgspec.json.Decoder(_Reply)
 
 
 def answered(where: str, data: bytes) -> dict[str, Any]:
@@ -191,25 +191,25 @@ def answered(where: str, data: bytes) -> dict[str, Any]:
         fields = json.loads(data)
         if isinstance(fields, dict):
             return fields
-    raise BusUnavailable(where, f"an answer of {len(data)} bytes that cannot be read")
+    raise BusUnavailable(where, f"a malformed answer of {len(data)} bytes")
 
 
-def _read(subject: str, answer: Msg | None) -> Stored:
+def _read(subject: str, answer: Msg | None) -> PublishAck:
     if answer is None:
-        raise BusUnavailable(subject, "no answer: stored or not is unknown")
+        raise BusUnavailable(subject, "no answer: the message may be stored")
     if not answer.data:
-        raise BusUnavailable(subject, "no stream takes this subject (not created yet, or the server is starting)")
+        raise BusUnavailable(subject, "there is no stream for this subject (not created yet, or the server is starting)")
     try:
-        stored = _ANSWER.decode(answer.data)
+        stored = _REPLY.decode(answer.data)
     except (msgspec.DecodeError, RecursionError):
-        raise BusUnavailable(subject, f"an answer of {len(answer.data)} bytes that cannot be read") from None
+        raise BusUnavailable(subject, f"a malformed answer of {len(answer.data)} bytes") from None
     if stored.error is not None:
         code, reason = stored.error.err_code, stored.error.description
         if code in _NO_ROOM:
-            raise BusUnavailable(subject, f"the server has no room, is its disk full? {reason} ({code})")
+            raise BusUnavailable(subject, f"no storage left on the server (disk full?): {reason} ({code})")
         if code in _NOT_NOW or (stored.error.code == _UNAVAILABLE and code != STREAM_FULL):
             raise BusUnavailable(subject, f"{reason} ({code})")
         raise Refused(subject, code, reason)
     if stored.seq < 1:
-        raise BusUnavailable(subject, "an answer that names no sequence")
-    return Stored(stored.seq, stored.duplicate)
+        raise BusUnavailable(subject, "an answer without a sequence")
+    return PublishAck(stored.seq, stored.duplicate)

@@ -14,8 +14,8 @@ from typing import NamedTuple, Self, overload
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from bus.client.connection import FOREIGN
 from bus.client.jetstream import JetStream, StreamState
-from bus.client.link import FOREIGN
 from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable, NotFound
 from bus.wire.subjects import delivery, natural
@@ -75,10 +75,10 @@ class OrderedPull:
         self._sub: Subscription | None = None
         self._consumer = ""
         self._consumer_seq = 0
-        self._asked = 0
-        self._heard_s = 0.0
+        self._requested = 0
+        self._last_message_s = 0.0
         self._lost = False
-        self._forget = jet.link.on_lost(self._on_lost)
+        self._stop_listening = jet.connection.on_lost(self._on_lost)
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,8 +106,8 @@ class OrderedPull:
             while self._arrived and not self._lost:
                 delivered = self._take(self._arrived.popleft())
                 # Requested before the last ones have arrived, so that the server never waits for a request.
-                if self._asked <= _CREDIT // 2 and self._sub is not None:
-                    await self._ask()
+                if self._requested <= _CREDIT // 2 and self._sub is not None:
+                    await self._request_more()
                 if delivered is not None:
                     return delivered
             left = _MISSED_S if deadline is None else deadline - time.monotonic()
@@ -115,29 +115,29 @@ class OrderedPull:
                 return None
             if self._sub is None or self._lost:
                 await self._reopen(left)
-            elif time.monotonic() - self._heard_s > _MISSED_S:
-                self._doubt("heartbeats missing")
+            elif time.monotonic() - self._last_message_s > _MISSED_S:
+                self._mark_lost("heartbeats missing")
             else:
                 await self._waiter.wait(min(left, _MISSED_S))
 
     async def close(self) -> None:
         """End the reading, and remove its consumer from the server."""
-        self._forget()
+        self._stop_listening()
         await self._drop()
 
     def _take(self, message: Msg) -> Delivered | None:
-        headers, told = message.headers or {}, delivery(message.reply)
-        if told is None:
+        headers, numbers = message.headers or {}, delivery(message.reply)
+        if numbers is None:
             self._status(headers)
             return None
         # A message was lost on its way here, or the consumer is an older one: the server would not send it again.
-        if told.consumer_seq != self._consumer_seq + 1 or told.seq < self.position:
-            self._doubt(f"consumer sequence {told.consumer_seq} behind {self._consumer_seq}")
+        if numbers.consumer_seq != self._consumer_seq + 1 or numbers.seq < self.position:
+            self._mark_lost(f"consumer sequence {numbers.consumer_seq} behind {self._consumer_seq}")
             return None
-        self._consumer_seq = told.consumer_seq
-        self._asked -= 1
-        self.position = told.seq + 1
-        return Delivered(told.seq, message.subject, headers, message.data, told.pending, told.stored_ns / _NS)
+        self._consumer_seq = numbers.consumer_seq
+        self._requested -= 1
+        self.position = numbers.seq + 1
+        return Delivered(numbers.seq, message.subject, headers, message.data, numbers.pending, numbers.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
         """Handle a status message: 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or consumer deleted,
@@ -146,12 +146,12 @@ class OrderedPull:
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
             return
-        self._asked = max(0, self._asked - _unsent(headers, self._asked))
+        self._requested = max(0, self._requested - _unsent(headers, self._requested))
         if status == "503" or (status == "409" and ("Deleted" in what or "Shutdown" in what or "Leadership" in what)):
-            self._doubt(f"status {status} {what}")
+            self._mark_lost(f"status {status} {what}")
 
-    def _doubt(self, why: str) -> None:
-        _log.info("bus: reopening stream=%s at=%d reason=%s", self._stream, self.position, why)
+    def _mark_lost(self, reason: str) -> None:
+        _log.info("bus: reopening stream=%s at=%d reason=%s", self._stream, self.position, reason)
         self._lost = True
 
     def _on_lost(self) -> None:
@@ -159,20 +159,20 @@ class OrderedPull:
         self._waiter.wake()
 
     async def _on_message(self, message: Msg) -> None:
-        self._heard_s = time.monotonic()
+        self._last_message_s = time.monotonic()
         self._arrived.append(message)
         self._waiter.wake()
 
-    async def _reopen(self, patience_s: float) -> None:
+    async def _reopen(self, timeout_s: float) -> None:
         try:
-            await self._jet.link.wait_up(patience_s, self._stream)
+            await self._jet.connection.wait_up(timeout_s, self._stream)
             await self._drop()
             state = await self._jet.state(self._stream)
             if self._on_open is not None:
                 self._on_open(state, self.position)
             await self._open()
         except BusUnavailable as error:
-            if self._jet.link.closed:
+            if self._jet.connection.closed:
                 raise
             self._lost = True
             _log.info("bus: waiting stream=%s reason=%s", self._stream, error)
@@ -180,11 +180,11 @@ class OrderedPull:
     async def _open(self) -> None:
         """Subscribe, then create the consumer, then request: no message can arrive before the subscription."""
         self._lost = False
-        inbox = self._jet.link.nc.new_inbox()
+        inbox = self._jet.connection.nc.new_inbox()
         try:
-            self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
         except FOREIGN as error:
-            raise self._jet.link.unavailable(self._stream, error) from None
+            raise self._jet.connection.unavailable(self._stream, error) from None
         name = f"read-{inbox.rsplit('.', 1)[1]}"
         # In the memory of one server, because nothing is lost with it: the position is here, and a new consumer continues from it.
         config = {
@@ -199,25 +199,25 @@ class OrderedPull:
             "headers_only": self._headers_only,
             **({"filter_subjects": self._filters} if self._filters else {}),
         }
-        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, patience_s=2.5)
-        self._consumer, self._consumer_seq, self._asked = name, 0, 0
-        self._heard_s = time.monotonic()
-        await self._ask()
+        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, retry_for_s=2.5)
+        self._consumer, self._consumer_seq, self._requested = name, 0, 0
+        self._last_message_s = time.monotonic()
+        await self._request_more()
         self.reopened += 1
 
-    async def _ask(self) -> None:
+    async def _request_more(self) -> None:
         assert self._sub is not None
         request = {
-            "batch": _CREDIT - self._asked,
+            "batch": _CREDIT - self._requested,
             # More than one message of any size: a request with less room than the next message needs would end without it.
-            "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.link.max_payload),
+            "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.connection.max_payload),
             "expires": int(_EXPIRES_S * _NS),
             "idle_heartbeat": int(_HEARTBEAT_S * _NS),
         }
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
-        self._asked = _CREDIT
+        self._requested = _CREDIT
         try:
-            await self._jet.link.send(subject, json.dumps(request).encode(), reply=self._sub.subject)
+            await self._jet.connection.send(subject, json.dumps(request).encode(), reply=self._sub.subject)
         except BusUnavailable:
             self._lost = True
 
@@ -230,10 +230,10 @@ class OrderedPull:
             return
         try:
             await sub.unsubscribe()
-            if consumer and self._jet.link.connected:
-                await self._jet.link.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
+            if consumer and self._jet.connection.connected:
+                await self._jet.connection.send(f"$JS.API.CONSUMER.DELETE.{self._stream}.{consumer}")
         except (*FOREIGN, BusUnavailable, NotFound) as error:
-            _log.debug("bus: consumer left behind stream=%s error=%s", self._stream, error)
+            _log.debug("bus: consumer not deleted stream=%s error=%s", self._stream, error)
 
 
 def _unsent(headers: dict[str, str], otherwise: int) -> int:

@@ -43,9 +43,7 @@ def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
     bind = route.local if host == AUTO else host
     shown = advertise or (route.local if is_wildcard(bind) else bind)
     if not route.is_here and (is_loopback(bare(shown)) or is_wildcard(bare(shown))):
-        raise ValueError(
-            f"{name}: want an address that others reach (the bus is on another machine), got {shown}; cure: auto, or --advertise"
-        )
+        raise ValueError(f"{name}: want an address that other machines reach (the bus is on one), got {shown}; cure: auto, or --advertise")
     return Reach(bind, shown)
 
 
@@ -62,7 +60,7 @@ def route_to(url: str) -> Route:
             return Route(local, local == address[0] or is_loopback(str(address[0])))
         except OSError as error:
             failures.append(f"{parts.hostname}: {error}")
-    raise ValueError(f"host: auto wants a way to the bus: {'; '.join(failures)}; cure: --host ADDRESS")
+    raise ValueError(f"host: auto: no route to the bus: {'; '.join(failures)}; cure: --host ADDRESS")
 
 
 def is_wildcard(host: str) -> bool:

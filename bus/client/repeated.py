@@ -10,7 +10,7 @@ EVERY_S = 60.0
 
 
 @dataclass(slots=True)
-class _Kind:
+class _Tally:
     since_s: float
     count: int = 0
     """Number of failures not logged yet."""
@@ -21,13 +21,13 @@ class Repeated:
 
     def __init__(self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._log, self._every_s, self._clock = log, every_s, clock
-        self._kinds: dict[str, _Kind] = {}
+        self._tallies: dict[str, _Tally] = {}
 
     def __call__(self, kind: str, text: str, *, level: int = logging.WARNING, error: BaseException | None = None) -> None:
         """Log ``text`` with the traceback of ``error`` if it is the first of its ``kind``; else count it, and log when it is time."""
-        now, seen = self._clock(), self._kinds.get(kind)
+        now, seen = self._clock(), self._tallies.get(kind)
         if seen is None:
-            self._kinds[kind] = _Kind(now)
+            self._tallies[kind] = _Tally(now)
             self._log.log(level, "%s: %s", kind, text, exc_info=error)
             return
         seen.count += 1

@@ -12,11 +12,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from bus.client.jetstream import PATIENCE_S, JetStream, Message
-from bus.client.nonce import new_id
-from bus.client.outbox import WRONG_LAST_SEQUENCE, Stored
-from bus.client.patience import RETRY_S, retry
+from bus.client.ids import new_id
+from bus.client.jetstream import RETRY_FOR_S, JetStream, Message
+from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
 from bus.client.pull import Delivered, present
+from bus.client.retries import RETRY_S, retry
 from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.wire import subjects
@@ -53,29 +53,29 @@ class Rows:
 
     async def get(self, key: str) -> Row | None:
         """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller needs."""
-        value, revision, error = await self._read(key)
+        value, revision, error = await self._read_row(key)
         if error is not None:
             raise UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
         return None if value is None else (value, revision)
 
-    async def standing(self, key: str) -> tuple[dict[str, Any] | None, int]:
+    async def read(self, key: str) -> tuple[dict[str, Any] | None, int]:
         """Return (value, revision), or (None, 0) when there is no row.
 
         Returns (None, revision) for a row that cannot be read; ``update`` at this revision replaces it.
         """
-        value, revision, _ = await self._read(key)
+        value, revision, _ = await self._read_row(key)
         return value, revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
         """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value, revision)."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
-        async def one(key: str) -> tuple[str, dict[str, Any] | None, int]:
+        async def read_one(key: str) -> tuple[str, dict[str, Any] | None, int]:
             """Return (key, value, revision) of one row."""
             async with limit:
-                return key, *await self.standing(key)
+                return key, *await self.read(key)
 
-        found = await asyncio.gather(*[one(key) for key in await self.keys(under)])
+        found = await asyncio.gather(*[read_one(key) for key in await self.keys(under)])
         return {key: (value, revision) for key, value, revision in found if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
@@ -104,7 +104,7 @@ class Rows:
         for that one, too.
         """
         while True:
-            before, revision = await self.standing(key) if replace_unreadable else await self.get(key) or (None, 0)
+            before, revision = await self.read(key) if replace_unreadable else await self.get(key) or (None, 0)
             after = fn(before)
             if after is None:
                 return Changed(before, before)
@@ -130,12 +130,12 @@ class Rows:
         """
         waiter = Waiter()
         seen = -1
-        async with self.noticing(key, waiter.wake):
+        async with self.on_change(key, waiter.wake):
             while True:
                 try:
-                    value, revision = await self.standing(key)
+                    value, revision = await self.read(key)
                 except BusUnavailable:
-                    if self._jet.link.closed:
+                    if self._jet.connection.closed:
                         raise
                 else:
                     if revision != seen and (value is not None or not revision):
@@ -152,7 +152,7 @@ class Rows:
                 yield value, delivered
 
     @asynccontextmanager
-    async def noticing(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
+    async def on_change(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
         """While entered, call ``wake`` at writes of these keys (``*`` = any one part). Some may be missed, so callers also poll.
 
         The call may come a moment before the written row can be read.
@@ -163,7 +163,7 @@ class Rows:
             """Call ``wake``, whatever was written."""
             wake()
 
-        async with self._jet.link.subscribed(subject, notice):
+        async with self._jet.connection.subscribed(subject, notice):
             yield
 
     async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
@@ -172,15 +172,15 @@ class Rows:
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + RETRY_FOR_S
 
-        async def attempt() -> Stored:
+        async def attempt() -> PublishAck:
             """Send the write once, when the connection is up."""
-            await self._jet.link.wait_up(deadline - time.monotonic(), subject)
+            await self._jet.connection.wait_up(deadline - time.monotonic(), subject)
             return await self._jet.outbox.attempt(subject, payload, headers)
 
         try:
-            return (await retry(self._jet.link, attempt, pause_s=RETRY_S, deadline=deadline)).seq
+            return (await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline)).seq
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE or expected is None:
                 raise
@@ -214,9 +214,9 @@ class Rows:
         try:
             return json.dumps(value, separators=(",", ":")).encode()
         except (TypeError, ValueError) as error:
-            raise WireError(f"{self.bucket}.{key}", "what JSON can hold", str(error)) from None
+            raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
-    async def _read(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
+    async def _read_row(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
         """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, 0, None) when there is none."""
         message = await self._message(key)
         return (None, 0, None) if message is None else self._decoded(key, message)

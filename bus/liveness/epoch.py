@@ -1,7 +1,7 @@
 """The learner's epoch: raised by compare-and-set, so that one learner at a time is the newest."""
 
 from bus.client.rows import Value
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import subjects
 
 

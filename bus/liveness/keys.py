@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus.errors import BusError, NotFound, RowConflict, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import subjects
 
 ADMIN_KEY, API_KEY = "admin", "api_key"

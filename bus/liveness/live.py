@@ -11,20 +11,20 @@ from typing import Any, Self
 
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Capabilities, LiveRow
 from bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
-_PATIENCE = 5
+_PERIODS = 5
 """Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
 _FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
 _CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 
 
-class Heartbeat:
+class HeartbeatPublisher:
     """Async context manager: writes the row ``<role>.<id>`` every ``every_s``, and removes it on a clean exit.
 
     It does not end because the bus is away: it retries, and ``last_error`` has the reason.
@@ -64,7 +64,7 @@ class Heartbeat:
         assert self._beating is not None
         self._ending = True
         self._waiter.wake()
-        within_s = (_PATIENCE if self._bus.connected else 1) * self._every_s
+        within_s = (_PERIODS if self._bus.connected else 1) * self._every_s
         if exc_type is None:  # a row in flight may be stored after its own removal: wait for it
             await asyncio.wait({self._beating}, timeout=within_s)
         self._beating.cancel()
@@ -75,18 +75,18 @@ class Heartbeat:
             async with asyncio.timeout(within_s):
                 await self._rows.delete(_key(self.row))
         except (BusError, TimeoutError) as error:
-            _log.warning("live row left behind key=%s error=%s", _key(self.row), error)
+            _log.warning("live row not removed key=%s error=%s", _key(self.row), error)
 
     async def _beat(self) -> None:
         while not self._ending:
             changes = self._changes
             try:
-                async with asyncio.timeout(_PATIENCE * self._every_s):
+                async with asyncio.timeout(_PERIODS * self._every_s):
                     await self._rows.put(_key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)})
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
                 self._written.wake()
             except (BusError, TimeoutError) as error:
-                self.last_error = str(error) or f"no answer for {_PATIENCE * self._every_s:.1f} s"
+                self.last_error = str(error) or f"no answer for {_PERIODS * self._every_s:.1f} s"
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
 
@@ -117,9 +117,9 @@ class LiveView:
         """Return the rows, of all roles or one, that changed within ``dead_after_s``, after a refresh."""
         return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
 
-    def noticing(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+    def on_change(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
         """While entered, call ``wake`` about when a row of the role is written. Some writes may be missed, so callers also refresh."""
-        return self._rows.noticing(f"{token(role)}.*", wake)
+        return self._rows.on_change(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
         seen = self._seen.get(key)

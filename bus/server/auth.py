@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bus.client.connection import inbox_prefix
 from bus.client.layout import stream_configs
-from bus.client.link import inbox_prefix
 from bus.config import BusConfig
 from bus.system.files import write_whole
 from bus.wire import subjects
@@ -53,10 +53,10 @@ class Permissions:
     """Subjects a user may publish and subscribe to; all others are refused."""
 
     publish: tuple[str, ...]
-    heard: tuple[str, ...]
+    subscribe: tuple[str, ...]
     inbox: str
     """Filter of the subjects on which its answers arrive."""
-    never: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()
     """Subjects that it may not publish to although ``publish`` covers them."""
 
 
@@ -65,16 +65,16 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
     rights = _Rights(run, config, subjects.token(name))
     if role not in (*SINGLE, *POOLS):
         raise ValueError(f"role: want one of {', '.join((*SINGLE, *POOLS))}, got {role!r}")
-    publish, heard, never = getattr(rights, role)()
+    publish, subscribe, denied = getattr(rights, role)()
     unique = tuple(dict.fromkeys(publish))
-    return Permissions(publish=unique, heard=tuple(heard), inbox=f"{inbox_prefix(name)}.>", never=tuple(never))
+    return Permissions(publish=unique, subscribe=tuple(subscribe), inbox=f"{inbox_prefix(name)}.>", denied=tuple(denied))
 
 
 _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, subscribe, never) of every role, in methods named after the roles. No role subscribes to subjects it writes: a cycle."""
+    """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name = run, name
@@ -108,20 +108,20 @@ class _Rights:
         ]
         for consumer in subjects.CONSUMERS.values():
             publish += [_api(f"CONSUMER.MSG.NEXT.{self._tasks}.{consumer}"), f"$JS.ACK.{self._tasks}.{consumer}.>"]
-        return [*publish, *self._member("actor")], self._hears(live=("engine",), weights=(">",)), []
+        return [*publish, *self._member("actor")], self._subscriptions(live=("engine",), weights=(">",)), []
 
     def engine(self) -> _Lists:
         """Reads the versions of the weights, and requests snapshots of them."""
         publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
-        return publish, self._hears(live=(), weights=("head", "snapshot")), []
+        return publish, self._subscriptions(live=(), weights=("head", "snapshot")), []
 
     def host(self) -> _Lists:
-        """Runs the actors and engines of its machine: reads the wanted numbers."""
-        return list(self._member("host")), self._hears(live=(), weights=()), []
+        """Runs the actors and engines of its machine: reads the desired numbers of processes."""
+        return list(self._member("host")), self._subscriptions(live=(), weights=()), []
 
     def router(self) -> _Lists:
         """Reads the addresses of the engines; commands to it require the same key as those to engines."""
-        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._hears(live=("engine",), weights=()), []
+        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._subscriptions(live=("engine",), weights=()), []
 
     def viewer(self) -> _Lists:
         """Reads everything but secret rows. It creates consumers of its own to read with; those of tasks it may not touch."""
@@ -132,18 +132,22 @@ class _Rights:
             publish += [_api(f"CONSUMER.{verb}.{stream}.*") for verb in ("CREATE", "MSG.NEXT")]
         queues = list(subjects.CONSUMERS.values())
         publish += [_api(f"CONSUMER.INFO.{self._tasks}.{queue}") for queue in queues]
-        never = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
-        return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], never
+        denied = [_api(f"CONSUMER.{verb}.{self._tasks}.{queue}") for verb in ("CREATE", "MSG.NEXT") for queue in queues]
+        return publish, [*(self._rows_of[bucket] for bucket in _PUBLIC_BUCKETS), subjects.metric(self._run)], denied
 
     def operator(self) -> _Lists:
-        """Reads everything, sets the wanted numbers, decides on dead tasks, and registers readers."""
-        publish, heard, never = self.viewer()
-        says = [
+        """Reads everything, sets the desired numbers of processes, decides on dead tasks, and registers readers."""
+        publish, subscribe, denied = self.viewer()
+        own = [
             self._rows_of["wanted"],
             subjects.row(self._run, "run", "cursor.*"),
-            subjects.dead_word(self._run, "*"),
+            subjects.dead_decision(self._run, "*"),
         ]
-        return [*says, *publish], [subject for subject in heard if subject not in (self._rows_of["wanted"], self._rows_of["run"])], never
+        return (
+            [*own, *publish],
+            [subject for subject in subscribe if subject not in (self._rows_of["wanted"], self._rows_of["run"])],
+            denied,
+        )
 
     def _member(self, role: str) -> Iterator[str]:
         """Yield the subjects of its own live row and metrics, and those to read every bucket but the secret ones."""
@@ -161,7 +165,7 @@ class _Rights:
             yield _api(f"STREAM.MSG.GET.{stream}")
             yield _api(f"DIRECT.GET.{stream}")
 
-    def _hears(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
+    def _subscriptions(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
         """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and ``wanted``."""
         rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
@@ -249,7 +253,7 @@ def _hashed(password: str) -> str:
 def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, str]) -> Iterator[str]:
     members = {user: rights for user, rights in allowed.items() if user != LEARNER}
     services = sorted({subject for rights in members.values() for subject in rights.publish})
-    streams = sorted({subject for rights in members.values() for subject in rights.heard})
+    streams = sorted({subject for rights in members.values() for subject in rights.subscribe})
     yield f"  {ACCOUNT} {{"
     yield "    jetstream: enabled"
     yield "    exports: ["
@@ -263,7 +267,7 @@ def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, s
     for user, rights in members.items():
         yield f"  {json.dumps(user)} {{"
         yield "    imports: ["
-        for kind, subjects_ in (("service", rights.publish), ("stream", rights.heard)):
+        for kind, subjects_ in (("service", rights.publish), ("stream", rights.subscribe)):
             for subject in subjects_:
                 yield f"      {{ {kind}: {{ account: {ACCOUNT}, subject: {json.dumps(subject)} }} }}"
         yield "    ]"
@@ -273,8 +277,8 @@ def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, s
 
 def _user_lines(user: str, password: str, allowed: Permissions) -> Iterator[str]:
     quoted = json.dumps
-    subscribe = [allowed.inbox, *allowed.heard]
-    deny = f", deny: {quoted(list(allowed.never))}" if allowed.never else ""
+    subscribe = [allowed.inbox, *allowed.subscribe]
+    deny = f", deny: {quoted(list(allowed.denied))}" if allowed.denied else ""
     yield "    users: [{"
     yield f"      user: {quoted(user)}"
     yield f"      password: {quoted(password)}"

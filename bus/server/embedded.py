@@ -273,7 +273,7 @@ class EmbeddedServer:
 
 
 def _of_reader(pid: int) -> str:
-    return f": process {pid} looks at this run; end it first" if pid else ""
+    return f": process {pid} reads this run; end it first" if pid else ""
 
 
 def _reachable(url: str, config: BusConfig) -> str:

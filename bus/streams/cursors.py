@@ -1,7 +1,7 @@
 """Further readers of SAMPLES, registered by name: trimming waits for them or not, by the policy of each.
 
-A row ``cursor.<name>`` of the bucket ``run`` holds a reader's place: all samples up to its floor are processed. The learner's own
-place is in its checkpoint, and in no row.
+A row ``cursor.<name>`` of the bucket ``run`` holds a reader's row: all samples up to its floor are processed. The learner's own
+row is in its checkpoint, and in no row.
 """
 
 import dataclasses
@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from bus.client.nonce import nonce
+from bus.client.ids import nonce
 from bus.client.rows import Rows, Value
 from bus.errors import BusError, NotFound, StreamReplaced
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.samples import Received
 from bus.wire.messages import Cursor
 from bus.wire.subjects import token
@@ -31,7 +31,7 @@ class CursorTaken(BusError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ReaderRow:
     """The row of a registered reader."""
 
     created: str
@@ -51,42 +51,42 @@ class Cursors:
     def __init__(self, bus: Bus) -> None:
         self._rows = bus.rows("run")
 
-    async def all(self) -> dict[str, Place]:
+    async def all(self) -> dict[str, ReaderRow]:
         """Return the readers by name. Raises BusUnavailable."""
         rows = await self._rows.all(_PREFIX)
-        return {key.removeprefix(f"{_PREFIX}."): _place(value) for key, (value, _) in rows.items()}
+        return {key.removeprefix(f"{_PREFIX}."): _row(value) for key, (value, _) in rows.items()}
 
     async def first_needed(self, created: str) -> int | None:
         """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None for none."""
-        waiting = [place.floor + 1 for place in (await self.all()).values() if _waits(place, created)]
+        waiting = [row.floor + 1 for row in (await self.all()).values() if _waits(row, created)]
         return min(waiting, default=None)
 
     async def give_up(self, below: int, created: str) -> list[str]:
         """Stop waiting for readers that need a message before ``below``. Returns their names."""
-        late = [name for name, place in (await self.all()).items() if _waits(place, created) and place.floor + 1 < below]
+        late = [name for name, row in (await self.all()).items() if _waits(row, created) and row.floor + 1 < below]
         for name in late:
             await _change(self._rows, name, given_up=True)
         return late
 
     async def drop(self, name: str) -> None:
         """Remove a reader. Raises NotFound."""
-        if not (await self._rows.standing(_key(name)))[1]:
+        if not (await self._rows.read(_key(name)))[1]:
             raise NotFound("cursor", name)
         await self._rows.delete(_key(name))
 
 
 class Reader:
-    """A registered reader of SAMPLES: reads from its place on, and moves it."""
+    """A registered reader of SAMPLES: reads from its position on, and moves it."""
 
-    def __init__(self, bus: Bus, name: str, place: Place, *, is_new: bool) -> None:
-        self._bus, self._rows, self.name, self.place = bus, bus.rows("run"), name, place
+    def __init__(self, bus: Bus, name: str, row: ReaderRow, *, is_new: bool) -> None:
+        self._bus, self._rows, self.name, self.row = bus, bus.rows("run"), name, row
         self._is_new = is_new
 
     @classmethod
     async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, owner: str = "") -> "Reader":
-        """Register under ``name``, or continue from the place of the last reader of this name, which is refused from now on.
+        """Register under ``name``, or continue from the position of the last reader of this name, which is refused from now on.
 
-        A new one begins at the first sample there is. Raises StreamReplaced when the place is in another stream, ValueError for an
+        A new one begins at the first sample there is. Raises StreamReplaced when the row is in another stream, ValueError for an
         unknown policy, BusUnavailable.
         """
         if policy not in (WAIT, LEAVE):
@@ -94,60 +94,60 @@ class Reader:
         start, mine = await bus.samples.cursor(), f"{owner or bus.name} {nonce()}"
 
         def taken_over(value: Value | None) -> Value:
-            """Return the row with this reader as its owner, at the place of the last one."""
-            before = None if value is None else _place(value)
+            """Return the row with this reader as its owner, at the row of the last one."""
+            before = None if value is None else _row(value)
             if before is not None and before.created != start.created:
                 raise StreamReplaced(f"cursor {name}", before.created, start.created)
             floor = start.floor if before is None else before.floor
-            return dataclasses.asdict(Place(created=start.created, floor=floor, policy=policy, owner=mine))
+            return dataclasses.asdict(ReaderRow(created=start.created, floor=floor, policy=policy, owner=mine))
 
         before, after = await bus.rows("run").change(_key(name), taken_over, replace_unreadable=True)
-        return cls(bus, name, _place(after), is_new=before is None)
+        return cls(bus, name, _row(after), is_new=before is None)
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
-        """Yield every sample after its place, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
-        # A new reader begins at the first sample there is when it reads, even if the ones at its place have been trimmed meanwhile.
-        cursor = None if self._is_new else Cursor(created=self.place.created, floor=self.place.floor)
+        """Yield every sample after its position, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
+        # A new reader begins at the first sample there is when it reads, even if those at its position have been trimmed meanwhile.
+        cursor = None if self._is_new else Cursor(created=self.row.created, floor=self.row.floor)
         async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
             yield received
 
     async def advance(self, floor: int) -> None:
         """Record that all samples up to ``floor`` are processed. Never goes back. Raises CursorTaken, BusUnavailable."""
-        if floor > self.place.floor:
+        if floor > self.row.floor:
             self._is_new = False
-            self.place = await _change(self._rows, self.name, owner=self.place.owner, floor=floor)
+            self.row = await _change(self._rows, self.name, owner=self.row.owner, floor=floor)
 
     async def leave(self) -> None:
         """Remove the registration. Raises CursorTaken."""
-        value, _ = await self._rows.standing(_key(self.name))
-        if value is not None and value.get("owner") != self.place.owner:
+        value, _ = await self._rows.read(_key(self.name))
+        if value is not None and value.get("owner") != self.row.owner:
             raise CursorTaken(self.name)
         await self._rows.delete(_key(self.name))
 
 
-def _waits(place: Place, created: str) -> bool:
-    return place.policy == WAIT and not place.given_up and place.created == created
+def _waits(row: ReaderRow, created: str) -> bool:
+    return row.policy == WAIT and not row.given_up and row.created == created
 
 
-async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> Place:
+async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes: Any) -> ReaderRow:
     """Change a row by compare-and-set; with ``owner``, only while the row names it. Raises NotFound, CursorTaken."""
 
     def changed(value: Value | None) -> Value:
         """Return the row with the changes; the floor never falls."""
         if value is None:
             raise NotFound("cursor", name)
-        place = _place(value)
-        if owner is not None and place.owner != owner:
+        row = _row(value)
+        if owner is not None and row.owner != owner:
             raise CursorTaken(name)
-        new = dataclasses.replace(place, **changes)
-        return dataclasses.asdict(dataclasses.replace(new, floor=max(place.floor, new.floor)))
+        new = dataclasses.replace(row, **changes)
+        return dataclasses.asdict(dataclasses.replace(new, floor=max(row.floor, new.floor)))
 
-    return _place((await rows.change(_key(name), changed, replace_unreadable=True)).after)
+    return _row((await rows.change(_key(name), changed, replace_unreadable=True)).after)
 
 
 def _key(name: str) -> str:
     return f"{_PREFIX}.{token(name)}"
 
 
-def _place(value: dict[str, Any]) -> Place:
-    return Place(**{name: value[name] for name in _FIELDS if name in value})
+def _row(value: dict[str, Any]) -> ReaderRow:
+    return ReaderRow(**{name: value[name] for name in _FIELDS if name in value})

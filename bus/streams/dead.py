@@ -6,15 +6,15 @@ from functools import partial
 
 import msgpack
 
+from bus.client.ids import nonce
 from bus.client.jetstream import JetStream
-from bus.client.nonce import nonce
 from bus.client.outbox import WRONG_LAST_SEQUENCE
 from bus.client.pull import Delivered, OrderedPull, present
 from bus.client.repeated import Repeated
 from bus.errors import NotFound, Refused, WireError
 from bus.wire import subjects
-from bus.wire.codec import decode_dead, decode_word, encode_dead, encode_word
-from bus.wire.messages import SCHEMA, Dead, Word
+from bus.wire.codec import decode_dead, decode_decision, encode_dead, encode_decision
+from bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
 
 REQUEUE, DROP = "requeue", "drop"
 """The decisions on a dead task."""
@@ -30,7 +30,7 @@ class DeadLetters:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.DEAD)
         self._repeated = Repeated(_log)
-        self._tasks, self._words = subjects.dead_task(jet.run, "*"), subjects.dead_word(jet.run, "*")
+        self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
         """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts once."""
@@ -50,21 +50,21 @@ class DeadLetters:
         else:
             self._repeated("task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}")
 
-    async def say(self, word: Word) -> bool:
+    async def decide(self, decision: DeadLetterDecision) -> bool:
         """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
-        headers = {subjects.MESSAGE_ID: f"word.{word.task}.{nonce()}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
+        headers = {subjects.MESSAGE_ID: f"word.{decision.task}.{nonce()}", subjects.EXPECTED_LAST_ON_SUBJECT: "0"}
         try:
-            await self._jet.outbox.store(subjects.dead_word(self._jet.run, word.task), encode_word(word), headers)
+            await self._jet.outbox.store(subjects.dead_decision(self._jet.run, decision.task), encode_decision(decision), headers)
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
             return False
         return True
 
-    async def words(self) -> dict[int, Word]:
+    async def decisions(self) -> dict[int, DeadLetterDecision]:
         """Return the decisions so far, by task."""
-        found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._words])]
-        return {word.task: word for word in found if isinstance(word, Word)}
+        found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._decisions])]
+        return {decision.task: decision for decision in found if isinstance(decision, DeadLetterDecision)}
 
     async def of(self, task: int) -> Dead | None:
         """Return the dead letter of one task; None when there is none, or none that can be read."""
@@ -80,22 +80,22 @@ class DeadLetters:
             if isinstance(found, Dead):
                 yield delivered.seq, found
 
-    async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | Word]]:
+    async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | DeadLetterDecision]]:
         """Yield dead tasks and the decisions on them, from sequence ``start`` on, for ever."""
-        async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._words]) as pull:
+        async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._decisions]) as pull:
             async for delivered in pull:
                 found = self._read(delivered)
                 if found is not None:
                     yield delivered.seq, found
 
-    def _read(self, delivered: Delivered) -> Dead | Word | None:
+    def _read(self, delivered: Delivered) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
 
 
-def _decode(delivered: Delivered) -> Dead | Word:
+def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
     """Return the record in a message. Raises WireError, also when its task is not that of its subject, or its place is none of a prompt."""
     *_, kind, named = delivered.subject.split(".")
-    found = decode_word(delivered.data) if kind == "word" else decode_dead(delivered.data)
+    found = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
     if found.task != subjects.natural(named) or found.task < 1:
         raise WireError("task", f"that of the subject, {named[:40]}", found.task)
     if isinstance(found, Dead):

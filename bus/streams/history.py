@@ -13,7 +13,7 @@ from bus.wire.messages import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredSample:
     """A stored sample. One that was published in parts is one, at the sequence of its manifest."""
 
     seq: int
@@ -50,12 +50,12 @@ class History:
         async for delivered in self._read(first, last, headers_only=True):
             yield glimpse_of(delivered)
 
-    async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[Stored]:
+    async def payloads(self, first: int, last: int | None = None) -> AsyncIterator[StoredSample]:
         """Yield the samples from ``first`` to ``last``; for ever without a last one."""
         async for delivered in self._read(first, last, headers_only=False):
             yield await self._stored(delivered)
 
-    async def payload(self, seq: int) -> Stored:
+    async def payload(self, seq: int) -> StoredSample:
         """Return one sample. Raises NotFound; ValueError for the sequence of another kind of message."""
         message = await self._jet.retry_for_ever(partial(self._jet.message, self._stream, seq))
         if not subjects.is_sample(self._jet.run, message.subject):
@@ -119,10 +119,10 @@ class History:
             async for delivered in pull:
                 yield delivered
 
-    async def _stored(self, message: Delivered | Message) -> Stored:
+    async def _stored(self, message: Delivered | Message) -> StoredSample:
         data: bytes | WireError
         try:
             data = await payload_of(self._jet, message)
         except WireError as error:
             data = error
-        return Stored(seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s)
+        return StoredSample(seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s)

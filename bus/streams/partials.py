@@ -28,7 +28,7 @@ class Partials:
         """
         check_partial(partial)
         data = encode_partial(partial)
-        if not parts.fits(data, self._jet.link.max_payload):
+        if not parts.fits(data, self._jet.connection.max_payload):
             _log.warning("partial too large task=%d index=%d bytes=%d", partial.task, partial.index, len(data))
             return False
         if not await self._exists():

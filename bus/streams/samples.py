@@ -86,7 +86,7 @@ class SampleStream:
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
         """Store a sample that is encoded already, as ``publish`` does; ``headers`` are those of ``headers_of``."""
-        if not parts.fits(data, self._jet.link.max_payload):
+        if not parts.fits(data, self._jet.connection.max_payload):
             if len(data) > parts.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))
             seqs = await self._store_parts(subjects.kind_of_sample(subject), headers[subjects.MESSAGE_ID], data)
@@ -181,12 +181,12 @@ class SampleStream:
     async def _store_parts(self, kind: str, message_id: str, data: bytes) -> list[int]:
         subject = subjects.part(self._jet.run, kind, int(message_id.partition(".")[0]))
         seqs = []
-        for number, piece in enumerate(parts.cut(data, self._jet.link.max_payload)):
+        for number, piece in enumerate(parts.cut(data, self._jet.connection.max_payload)):
             seqs.append(await self._store(subject, piece, {subjects.MESSAGE_ID: _part_id(message_id, number)}))
         return seqs
 
     async def _store(self, subject: str, data: bytes, headers: dict[str, str]) -> int:
-        waits = _Waits(self.stats)
+        waits = _FullWait(self.stats)
         try:
             stored = await self._jet.outbox.store(subject, data, headers, on_retry=waits.retry)
         finally:
@@ -209,7 +209,7 @@ class SampleStream:
     async def _first_part(self, manifest: Message, oldest: int) -> int:
         """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else ``oldest``."""
         try:
-            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.link.max_payload).seqs
+            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload).seqs
             if min(seqs) < oldest:
                 await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
@@ -217,7 +217,7 @@ class SampleStream:
         return min(oldest, *seqs)
 
 
-class _Waits:
+class _FullWait:
     """The share of one publish in ``waiting_full``."""
 
     def __init__(self, stats: PublishStats) -> None:
@@ -320,7 +320,7 @@ async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     """
     if PARTS_HEADER not in message.headers:
         return message.data
-    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.link.max_payload)
+    manifest = parts.read_manifest(message.data, seq=message.seq, max_payload=jet.connection.max_payload)
     joining = parts.Joining(manifest)
     for number, seq in enumerate(manifest.seqs):
         joining.add(await _part(jet, message, number, seq))
@@ -358,17 +358,17 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 def headers_of(sample: Sample) -> dict[str, str]:
     """Return the headers of a sample. The summary for readers without the payload is one header, because each header costs CPU."""
     versions = [span.version for span in sample.spans]
-    told = (
+    fields = (
         f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
         f"status={sample.status} tokens={sample.response_length}"
     )
     if _HEADER_VALUE.fullmatch(sample.engine):
-        told = f"{told} engine={sample.engine}"
-    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: told}
+        fields = f"{fields} engine={sample.engine}"
+    return {subjects.MESSAGE_ID: sample.message_id, SAMPLE_HEADER: fields}
 
 
-def told_by(headers: Mapping[str, str]) -> dict[str, str]:
+def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ..."""
     task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
-    words = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
-    return {"task": task, "index": rest.partition(".")[0], **words}
+    found = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": rest.partition(".")[0], **found}

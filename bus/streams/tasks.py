@@ -10,12 +10,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from nats.aio.msg import Msg
 
 from bus.client.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
+from bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
+from bus.client.ids import nonce
 from bus.client.jetstream import JetStream, Message
-from bus.client.nonce import nonce
-from bus.client.patience import RETRY_S, retry
 from bus.client.pull import Delivered
+from bus.client.retries import RETRY_S, retry
 from bus.client.rows import Rows, Value
-from bus.client.waiting import ACK, NAK, PROGRESS, Slots
 from bus.errors import BusUnavailable, WireError
 from bus.streams.dead import DeadLetters
 from bus.wire import subjects
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 MAX_DELIVERIES = 50
 """Deliveries after which a task is dead even without a report: it ends its actors before they can report."""
-_LOOK_EVERY_S = 2.0
+_REFRESH_EVERY_S = 2.0
 """Seconds after which the task floor and the fences known to an actor are read again."""
 _CONFIRM_S = 2.0
 """Deadline of one attempt to have an acknowledgement confirmed."""
@@ -36,7 +36,7 @@ _NS = 1_000_000_000
 
 
 class Lease:
-    """The right of this process to work on a task, until ``settle``, ``hand_back`` or ``fail``, or ``lease_s`` without renewal.
+    """The right of this process to work on a task, until ``ack``, ``nak`` or ``fail``, or ``lease_s`` without renewal.
 
     No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is harmless.
     """
@@ -52,32 +52,32 @@ class Lease:
 
     async def renew(self) -> bool:
         """Extend the lease by ``lease_s``. Returns False when the bus was away."""
-        return await self._say(PROGRESS)
+        return await self._answer(PROGRESS)
 
-    async def settle(self) -> bool:
+    async def ack(self) -> bool:
         """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server confirmed it."""
-        link, deadline = self._queue.jet.link, time.monotonic() + self._lease_s
+        connection, deadline = self._queue.jet.connection, time.monotonic() + self._lease_s
 
         async def ack() -> None:
             """Acknowledge once, and wait for the confirmation."""
             left = deadline - time.monotonic()
-            await link.wait_up(left)
-            await link.request(self._reply, ACK, min(left, _CONFIRM_S))
+            await connection.wait_up(left)
+            await connection.request(self._reply, ACK, min(left, _CONFIRM_S))
 
         def report(error: BusUnavailable) -> None:
             """Log the error that another try follows, or the last one."""
-            _log.info("task not settled yet task=%d reason=%s", self.task.id, error)
+            _log.info("task not acknowledged yet task=%d reason=%s", self.task.id, error)
 
         try:
-            await retry(link, ack, pause_s=RETRY_S, deadline=deadline, report=report)
+            await retry(connection, ack, pause_s=RETRY_S, deadline=deadline, report=report)
         except BusUnavailable as error:
             report(error)
             return False
         return True
 
-    async def hand_back(self, delay_s: float = 0) -> bool:
+    async def nak(self, delay_s: float = 0) -> bool:
         """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus was away."""
-        return await self._say(NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode())
+        return await self._answer(NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode())
 
     async def fail(self, reason: str, *, actor: str) -> bool:
         """Report a failure and nak; the ``max_attempts``-th report makes the task dead. Returns whether it is dead now.
@@ -86,11 +86,11 @@ class Lease:
         """
         reports = await self._queue.dead.report(self.task.id, reason=reason, actor=actor, attempt=self.attempt)
         if reports < self._queue.jet.config.max_attempts:
-            await self.hand_back()
+            await self.nak()
             return False
         # Stored before the task is acknowledged: a kill in between leads to another delivery, not to a task that is lost.
         await self._queue.dead.store(_dead(self.task, reason, reports, actor))
-        await self.settle()
+        await self.ack()
         return True
 
     @asynccontextmanager
@@ -108,8 +108,8 @@ class Lease:
             await asyncio.sleep(self._lease_s / 3)
             await self.renew()
 
-    async def _say(self, word: bytes) -> bool:
-        return await self._queue.jet.link.tell(self._reply, word)
+    async def _answer(self, word: bytes) -> bool:
+        return await self._queue.jet.connection.try_send(self._reply, word)
 
 
 class TaskQueue:
@@ -120,12 +120,12 @@ class TaskQueue:
         self._log = FencedStream(jet, subjects.TASKS, subjects.task(jet.run, "fence"), _decode)
         self._stream = self._log.name
         self._writer = FencedWriter(self._log)
-        self._slots = {kind: Slots(jet, self._stream, consumer) for kind, consumer in subjects.CONSUMERS.items()}
+        self._slots = {kind: FetchSlots(jet, self._stream, consumer) for kind, consumer in subjects.CONSUMERS.items()}
         self._rows = Rows(jet, "run")
         self._fences = Fences(self._log)
         self._floor = 0
-        self._looked_s = float("-inf")
-        self._looking = asyncio.Lock()
+        self._refreshed_s = float("-inf")
+        self._refreshing = asyncio.Lock()
 
     @property
     def lease_s(self) -> float:
@@ -168,15 +168,15 @@ class TaskQueue:
     async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
         """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see ``acked_to``."""
 
-        async def hear(message: Msg) -> None:
+        async def on_message(message: Msg) -> None:
             """Call ``on_ack`` with the task of an acknowledgement after which it is not delivered again."""
-            told = subjects.delivery(message.subject)
-            if told is not None and (message.data.startswith(_OVER) or not message.data):
-                on_ack(told.seq)
+            numbers = subjects.delivery(message.subject)
+            if numbers is not None and (message.data.startswith(_OVER) or not message.data):
+                on_ack(numbers.seq)
 
         async with AsyncExitStack() as stack:
             for subject in subjects.acks(self.jet.run):
-                await stack.enter_async_context(self.jet.link.subscribed(subject, hear))
+                await stack.enter_async_context(self.jet.connection.subscribed(subject, on_message))
             yield
 
     async def last_id(self) -> int:
@@ -212,24 +212,24 @@ class TaskQueue:
             try:
                 lease = await self._admit(message)
             except BaseException:
-                await self.jet.link.tell(message.reply, NAK)
+                await self.jet.connection.try_send(message.reply, NAK)
                 raise
             if lease is not None:
                 return lease
         return None
 
     async def _admit(self, message: Msg) -> Lease | None:
-        told = subjects.delivery(message.reply)
-        if told is None:
+        numbers = subjects.delivery(message.reply)
+        if numbers is None:
             return None
-        deliveries, seq = told.deliveries, told.seq
+        deliveries, seq = numbers.deliveries, numbers.seq
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                await self._look()
+                await self._refresh()
         except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
-            _log.info("task floor unknown reason=%s", error)
+            _log.info("task floor not read reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
-            await self.jet.link.tell(message.reply, ACK)
+            await self.jet.connection.try_send(message.reply, ACK)
             return None
         try:
             task = self._log.checked(
@@ -238,27 +238,27 @@ class TaskQueue:
             assert isinstance(task, Task), "the consumer's subject is that of tasks"
         except WireError as error:
             self.jet.refusals.refuse(subjects.TASKS, seq, error)
-            await self._bury(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
+            await self._store_dead(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
             return None
         if deliveries > MAX_DELIVERIES:
-            await self._bury(message, _dead(task, f"delivered {deliveries} times, never settled", deliveries, ""))
+            await self._store_dead(message, _dead(task, f"delivered {deliveries} times, never acknowledged", deliveries, ""))
             return None
         return Lease(self, task, message, deliveries)
 
-    async def _bury(self, message: Msg, dead: Dead) -> None:
+    async def _store_dead(self, message: Msg, dead: Dead) -> None:
         await self.dead.store(dead)
-        await self.jet.link.tell(message.reply, ACK)
+        await self.jet.connection.try_send(message.reply, ACK)
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         """Refresh the floor and the fences, when they are old."""
-        async with self._looking:  # or a second caller would use the old values
-            if time.monotonic() - self._looked_s < _LOOK_EVERY_S:
+        async with self._refreshing:  # or a second caller would use the old values
+            if time.monotonic() - self._refreshed_s < _REFRESH_EVERY_S:
                 return
-            row, _ = await self._rows.standing(subjects.FLOOR_KEY)
+            row, _ = await self._rows.read(subjects.FLOOR_KEY)
             if row is not None:
                 self._floor = row["floor"]
             await self._fences.refresh()
-            self._looked_s = time.monotonic()
+            self._refreshed_s = time.monotonic()
 
 
 def _decode(message: Message | Delivered) -> Task | Fence:

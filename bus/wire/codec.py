@@ -12,11 +12,28 @@ import msgpack
 
 from bus.errors import UnknownSchema, WireError
 from bus.wire.compiled import Compiled, nested, pair
-from bus.wire.forms import ANY, FLOAT, INT, MAP, MOST_LEVELS, PROMPT, TEXT, Form, array, choice, either, keyed, many, optional, shallow
+from bus.wire.fields import (
+    ANY,
+    FLOAT,
+    INT,
+    MAP,
+    MOST_LEVELS,
+    PROMPT,
+    TEXT,
+    FieldCodec,
+    array,
+    choice,
+    either,
+    keyed,
+    many,
+    optional,
+    shallow,
+)
 from bus.wire.invariants import check_sample
 from bus.wire.messages import (
     SCHEMA,
     Dead,
+    DeadLetterDecision,
     Done,
     Fence,
     Kind,
@@ -31,24 +48,23 @@ from bus.wire.messages import (
     Status,
     Task,
     Timings,
-    Word,
 )
 
 __all__ = [
     "Table",
     "check_sample",
     "decode_dead",
+    "decode_decision",
     "decode_partial",
     "decode_record",
     "decode_sample",
     "decode_task",
-    "decode_word",
     "encode_dead",
+    "encode_decision",
     "encode_partial",
     "encode_record",
     "encode_sample",
     "encode_task",
-    "encode_word",
 ]
 
 _FIRST = ("schema", "type")
@@ -62,14 +78,14 @@ _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 class Table:
     """The fields of one message in wire order."""
 
-    def __init__(self, message: type, name: str, **forms: Form) -> None:
+    def __init__(self, message: type, name: str, **codecs: FieldCodec) -> None:
         fields = {field.name: field for field in dataclasses.fields(message)}
-        assert set(forms) <= set(fields), set(forms) - set(fields)
+        assert set(codecs) <= set(fields), set(codecs) - set(fields)
         self.message, self.name = message, name
-        self._forms = forms
-        self._values = attrgetter(*forms) if len(forms) > 1 else lambda value: (attrgetter(*forms)(value),)
-        self._packers = [(field, form.exact, form.pack) for field, form in forms.items()]
-        self._unpackers = [(field, form.exact, form.unpack, _required(fields[field])) for field, form in forms.items()]
+        self._codecs = codecs
+        self._values = attrgetter(*codecs) if len(codecs) > 1 else lambda value: (attrgetter(*codecs)(value),)
+        self._packers = [(field, codec.exact, codec.pack) for field, codec in codecs.items()]
+        self._unpackers = [(field, codec.exact, codec.unpack, _required(fields[field])) for field, codec in codecs.items()]
         self._keeps_unknown = "extra" in fields
         self._compiled: Compiled | None = None
 
@@ -78,7 +94,7 @@ class Table:
 
         It is worth its memory for samples.
         """
-        self._compiled = Compiled(self.message, self._forms, {"schema": SCHEMA, "type": self.name})
+        self._compiled = Compiled(self.message, self._codecs, {"schema": SCHEMA, "type": self.name})
         return self
 
     def encode(self, value: Any) -> bytes:
@@ -130,7 +146,7 @@ class Table:
         except _BAD as error:
             if isinstance(error, WireError):
                 raise WireError(f"{field}.{error.field}", error.want, error.got) from None
-            raise WireError(field or self.name, self._forms[field].want if field else self.message.__name__, _seen(value, field)) from None
+            raise WireError(field or self.name, self._codecs[field].want if field else self.message.__name__, _seen(value, field)) from None
 
     def _take(self, fields: dict[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -143,11 +159,11 @@ class Table:
                 elif value is not _MISSING:
                     found[field] = unpack(value)
                 elif required:
-                    raise WireError("", self._forms[field].want, "nothing")
+                    raise WireError("", self._codecs[field].want, "nothing")
         except _BAD as error:
             if isinstance(error, WireError):
                 raise WireError(f"{field}.{error.field}".rstrip("."), error.want, error.got) from None
-            raise WireError(field, self._forms[field].want, _short(value)) from None
+            raise WireError(field, self._codecs[field].want, _short(value)) from None
         return found
 
     def _not_packable(self, packed: dict[str, Any]) -> WireError:
@@ -155,11 +171,11 @@ class Table:
             try:
                 msgpack.packb(value, datetime=True)
             except _BAD as error:
-                return WireError(field, f"what msgpack can hold ({error})", _short(value))
-        return WireError(self.name, "what msgpack can hold", _short(packed))
+                return WireError(field, f"a value that msgpack can hold ({error})", _short(value))
+        return WireError(self.name, "a value that msgpack can hold", _short(packed))
 
-    def nested(self) -> Form:
-        """Return the form of this message as a field of another: a map without unknown fields."""
+    def nested(self) -> FieldCodec:
+        """Return the codec of this message as a field of another: a map without unknown fields."""
 
         def unpack(value: Any) -> Any:
             """Return the message in a map. Raises WireError for an unknown field, which would change the meaning."""
@@ -171,7 +187,7 @@ class Table:
                 raise WireError(str(unknown), f"only fields of {self.message.__name__}", _short(value[unknown]))
             return self.message(**found)
 
-        return Form(f"a map ({self.message.__name__})", self.pack, unpack, wire=nested(self.message, self._forms))
+        return FieldCodec(f"a map ({self.message.__name__})", self.pack, unpack, wire=nested(self.message, self._codecs))
 
 
 def _name(key: Any) -> str:
@@ -208,7 +224,7 @@ def _span(pair: Any) -> Span:
 
 
 _I4, _I8, _F4, _U1 = array("<i4"), array("<i8"), array("<f4"), array("u1")
-_SPAN = Form("a pair [version, num_tokens]", _pair, _span, wire=pair(Span, ("version", int), ("num_tokens", int)))
+_SPAN = FieldCodec("a pair [version, num_tokens]", _pair, _span, wire=pair(Span, ("version", int), ("num_tokens", int)))
 _REWARD = either(FLOAT, keyed(TEXT, FLOAT))
 _NUMBERS = keyed(TEXT, FLOAT)
 _KIND, _STATUS = choice(Kind), choice(Status)
@@ -323,7 +339,7 @@ _DEAD = Table(
     prompt_epoch=INT,
     offset=INT,
 )
-_WORD = Table(Word, "word", task=INT, word=TEXT, by=TEXT)
+_DECISION = Table(DeadLetterDecision, "word", task=INT, word=TEXT, by=TEXT)
 _RECORDS = {table.name: table for table in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE)}
 _RECORD_OF = {table.message: table for table in _RECORDS.values()}
 
@@ -389,15 +405,15 @@ def decode_dead(data: bytes) -> Dead:
     return dead
 
 
-def encode_word(word: Word) -> bytes:
+def encode_decision(decision: DeadLetterDecision) -> bytes:
     """Return the bytes of a decision on a dead task. Raises WireError."""
-    return _WORD.encode(word)
+    return _DECISION.encode(decision)
 
 
-def decode_word(data: bytes) -> Word:
+def decode_decision(data: bytes) -> DeadLetterDecision:
     """Return a decision on a dead task. Raises WireError naming the field, UnknownSchema."""
-    word: Word = _WORD.read(data)
-    return word
+    decision: DeadLetterDecision = _DECISION.read(data)
+    return decision
 
 
 def unpack(data: bytes, *types: str) -> dict[str, Any]:

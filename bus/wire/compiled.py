@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgpack
 import msgspec
 
-from bus.wire.forms import Form
+from bus.wire.fields import FieldCodec
 
 _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors after which the table handles the message itself, and gives the reason if it cannot either."""
@@ -20,9 +20,9 @@ _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowE
 class Compiled:
     """Encoder and decoder of one message type. ``head``: further fields on the wire, and the one value of each."""
 
-    def __init__(self, message: type, forms: Mapping[str, Form], head: Mapping[str, Any]) -> None:
+    def __init__(self, message: type, codecs: Mapping[str, FieldCodec], head: Mapping[str, Any]) -> None:
         heads = {name: Literal[value] for name, value in head.items()}
-        fields = [(name, form.wire) for name, form in forms.items()]
+        fields = [(name, codec.wire) for name, codec in codecs.items()]
         incoming = msgspec.defstruct(message.__name__, [*heads.items(), *fields], gc=False)
         given = [(name, wire, head[name]) for name, wire in heads.items()]
         # kw_only, because the heads have defaults and stand before fields without. gc: such an object is never part of a cycle.
@@ -30,8 +30,8 @@ class Compiled:
         self._message = message
         self._decoder = msgspec.msgpack.Decoder(incoming, ext_hook=lambda code, data: msgpack.ExtType(code, bytes(data)))
         self._encoder = msgspec.msgpack.Encoder()
-        self._packs = [(name, form.plain or form.pack) for name, form in forms.items() if form.by_hand]
-        self._unpacks = [(name, form.unpack) for name, form in forms.items() if form.by_hand]
+        self._packs = [(name, codec.plain or codec.pack) for name, codec in codecs.items() if codec.by_hand]
+        self._unpacks = [(name, codec.unpack) for name, codec in codecs.items() if codec.by_hand]
         self._map_header = msgpack.Packer().pack_map_header(len(incoming.__struct_fields__))
 
     def encode(self, value: Any) -> bytes | None:
@@ -58,10 +58,10 @@ class Compiled:
             return None
 
 
-def nested(message: type, forms: Mapping[str, Form]) -> type:
+def nested(message: type, codecs: Mapping[str, FieldCodec]) -> type:
     """Return the wire type of a message that is a field of another, without unknown fields."""
-    assert not any(form.by_hand for form in forms.values()), message
-    return msgspec.defstruct(message.__name__, [(name, form.wire) for name, form in forms.items()], forbid_unknown_fields=True, gc=False)
+    assert not any(codec.by_hand for codec in codecs.values()), message
+    return msgspec.defstruct(message.__name__, [(name, codec.wire) for name, codec in codecs.items()], forbid_unknown_fields=True, gc=False)
 
 
 def pair(message: type, *fields: tuple[str, type]) -> type:

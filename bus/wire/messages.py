@@ -301,7 +301,7 @@ class Dead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Word:
+class DeadLetterDecision:
     """An operator's decision on a dead task (requeue or drop). The first one stored wins."""
 
     task: int

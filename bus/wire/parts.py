@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from bus.errors import WireError
 from bus.wire.codec import Table, unpack
-from bus.wire.forms import INT, TEXT, many
+from bus.wire.fields import INT, TEXT, many
 
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""
@@ -24,7 +24,7 @@ _SMALLEST_PART_BYTES = 256 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class PartsManifest:
     """The stored message of a sample with its bytes in parts stored before it."""
 
     seqs: tuple[int, ...]
@@ -34,7 +34,7 @@ class Manifest:
     """Digest of the joined bytes, hexadecimal."""
 
 
-_MANIFEST = Table(Manifest, "parts", seqs=many(INT), length=INT, sha256=TEXT)
+_MANIFEST = Table(PartsManifest, "parts", seqs=many(INT), length=INT, sha256=TEXT)
 
 
 def cut(data: bytes, max_payload: int) -> Iterator[bytes]:
@@ -51,15 +51,15 @@ def fits(data: bytes, max_payload: int) -> bool:
 
 def describe(data: bytes, seqs: Sequence[int]) -> bytes:
     """Return the bytes of the manifest."""
-    return _MANIFEST.encode(Manifest(seqs=tuple(seqs), length=len(data), sha256=hashlib.sha256(data).hexdigest()))
+    return _MANIFEST.encode(PartsManifest(seqs=tuple(seqs), length=len(data), sha256=hashlib.sha256(data).hexdigest()))
 
 
-def read_manifest(data: bytes, *, seq: int, max_payload: int) -> Manifest:
+def read_manifest(data: bytes, *, seq: int, max_payload: int) -> PartsManifest:
     """Return the manifest stored at ``seq``, before which its parts must stand.
 
     Raises WireError, also for one that names more bytes or more parts than a sample has, or a part twice.
     """
-    manifest: Manifest = _MANIFEST.decode(unpack(data, "parts"))
+    manifest: PartsManifest = _MANIFEST.decode(unpack(data, "parts"))
     if not 0 < manifest.length <= MAX_SAMPLE_BYTES:
         raise WireError("parts.length", f"1 to {MAX_SAMPLE_BYTES} bytes", manifest.length)
     most = _FEW_PARTS + manifest.length // max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
@@ -75,7 +75,7 @@ def read_manifest(data: bytes, *, seq: int, max_payload: int) -> Manifest:
 class Joining:
     """The parts of one manifest, in order, as they arrive: never more bytes than it states and one part."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: PartsManifest) -> None:
         self._manifest = manifest
         self._joined, self._digest = io.BytesIO(), hashlib.sha256()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bus.errors import WireError
 from bus.wire import subjects
-from bus.wire.forms import MAP, Form, keyed
+from bus.wire.fields import MAP, FieldCodec, keyed
 from bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
 
 MAX_ROW_BYTES = 1 << 20
@@ -73,45 +73,46 @@ def _ranks(value: Any) -> int:
     return int(value)
 
 
-def _form(want: str, check: Any) -> Form:
-    return Form(want, check, check)
+def _codec(want: str, check: Any) -> FieldCodec:
+    return FieldCodec(want, check, check)
 
 
-TEXT, WHOLE, NATURAL = _form("text", _text), _form("an integer of 64 bits", _whole), _form("an integer >= 0", _natural)
-NUMBERS, FLAG = keyed(TEXT, _form("a finite number", _number)), _form("true or false", _flag)
+TEXT, WHOLE, NATURAL = _codec("text", _text), _codec("an integer of 64 bits", _whole), _codec("an integer >= 0", _natural)
+NUMBERS, FLAG = keyed(TEXT, _codec("a finite number", _number)), _codec("true or false", _flag)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """Required and optional fields by name. Further fields are ignored."""
 
-    must: Mapping[str, Form]
-    may: Mapping[str, Form]
+    required: Mapping[str, FieldCodec]
+    optional: Mapping[str, FieldCodec]
 
     def check(self, value: Mapping[str, Any]) -> None:
         """Raise WireError naming the first field that does not fit."""
-        for name, form in {**self.must, **self.may}.items():
+        for name, codec in {**self.required, **self.optional}.items():
             if name not in value:
-                if name in self.must:
-                    raise WireError(name, form.want, "nothing")
+                if name in self.required:
+                    raise WireError(name, codec.want, "nothing")
                 continue
             try:
-                form.unpack(value[name])
+                codec.unpack(value[name])
             except WireError as error:  # of a field within this one
                 raise WireError(f"{name}.{error.field}", error.want, error.got) from None
             except (TypeError, ValueError, OverflowError):
-                raise WireError(name, form.want, f"{type(value[name]).__name__} {str(value[name])[:40]!r}") from None
+                raise WireError(name, codec.want, f"{type(value[name]).__name__} {str(value[name])[:40]!r}") from None
 
 
-def _of(row: type, forms: Mapping[str, Form]) -> Shape:
+def _of(row: type, codecs: Mapping[str, FieldCodec]) -> Shape:
     """Return the shape of a row that is a dataclass: the fields without a default are required."""
-    must = {field.name for field in fields(row) if field.default is MISSING and field.default_factory is MISSING}
-    assert {field.name for field in fields(row)} == set(forms), row
-    return Shape({name: form for name, form in forms.items() if name in must}, {n: form for n, form in forms.items() if n not in must})
+    required = {field.name for field in fields(row) if field.default is MISSING and field.default_factory is MISSING}
+    assert {field.name for field in fields(row)} == set(codecs), row
+    mandatory = {name: codec for name, codec in codecs.items() if name in required}
+    return Shape(mandatory, {name: codec for name, codec in codecs.items() if name not in required})
 
 
-def _nested(shape: Shape) -> Form:
-    """Return the form of a map in a row, which has fields of its own."""
+def _nested(shape: Shape) -> FieldCodec:
+    """Return the codec of a map in a row, which has fields of its own."""
 
     def check(value: Any) -> Any:
         """Return the map if it has the shape. Raises WireError naming the field, TypeError for another type."""
@@ -120,7 +121,7 @@ def _nested(shape: Shape) -> Form:
         shape.check(value)
         return value
 
-    return _form("a map", check)
+    return _codec("a map", check)
 
 
 _ANY = Shape({}, {})
@@ -142,7 +143,7 @@ _CAPABILITIES = _of(
         "single_request_push": FLAG,
         "peer_snapshots": FLAG,
         "colocated": FLAG,
-        "ranks": _form(f"an integer from 1 to {MOST_RANKS}", _ranks),
+        "ranks": _codec(f"an integer from 1 to {MOST_RANKS}", _ranks),
     },
 )
 _LIVE = _of(

@@ -179,10 +179,10 @@ def delivery(reply: str) -> Delivery | None:
     if not (digits.isascii() and digits.isdigit()):
         return None
     try:
-        told = Delivery(*map(int, numbers))
+        found = Delivery(*map(int, numbers))
     except (ValueError, TypeError):  # an empty text, or one of thousands of digits; fewer than five
         return None
-    return told if max(told) < _LIMIT else None
+    return found if max(found) < _LIMIT else None
 
 
 def dead(run: str) -> str:
@@ -200,7 +200,7 @@ def dead_report(run: str, task: int | str) -> str:
     return f"tm.{run}.dead.report.{task}"
 
 
-def dead_word(run: str, task: int | str) -> str:
+def dead_decision(run: str, task: int | str) -> str:
     """Return the subject of the decision on a dead task; the task ``*`` = the filter of all."""
     return f"tm.{run}.dead.word.{task}"
 

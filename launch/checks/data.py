@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from launch.checks.findings import Report
-from launch.checks.model import Model
+from launch.checks.model import CheckedModel
 from launch.checks.tokens import CannotRender, Tokenize
 from launch.settings.config import RunConfig
 from launch.settings.datasets import prompts
@@ -18,7 +18,7 @@ SETTING = "data.path"
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
 SURE_ROWS = 500
-CURE = "mend the file, or data.prompt_key, data.label_key, data.metadata_key"
+CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,14 @@ class Prompts:
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
 
 
-def check_data(report: Report, config: RunConfig, model: Model | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
+def check_data(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: Tokenize | None, *, made: bool) -> Prompts | None:
     """Report errors in ``data``; return the facts about its prompts, None after an error. ``made``: ``prepare`` makes the file."""
     try:
         refuse_template(config.data.template)
         if made:
             return _check_prepared(report, config)
         if not config.data.path:
-            cure = "name one, or let a small one be made: prepare: {kind: digits}"
+            cure = "set one, or have a small one made: prepare: {kind: digits}"
             report.error("data", report.at(SETTING), want="a .jsonl or .parquet file of prompts", got="none", cure=cure)
             return None
         rows, complete = _read(config)
@@ -86,7 +86,7 @@ def _read(config: RunConfig) -> tuple[list[Row], bool]:
     return rows, True
 
 
-def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[Row], tokenize: Tokenize) -> int:
+def _check_lengths(report: Report, config: RunConfig, model: CheckedModel, rows: list[Row], tokenize: Tokenize) -> int:
     """Tokenize the first row and others in random order; return the tokens of the longest one used, 0 if not all were counted."""
     limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model
@@ -99,10 +99,10 @@ def _check_lengths(report: Report, config: RunConfig, model: Model, rows: list[R
         try:
             length = len(tokenize(row.prompt))
             if not length:
-                raise CannotRender(f"no token of {row.prompt!r}")
+                raise CannotRender(f"no tokens from {row.prompt!r}")
         except CannotRender as error:
-            want = "a prompt that tokenizer and chat template take"
-            report.error("data", place, want=want, got=str(error), cure="mend the row, data.template or the model's chat template")
+            want = "a prompt that tokenizer and chat template accept"
+            report.error("data", place, want=want, got=str(error), cure="fix the row, data.template or the model's chat template")
             return 0
         looked_at += 1
         if length > limit:
@@ -120,9 +120,9 @@ def _report_long(report: Report, config: RunConfig, limit: int, long: list[tuple
         return
     line, length = long[0]
     where, want = f"{config.data.path}:{line}", f"prompts of <= {limit} tokens"
-    got = f"{length} tokens there, {len(long)} too long of {looked_at} looked at"
+    got = f"{length} tokens there; {len(long)} of {looked_at} checked prompts are too long"
     cure = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
     if len(long) == looked_at:
         report.error("data", where, want=want, got=got, cure=cure)
     else:
-        report.warning("data", where, want=want, got=got, cure=f"these are left out; {cure}")
+        report.warning("data", where, want=want, got=got, cure=f"these are skipped; {cure}")

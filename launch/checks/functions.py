@@ -35,22 +35,22 @@ def check_reward(report: Report, config: RunConfig, row: Row | None, *, here: bo
     name, where = config.actor.reward, report.at("actor.reward")
     if not name:
         want = f"a reward: one of {', '.join(sorted(TABLE))}, or an import path module:function"
-        report.error("reward", where, want=want, got="none", cure="add, say, actor: {reward: exact}")
+        report.error("reward", where, want=want, got="none", cure="set, for example, actor: {reward: exact}")
         return
     try:
         score = load(name, config.actor.reward_options)
     except UnknownReward as error:
         severity = report.error if here or ":" not in name else report.warning
-        cure = "mend the name; modules are looked for in this directory and in PYTHONPATH"
+        cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
         severity("reward", where, want="a reward that can be loaded", got=f"{name!r}: {error.reason}", cure=cure)
         return
     except BadRewardOption as error:
         option = f"actor.reward_options.{error.option}"
-        report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="mend it, or leave it out")
+        report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
         return
     except (Exception, SystemExit) as error:  # raised by the user's module while it is imported
         got = f"{type(error).__name__}: {error}"
-        report.error("reward", where, want=f"{name} imported", got=got, cure="mend the module")
+        report.error("reward", where, want=f"{name} imported", got=got, cure="fix the module")
         return
     if row is not None and (call or name in TABLE):
         _call(report, name, score, row)
@@ -63,7 +63,7 @@ def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     if name in TABLE and not _is_answer(row.label, many=name == "exact"):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
-        cure = "name the key that holds the answer, or take a reward of your own"
+        cure = "name the key that holds the answer, or use a reward of your own"
         report.error("reward", f"row {row.number + 1} of data.path", want=want, got=f"a {kind}", cure=cure)
         return
     request = RewardRequest(prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata)
@@ -72,7 +72,7 @@ def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     except Exception as error:  # a reward may raise anything; an actor would store the sample as failed
         reason = f"no answer in {CALL_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
         want = f"a number for row {row.number + 1} of data.path with its label as the response"
-        report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"mend {name}")
+        report.error("reward", report.at("actor.reward"), want=want, got=reason, cure=f"fix {name}")
         return
     report.good("reward", f"{name}: the label of row {row.number + 1} as the response is worth {got}")
 
@@ -101,7 +101,7 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
             reason = f"{type(error).__name__}: {error}"
         setting = f"learner.algorithm.{name}"
         if reason:
-            cure = "mend it; modules are looked for in this directory and in PYTHONPATH (docs/algorithms.md has the contract)"
+            cure = "fix it; modules are searched in this directory and in PYTHONPATH (docs/algorithms.md has the contract)"
             report.error("algorithm", report.at(setting), want=f"a function {signature}", got=f"{path!r}: {reason}", cure=cure)
         else:
             report.good("algorithm", f"{setting}: {path} is there")
@@ -114,15 +114,15 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.loss not in ("gspo", "gspo_token"):
         return
     if algorithm.anchor == "rollout" and algorithm.clip_high < GSPO_WIDE:
-        cure, got = f"take anchor: proximal, as in correction: {algorithm.loss}", f"clip_high {algorithm.clip_high} at anchor: rollout"
+        cure, got = f"use anchor: proximal, as in correction: {algorithm.loss}", f"clip_high {algorithm.clip_high} at anchor: rollout"
         want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
         report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
     elif algorithm.anchor == "proximal" and algorithm.clip_high > GSPO_WIDE:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
-        got, cure = f"{algorithm.clip_low} and {algorithm.clip_high}", f"take correction: {algorithm.loss}, or set clip_low and clip_high"
+        got, cure = f"{algorithm.clip_low} and {algorithm.clip_high}", f"use correction: {algorithm.loss}, or set clip_low and clip_high"
         report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
     if algorithm.aggregation != "seq_mean_token_mean":
-        want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"take correction: {algorithm.loss}, or set it"
+        want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"use correction: {algorithm.loss}, or set it"
         report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
 
 

@@ -12,7 +12,7 @@ from bus.client.address import parse
 from bus.config import OLDEST_SERVER
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
-from launch.checks.model import Model
+from launch.checks.model import CheckedModel
 from launch.settings.config import RunConfig
 from launch.settings.wiring import ENGINES
 
@@ -39,20 +39,20 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         severity("engine", where, want=want, got=got, cure=cure)
 
 
-def check_bus(report: Report, config: RunConfig, model: Model | None, data: Prompts | None, *, reach: bool) -> None:
+def check_bus(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:
     """Report errors in ``bus``; ``reach``: connect to the server that ``bus.url`` names and check its version."""
     _check_stream(report, config, model, data)
     for name in ("tls_cert", "tls_key", "tls_ca"):
         file = getattr(config.bus, name)
         if file and not Path(file).is_file():
-            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="mend the path")
+            report.error("bus", report.at(f"bus.{name}"), want="a PEM file", got=f"{file!r}: no such file", cure="fix the path")
     if not config.bus.url:
         return
     where = report.at("bus.url")
     wrong = _wrong_servers(config.bus.url)
     if wrong:
         want = "nats://host:port (or tls://), several with commas"
-        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure="mend it, or leave it out: a server is started then")
+        report.error("bus", where, want=want, got=f"{config.bus.url!r}: {wrong}", cure="fix it, or remove it: a server is started then")
     elif reach:
         _reach(report, where, config.bus.url)
 
@@ -71,7 +71,7 @@ def _wrong_servers(url: str) -> str:
     return ""
 
 
-def _check_stream(report: Report, config: RunConfig, model: Model | None, data: Prompts | None) -> None:
+def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None) -> None:
     """Check that SAMPLES has room for the samples between the kept checkpoints, computed for the longest prompt, or the longest possible.
 
     Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of 100,000 tokens
@@ -98,7 +98,7 @@ def _reach(report: Report, where: str, url: str) -> None:
         _check_server(report, where, server, info)
         return
     want = "a nats-server that can be reached"
-    report.error("bus", where, want=want, got="; ".join(reasons), cure="start it, or leave bus.url out: one is started then")
+    report.error("bus", where, want=want, got="; ".join(reasons), cure="start it, or remove bus.url: one is started then")
 
 
 def _info(server: str) -> dict[str, object]:
@@ -124,7 +124,7 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
-def check_places(report: Report, config: RunConfig, model: Model | None) -> None:
+def check_places(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
     """Check that the run's directory can be written, and that the disk has room for its checkpoints."""
     there = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -138,10 +138,10 @@ def check_places(report: Report, config: RunConfig, model: Model | None) -> None
         cure = "set directory to a larger disk, or lower learner.keep_checkpoints"
         report.error("disk", report.at("directory"), want=want, got=f"{_gb(free)} free on {there}", cure=cure)
     else:
-        report.good("disk", f"{_gb(free)} free on {there}, {_gb(kept)} wanted for checkpoints")
+        report.good("disk", f"{_gb(free)} free on {there}, {_gb(kept)} needed for checkpoints")
 
 
-def check_memory(report: Report, config: RunConfig, model: Model | None, *, engines: int) -> None:
+def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int) -> None:
     """Compare the memory that ranks and engines need with this machine's; an accelerator's memory is not checked."""
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return
@@ -150,10 +150,10 @@ def check_memory(report: Report, config: RunConfig, model: Model | None, *, engi
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:
         want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"
-        cure = "train a smaller model, lower up.engines or learner.data_parallel, or take a larger machine"
+        cure = "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
         report.error("memory", report.at("model.path"), want=want, got=f"{_gb(total)}", cure=cure)
     else:
-        report.good("memory", f"{_gb(total)}, {_gb(wanted)} wanted for weights")
+        report.good("memory", f"{_gb(total)}, {_gb(wanted)} needed for weights")
 
 
 def _gb(size: int) -> str:

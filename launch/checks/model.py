@@ -22,7 +22,7 @@ HEADER_MOST = 100_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class CheckedModel:
     """Facts about the model that the other checks use."""
 
     directory: Path | None
@@ -34,7 +34,7 @@ class Model:
     """0 = not known."""
 
 
-def check_model(report: Report, config: RunConfig, *, made: bool) -> Model | None:
+def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
     """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``: ``prepare`` makes it."""
     path = Path(config.model.path)
     prepare = config.prepare if made else None
@@ -44,13 +44,13 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> Model | Non
         return None
     before = len(report.errors)
     for refused in refusals(values, where=where, tensor_parallel=config.learner.tensor_parallel):
-        cure = "lower learner.tensor_parallel" if "tensor_parallel" in refused.want else "train another model"
+        cure = "lower learner.tensor_parallel" if "tensor_parallel" in refused.want else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
     shape = _shape(report, values, where)
     if shape is None or len(report.errors) > before:
         return None
     parameters = sum(math.prod(tensor) for tensor in shape.tensors().values())
-    model = Model(
+    model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=shape.vocab_size,
         context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
@@ -90,7 +90,7 @@ def prepared_values(prepare: PrepareConfig) -> dict[str, Any]:
 def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
     path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
     if not model.path:
-        cure = "name one, or let a small one be made: prepare: {kind: digits}"
+        cure = "set one, or have a small one made: prepare: {kind: digits}"
         report.error("model", report.at(SETTING), want=want, got="none", cure=cure)
         return None
     file = path / "config.json"
@@ -101,7 +101,7 @@ def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        report.error("model", str(file), want="a JSON map", got=str(error), cure=f"save the model again, or mend {report.at(SETTING)}")
+        report.error("model", str(file), want="a JSON map", got=str(error), cure=f"save the model again, or fix {report.at(SETTING)}")
         return None
     if not isinstance(values, dict):
         report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
@@ -115,7 +115,7 @@ def _shape(report: Report, values: Mapping[str, Any], where: str) -> ModelShape 
         return ModelShape.of(values, where=where)
     except UnsupportedModel as error:
         if values.get("model_type") in FAMILIES:  # otherwise it has been reported already
-            report.error("model", error.where, want="a model that engine and learner know", got=error.reason, cure="train another model")
+            report.error("model", error.where, want="a model that engine and learner support", got=error.reason, cure="use another model")
     return None
 
 
@@ -161,7 +161,7 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
 
 
-def _check_context(report: Report, config: RunConfig, model: Model, shape: ModelShape) -> None:
+def _check_context(report: Report, config: RunConfig, model: CheckedModel, shape: ModelShape) -> None:
     """Compare the lengths of prompts and responses with the contexts of model and engine."""
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > shape.max_positions:
@@ -185,8 +185,8 @@ def _check_reference(report: Report, config: RunConfig, shape: ModelShape) -> No
     try:
         there = ModelShape.read(Path(reference))
     except ValueError as error:
-        report.error("model", where, want=want, got=str(error), cure="mend the path, or leave it empty: the model at the start of the run")
+        report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
         return
     if there.tensors() != shape.tensors():
         got = f"{there.family}, {there.num_layers} layers of {there.hidden} in {reference}"
-        report.error("model", where, want=want, got=got, cure="take a reference of the same architecture")
+        report.error("model", where, want=want, got=got, cure="use a reference of the same architecture")

@@ -8,34 +8,34 @@ from launch.settings.prepare import PreparedOtherwise, refuse_other
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class PreparedPaths:
     """Files that ``prepare`` makes when the run starts, and that the run uses."""
 
     model: bool = False
     prompts: bool = False
 
 
-def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Made:
+def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
     """Report files of ``prepare`` that nothing would read, or that exist with other settings; return those that will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """
     if config.prepare is None:
-        return Made()
+        return PreparedPaths()
     directory = f"{config.directory}/prepared"
-    used = Made(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
+    used = PreparedPaths(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
     where = "prepare.kind" if "prepare.kind" in report.origins else "prepare"
     if not used.model and not used.prompts:
-        want, cure = "either this and data.path, or prepare, which makes both", "take prepare away (--set prepare=null), or the two paths"
+        want, cure = "either this and data.path, or prepare, which makes both", "remove prepare (--set prepare=null), or the two paths"
         report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)
         got = f"{value!r}, which is used instead"
-        report.warning("prepare", report.at(where), want=f"{setting} to be what it makes", got=got, cure="nothing to do, if that is meant")
+        report.warning("prepare", report.at(where), want=f"{setting} to be what it makes", got=got, cure="no action needed if intended")
     try:
         complete = not fresh and refuse_other(config.prepare, config.root / "prepared")
     except PreparedOtherwise as error:
-        want = "nothing there, or what was made with the same settings"
+        want = "nothing there, or files made with the same settings"
         report.error("prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory")
         complete = True
-    return Made() if complete else used
+    return PreparedPaths() if complete else used

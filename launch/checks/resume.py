@@ -44,7 +44,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
     for name, setting in SETTINGS.items():
         if name in then and name in now and then[name] != now[name]:
             want = f"{_shown(name, then[name], began)}, with which the run in {config.root} began"
-            cure = "go on without this change, or begin another run: set directory"
+            cure = "undo this change, or start another run: set directory"
             report.error("resume", report.at(setting), want=want, got=_shown(name, now[name], config), cure=cure)
     if then and len(report.errors) == before:
         report.good("resume", f"{config.root}: the same model, prompts and sampling as at its start")
@@ -80,7 +80,7 @@ def began_with(file: Path) -> RunConfig | None:
     try:
         return from_map(yaml.safe_load(file.read_text()), str(file))
     except (OSError, yaml.YAMLError, SettingsError, AttributeError) as error:
-        log.warning("not compared with what the run began with file=%s error=%s", file, error)
+        log.warning("not compared with the start of the run file=%s error=%s", file, error)
         return None
 
 

@@ -8,7 +8,7 @@ from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from bus.wire.messages import Prompt
 from launch.checks.findings import Report
-from launch.checks.model import SETTING, Model
+from launch.checks.model import SETTING, CheckedModel
 from launch.settings.config import RunConfig
 
 Tokenize = Callable[[Prompt], Sequence[int]]
@@ -20,7 +20,7 @@ class CannotRender(ValueError):
     """The tokenizer or the chat template refuses a prompt."""
 
 
-def check_tokenizer(report: Report, config: RunConfig, model: Model) -> Tokenize | None:
+def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> Tokenize | None:
     """Return the function that turns a prompt into tokens; None after an error, or if ``prepare`` makes the model."""
     if model.directory is None:
         return None
@@ -38,7 +38,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: Model) -> Tokenize
     return _tokenize(config, text, template, model.directory)
 
 
-def _read(report: Report, config: RunConfig, model: Model, file: Path) -> Text | None:
+def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) -> Text | None:
     assert model.directory is not None
     cure = f"save it beside the model: AutoTokenizer.from_pretrained(...).save_pretrained({str(model.directory)!r})"
     try:
@@ -53,12 +53,12 @@ def _read(report: Report, config: RunConfig, model: Model, file: Path) -> Text |
     return text
 
 
-def _template(report: Report, config: RunConfig, model: Model) -> ChatTemplate | None:
+def _template(report: Report, config: RunConfig, model: CheckedModel) -> ChatTemplate | None:
     assert model.directory is not None
     try:
         template = ChatTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="mend it in tokenizer_config.json")
+        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="fix it in tokenizer_config.json")
         return None
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
@@ -80,6 +80,6 @@ def _tokenize(config: RunConfig, text: Text, template: ChatTemplate | None, dire
         except (CannotRender, BadRequest) as error:
             raise CannotRender(str(error)) from None
         except Exception as error:  # the tokenizers library raises nothing more special
-            raise CannotRender(f"the tokenizer refuses it: {error}") from None
+            raise CannotRender(f"rejected by the tokenizer: {error}") from None
 
     return tokenize

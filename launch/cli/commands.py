@@ -16,7 +16,7 @@ from launch.settings.extras import require
 from launch.settings.loader import Loaded, changes, load, render
 
 if TYPE_CHECKING:
-    from bus.streams.connection import Bus
+    from bus.streams.bus import Bus
 
 ROUTER_DRAIN_S = 30.0
 
@@ -75,7 +75,7 @@ def config(args: argparse.Namespace) -> int:
         print(render(loaded), end="")
         return 0
     _refuse(args, loaded)
-    print(f"{' '.join(map(str, args.config))}: good (--print-config shows it, tidemill check says what was looked at)")
+    print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
     return 0
 
 
@@ -154,7 +154,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     run = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
     work = roles.run_engine if role == "engine" else roles.run_actor
-    own = roles.Own(
+    own = roles.LocalSettings(
         allowed=allowed(args.allow, os.environ, replaced=changed),
         changed=changed,
         host=getattr(args, "host", ""),
@@ -183,7 +183,7 @@ def router(args: argparse.Namespace) -> int:
 
     if args.exact:
         require("router")
-    exact = ["actors.router.exact:TokenExact"] if args.exact else []
+    exact = ["actors.router.token_history:TokenHistory"] if args.exact else []
     wanted = RouterConfig(
         host=args.host,
         advertise=args.advertise,
@@ -199,7 +199,7 @@ def router(args: argparse.Namespace) -> int:
     if not args.bus and not args.worker:
         raise ValueError("want --bus URL, --worker URL, or both")
     if args.host == AUTO and not args.bus:
-        raise ValueError("--host: auto is the address of the way to the bus, and there is no --bus; want an address")
+        raise ValueError("--host: auto needs --bus; want an address")
     id = _id(args)
     process.set_up_logging("router", id)
     address = _address(args, None, id) if args.bus else ""
@@ -223,8 +223,8 @@ def host(args: argparse.Namespace) -> int:
 
     from actors.engines.membership import host_name
     from launch.run import process, roles
-    from launch.run.host import HostThere, only_one, users_in
-    from launch.run.wanted import parse
+    from launch.run.desired import parse
+    from launch.run.host import HostExists, only_one, users_in
 
     name = args.name or _user() or host_name()
     own = parse(args.wanted)
@@ -243,12 +243,12 @@ def host(args: argparse.Namespace) -> int:
     )
     process.set_up_logging("host", name)
 
-    refused: list[HostThere] = []
+    refused: list[HostExists] = []
 
     async def body(draining: asyncio.Event) -> None:
         try:
             await roles.run_host(args.run, args.bus, draining, machine)
-        except HostThere as error:
+        except HostExists as error:
             refused.append(error)
 
     with only_one(machine.directory, name):
@@ -266,9 +266,9 @@ def reached_at(args: argparse.Namespace) -> list[str]:
 
 def scale(args: argparse.Namespace) -> int:
     from launch.cli.looking import find_run
+    from launch.run.desired import parse
     from launch.run.process import set_up_logging
     from launch.run.scaling import show_scale
-    from launch.run.wanted import parse
 
     set_up_logging("scale", level=logging.ERROR)
     counts = parse(args.wanted)
@@ -323,7 +323,7 @@ def rank(args: argparse.Namespace) -> int:
 
 
 def dead(args: argparse.Namespace) -> int:
-    from launch.cli.dead_letters import say_of_dead, show_dead
+    from launch.cli.dead_letters import decide_dead_letters, show_dead
     from launch.cli.looking import find_run, run_of
     from launch.run.process import set_up_logging
 
@@ -334,7 +334,7 @@ def dead(args: argparse.Namespace) -> int:
         with run_of(args) as place:
             return asyncio.run(show_dead(place.url, place.run, every=args.all, reason=args.reason, as_json=args.json))
     url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
-    return asyncio.run(say_of_dead(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))
+    return asyncio.run(decide_dead_letters(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))
 
 
 def status(args: argparse.Namespace) -> int:

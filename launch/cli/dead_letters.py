@@ -10,9 +10,9 @@ from rich.console import Console
 
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.dead import DROP, REQUEUE
-from bus.wire.messages import Dead, Requeue, Word
+from bus.wire.messages import Dead, DeadLetterDecision, Requeue
 from launch.samples.block import plain
 from launch.samples.search import to_json
 
@@ -26,26 +26,27 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
-            letters, words = await _read(bus)
+            letters, decisions = await _read(bus)
     except BusError as error:
         raise ValueError(str(error)) from None
-    found = [one for one in letters.values() if reason in one.reason and (every or one.task not in words)]
+    found = [one for one in letters.values() if reason in one.reason and (every or one.task not in decisions)]
     for one in found:
-        word = words[one.task].word if one.task in words else ""
+        word = decisions[one.task].word if one.task in decisions else ""
         if as_json:
             print(to_json(_as_map(one, word)))
         else:
-            told = f" [{word}]" if word else ""
+            shown = f" [{word}]" if word else ""
             console.print(
-                f"task {one.task}{told}: {one.attempts} attempts, last by {plain(one.actor or 'nobody')}: {plain(one.reason)}", markup=False
+                f"task {one.task}{shown}: {one.attempts} attempts, last by {plain(one.actor or 'unknown')}: {plain(one.reason)}",
+                markup=False,
             )
             console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
     if not found and not as_json:
-        console.print(f"no dead task{f' whose reason has {reason!r} in it' if reason else ''} ({len(letters)} in all; --all shows them)")
+        console.print(f"no dead task{f' with {reason!r} in its reason' if reason else ''} ({len(letters)} in all; --all shows them)")
     return 0
 
 
-async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
+async def decide_dead_letters(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
     """Store the decision ``requeue`` or ``drop`` for some dead tasks, for all, or for those with a reason.
 
     A decision is durable; a learner that is not running reads it when it starts. Returns 0 when all is done, 1 when the
@@ -54,38 +55,40 @@ async def say_of_dead(url: str, run: str, word: str, *, tasks: Sequence[int], ev
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
-            letters, words = await _read(bus)
-            wanted = tasks or [one.task for one in letters.values() if (every or reason) and reason in one.reason and one.task not in words]
-            for task in wanted:
+            letters, decisions = await _read(bus)
+            chosen = tasks or [
+                one.task for one in letters.values() if (every or reason) and reason in one.reason and one.task not in decisions
+            ]
+            for task in chosen:
                 _check(letters, task, word)
-            said = [task for task in wanted if await _say(bus, console, words, task, word)]
-            if word == DROP or not said:
+            decided = [task for task in chosen if await _decide(bus, console, decisions, task, word)]
+            if word == DROP or not decided:
                 return 0
-            return await _answered(bus, console, said)
+            return await _wait_recorded(bus, console, decided)
     except BusError as error:
         raise ValueError(str(error)) from None
 
 
 def _check(letters: dict[int, Dead], task: int, word: str) -> None:
     if task not in letters:
-        raise ValueError(f"task {task} is not dead; those that are: {', '.join(map(str, sorted(letters))) or 'none'}")
+        raise ValueError(f"task {task} is not dead; dead tasks: {', '.join(map(str, sorted(letters))) or 'none'}")
     if word == REQUEUE and letters[task].root < 0:
         raise ValueError(f"task {task} cannot be requeued: it could not be read, so its prompt is not known")
 
 
-async def _say(bus: Bus, console: Console, words: dict[int, Word], task: int, word: str) -> bool:
-    by = f"{os.environ.get('USER', 'somebody')} on {socket.gethostname()}"
-    if task not in words and await bus.dead.say(Word(task=task, word=word, by=by)):
+async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDecision], task: int, word: str) -> bool:
+    by = f"{os.environ.get('USER', 'unknown')} on {socket.gethostname()}"
+    if task not in decisions and await bus.dead.decide(DeadLetterDecision(task=task, word=word, by=by)):
         console.print(f"task {task}: {word}")
         return True
-    before = words.get(task) or (await bus.dead.words())[task]
+    before = decisions.get(task) or (await bus.dead.decisions())[task]
     console.print(
-        f"task {task}: {plain(before.word)} was said before, by {plain(before.by) or 'somebody'}; the first word counts", markup=False
+        f"task {task}: already decided: {plain(before.word)}, by {plain(before.by) or 'unknown'}; the first decision counts", markup=False
     )
     return False
 
 
-async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
+async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
     """Wait ``ANSWER_S`` for the learner's records of requeued tasks. Returns 0 when all are recorded, else 1."""
     left = set(tasks)
     try:
@@ -94,18 +97,18 @@ async def _answered(bus: Bus, console: Console, tasks: list[int]) -> int:
                 if isinstance(record, Requeue):
                     left.discard(record.task)
                 if not left:
-                    console.print("the learner has recorded it; the prompt is issued when the next place is free")
+                    console.print("recorded by the learner; the prompt is issued when admission allows the next task")
                     return 0
     except TimeoutError:
         pass
     there = await LiveView(bus).alive("feeder")
-    why = "the learner is busy, or needs no more prompts" if there else "no learner is there; it will hear it when it starts"
-    console.print(f"not recorded yet: {why}")
+    reason = "the learner is busy, or needs no more prompts" if there else "no learner is running; it reads the decision when it starts"
+    console.print(f"not recorded yet: {reason}")
     return 1
 
 
-async def _read(bus: Bus) -> tuple[dict[int, Dead], dict[int, Word]]:
-    return {dead.task: dead async for _, dead in bus.dead.scan()}, await bus.dead.words()
+async def _read(bus: Bus) -> tuple[dict[int, Dead], dict[int, DeadLetterDecision]]:
+    return {dead.task: dead async for _, dead in bus.dead.scan()}, await bus.dead.decisions()
 
 
 def _as_map(dead: Dead, word: str) -> dict[str, Any]:

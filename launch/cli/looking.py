@@ -22,7 +22,7 @@ from bus.client import discovery
 from bus.client.jetstream import StreamState
 from bus.errors import BusError, NotFound
 from bus.liveness.live import processes
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.cursors import Cursors
 from bus.wire import subjects
 from bus.wire.messages import Done, Kind, LiveRow, Plan, Settle
@@ -36,7 +36,7 @@ from launch.samples.block import plain
 CONNECT_S = 3.0
 _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
-_RESUME = f"go on with the run: tidemill up {{}}/{CONFIG_FILE} --resume"
+_RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
@@ -61,7 +61,7 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RunLocation:
     """The bus at which a run can be read."""
 
     url: str
@@ -72,21 +72,21 @@ class Place:
 
 
 @contextmanager
-def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[Place]:
+def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocation]:
     """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the viewer only).
 
-    Raises ValueError naming the missing argument or file, RunGoesOn when a run that was over is started again meanwhile.
+    Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again meanwhile.
     """
     root = Path(args.run_dir)
     here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
     ended = EndedBus.of(root) if here else None
     if ended is None:
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
-        yield Place(url=url, run=run)
+        yield RunLocation(url=url, run=run)
         return
-    print(f"tidemill {args.command}: {root}: the run is not at work; its bus is started to be read by this command", file=sys.stderr)
+    print(f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr)
     with started(ended) as line:
-        yield Place(url=line, run=args.run or ended.run, ended=True)
+        yield RunLocation(url=line, run=args.run or ended.run, ended=True)
 
 
 def _only_run(bus: str) -> str:
@@ -123,7 +123,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
     """Return all values of ``status`` as plain maps, lists and numbers."""
     rows = await processes(bus, look_s=1.5)
     state, backlog = await bus.samples.info(), await bus.tasks.backlog()
-    head, _ = await bus.rows("weights").standing("head")
+    head, _ = await bus.rows("weights").read("head")
     plans = await _read_plans(bus)
     metrics = plans.newest.metrics if plans.newest is not None else {}
     feeder = next((row.load for row, age in rows if row.role == "feeder" and not age), {})
@@ -279,7 +279,7 @@ def print_status(console: Console, status: dict[str, Any]) -> None:
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
     console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
     for actor in samples["refused"]:
-        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: end it, or mend it (docs/recovery.md)")
+        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it (docs/recovery.md)")
     for row in status["processes"]:
         if row["trouble"]:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)

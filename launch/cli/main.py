@@ -56,11 +56,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_runs(commands: "Commands") -> None:
-    up = commands.add_parser("up", help="all of it on this machine, shown working")
+    up = commands.add_parser("up", help="run everything on this machine, with a live view")
     _configured(up, positional=True)
     how = up.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="go on where the run in its directory stopped")
-    how.add_argument("--fresh", action="store_true", help="throw away what is in the run's directory, and begin")
+    how.add_argument("--resume", action="store_true", help="resume the run in its directory")
+    how.add_argument("--fresh", action="store_true", help="delete the run's directory and start again")
     _from_checkpoint(up)
 
     config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
@@ -68,9 +68,9 @@ def _add_runs(commands: "Commands") -> None:
     config.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end")
     config.add_argument("--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end")
 
-    check = commands.add_parser("check", help="everything that can be known before a run starts: model, data, reward, bus, disk, memory")
+    check = commands.add_parser("check", help="check model, data, reward, bus, disk and memory before a run starts")
     _configured(check, positional=True)
-    check.add_argument("--check-reward", action="store_true", help="call a reward by import path, too, on the first row")
+    check.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
 
     prepare = commands.add_parser("prepare", help="make the small model and the prompts that a configuration asks for")
     _configured(prepare, positional=True)
@@ -80,7 +80,7 @@ def _add_processes(commands: "Commands") -> None:
     bus = commands.add_parser("bus", help="an embedded nats-server, or a cluster of three (bus.cluster)")
     _configured(bus)
     bus.add_argument("--auth", action="store_true", help="with users, passwords and permissions: bus.auth=true")
-    bus.add_argument("--auth-dir", default="", metavar="DIR", help="where their passwords are kept: bus.auth_dir")
+    bus.add_argument("--auth-dir", default="", metavar="DIR", help="directory of their passwords: bus.auth_dir")
 
     learner = commands.add_parser("learner", help="the learner: a feeder and its ranks")
     _configured(learner)
@@ -106,12 +106,12 @@ def _add_router(commands: "Commands") -> None:
     router.add_argument("--bus", default="", metavar="URL", help="NATS URL: engines of a run are found there")
     router.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     router.add_argument("--id", default="", help="its name on the bus")
-    router.add_argument("--host", default="127.0.0.1", help="address it listens on; auto = that of the way to the bus")
-    router.add_argument("--advertise", default="", metavar="HOST", help="under which others find it, where that is not --host")
+    router.add_argument("--host", default="127.0.0.1", help="address to listen on; auto = that of the interface that leads to the bus")
+    router.add_argument("--advertise", default="", metavar="HOST", help="address that other machines use, if not --host")
     router.add_argument("--insecure", action="store_true", help="answer requests of other machines without the run's key")
-    router.add_argument("--port", type=int, default=8001, help="0 = any free one")
+    router.add_argument("--port", type=int, default=8001, help="0 = any free port")
     router.add_argument("--worker", action="append", default=[], metavar="URL", help="an engine, besides those on the bus; may be repeated")
-    router.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep clients that work with text token-exact, by this tokenizer")
+    router.add_argument("--exact", default="", metavar="MODEL_DIR", help="keep text-based clients token-exact, with this tokenizer")
     router.add_argument(
         "--middleware", action="append", default=[], metavar="PACKAGE.MODULE:FACTORY", help="around every request; may be repeated"
     )
@@ -121,7 +121,7 @@ def _add_router(commands: "Commands") -> None:
 
 
 def _add_hosts(commands: "Commands") -> None:
-    host = commands.add_parser("host", help="engines and actors of this machine, as many as `tidemill scale` says")
+    host = commands.add_parser("host", help="run the engines and actors of this machine, in the numbers set by `tidemill scale`")
     _on_bus(host)
     host.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     host.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
@@ -129,17 +129,19 @@ def _add_hosts(commands: "Commands") -> None:
     host.add_argument("--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users")
     _reached_at(host)
     host.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
-    host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds that a process has to finish what it holds")
-    host.add_argument("--restarts", type=int, default=5, metavar="N", help="bad ends of a process in five minutes before it is given up")
+    host.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds for a process to finish its work")
+    host.add_argument(
+        "--restarts", type=int, default=5, metavar="N", help="failures of a process in five minutes after which it stays down"
+    )
     _allowing(host)
-    host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="what this host is to run; default: its share of the total")
+    host.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="numbers for this host; default: its share of the total")
 
     scale = commands.add_parser(
-        "scale", help="how many engines and actors there shall be; without numbers: what is wanted, and what is there"
+        "scale", help="set the numbers of engines and actors; without numbers: show the desired and the running ones"
     )
     _looking(scale)
     where = scale.add_mutually_exclusive_group()
-    where.add_argument("--host", default="", help="on this host, whatever the others run")
+    where.add_argument("--host", default="", help="on this host, independent of the others")
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
     scale.add_argument("wanted", nargs="*", metavar="actors=N|engines=N", help="default: on all other hosts together")
 
@@ -148,32 +150,30 @@ def _add_dead(commands: "Commands") -> None:
     dead = commands.add_parser("dead", help="tasks that could not be processed: list them, issue their prompts again, or drop them")
     _looking(dead)
     dead.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
-    dead.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="of these; or --all, or --reason")
-    dead.add_argument("--all", action="store_true", help="of all; list: those too of which something was said")
-    dead.add_argument("--reason", default="", metavar="TEXT", help="of those whose reason has this text in it")
-    dead.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+    dead.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="these tasks; or --all, or --reason")
+    dead.add_argument("--all", action="store_true", help="all tasks; with list: also those that are decided")
+    dead.add_argument("--reason", default="", metavar="TEXT", help="tasks with this text in their reason")
+    dead.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
 
 
 def _add_onlookers(commands: "Commands") -> None:
-    status = commands.add_parser("status", help="who is there, what they wait for, where the samples are")
+    status = commands.add_parser("status", help="processes, what each waits for, and where the samples are")
     _looking(status)
-    status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+    status.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
 
-    weights = commands.add_parser("weights", help="which engine serves which version, and whether those of one have the same bits")
+    weights = commands.add_parser("weights", help="version of each engine, and whether all engines of a version have the same bits")
     _looking(weights)
-    weights.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+    weights.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
 
-    samples.add_tail(commands.add_parser("tail", help="what the model says"))
-    samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and what became of it"))
+    samples.add_tail(commands.add_parser("tail", help="print new samples as they arrive"))
+    samples.add_show(commands.add_parser("show", help="one sample: its tokens, their probabilities, and its outcome"))
     samples.add_stats(commands.add_parser("stats", help="rates, lengths, rewards, lags and pass@k of the newest samples"))
     samples.add_replay(commands.add_parser("replay", help="samples into a file, and from a file or a run into another bus or run"))
-    samples.add_archive(commands.add_parser("archive", help="every sample, as it comes, into files; trimming waits for it"))
+    samples.add_archive(commands.add_parser("archive", help="write every sample to files as it arrives; trimming waits for it"))
 
-    cursors = commands.add_parser(
-        "cursors", help="registered readers of the samples, and how far each is; forget one that will not come back"
-    )
+    cursors = commands.add_parser("cursors", help="registered readers of the samples and their positions; remove one")
     _looking(cursors)
-    cursors.add_argument("--forget", default="", metavar="NAME", help="trimming waits for this one no longer")
+    cursors.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming no longer waits for it")
 
 
 def _inner_parser() -> argparse.ArgumentParser:
@@ -230,13 +230,13 @@ def _allowing(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING=VALUE",
-        help="take this setting from the run, though it names code, a program or a file of this machine; * for anything; may be repeated",
+        help="accept this setting from the run although it names code, a program or a file here; * for any value; may be repeated",
     )
 
 
 def _reached_at(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--host", default="", help="address to listen on; default: that of the way to the bus")
-    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="under which others find it, where that is not --host")
+    parser.add_argument("--host", default="", help="address to listen on; default: that of the interface that leads to the bus")
+    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="address that other machines use, if not --host")
 
 
 def _on_bus(parser: argparse.ArgumentParser) -> None:

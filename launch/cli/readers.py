@@ -3,7 +3,7 @@
 from rich.console import Console
 
 from bus.errors import BusError
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.streams.cursors import WAIT, Cursors
 
 CONNECT_S = 3.0
@@ -31,5 +31,5 @@ async def show_cursors(url: str, run: str, *, forget: str) -> int:
             f"{name}: at {place.floor}, {max(0, state.last_seq - place.floor)} messages behind; {kept}; read by {place.owner}", markup=False
         )
     if not places:
-        console.print("no reader is registered; the learner's own place is in its checkpoint")
+        console.print("no reader is registered; the learner's own position is in its checkpoint")
     return 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Plan
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
 from launch.settings.loader import changes, from_map, load, to_map

@@ -13,22 +13,22 @@ from rich.console import Console
 
 from bus.liveness.keys import api_keys
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""
 SHOWN = 5
-Sums = dict[tuple[str, str, tuple[str, ...], int], str]
+Checksums = dict[tuple[str, str, tuple[str, ...], int], str]
 """(scheme, dtype, tensors, zeros) -> checksum."""
 
 
 @dataclass(slots=True, kw_only=True)
-class Served:
+class EngineChecksums:
     """The checksums of one engine."""
 
     engine: str
     version: str
-    sums: Sums = field(default_factory=dict)
+    sums: Checksums = field(default_factory=dict)
     silent: str = ""
     """Reason why there are no checksums; empty if there are."""
     differs: list[str] = field(default_factory=list)
@@ -40,18 +40,18 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
     if args.ended:
         head = await bus.rows("weights").get("head")
         newest = f"its newest version is {head[0]['version']} (step {head[0]['step']})" if head else "it has published no version"
-        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not at work; {newest}", markup=False)
+        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not running; {newest}", markup=False)
         return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     headers = await api_keys(bus).headers()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S), headers=headers) as session:
         found = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])
     compare(found)
-    _tell(found, as_json=args.json)
+    _print(found, as_json=args.json)
     return int(any(one.differs for one in found))
 
 
-def compare(found: Sequence[Served]) -> None:
+def compare(found: Sequence[EngineChecksums]) -> None:
     """Fill ``differs``: among engines with the same version and format, the checksum of the majority is right; in a tie all differ."""
     for one in found:
         others = [other for other in found if other.version == one.version]
@@ -62,24 +62,24 @@ def compare(found: Sequence[Served]) -> None:
                 one.differs.append(" + ".join(key[2]))
 
 
-async def _ask(session: aiohttp.ClientSession, engine: str, address: str, version: int) -> Served:
+async def _ask(session: aiohttp.ClientSession, engine: str, address: str, version: int) -> EngineChecksums:
     try:
         async with session.post(f"{address}/weights_checksums", json={"of": "served"}) as response:
             text = await response.text()
             if response.status != 200:
-                return Served(engine=engine, version=str(version), silent=f"HTTP {response.status}: {text[:200]}")
+                return EngineChecksums(engine=engine, version=str(version), silent=f"HTTP {response.status}: {text[:200]}")
         answer = json.loads(text)
-        return Served(engine=engine, version=str(answer["weight_version"]), sums=_sums(answer))
+        return EngineChecksums(engine=engine, version=str(answer["weight_version"]), sums=_sums(answer))
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
-        return Served(engine=engine, version=str(version), silent=str(error) or type(error).__name__)
+        return EngineChecksums(engine=engine, version=str(version), silent=str(error) or type(error).__name__)
 
 
-def _sums(answer: Mapping[str, Any]) -> Sums:
+def _sums(answer: Mapping[str, Any]) -> Checksums:
     scheme = str(answer["scheme"])
     return {(scheme, part["dtype"], tuple(part["names"]), int(part.get("zeros", 0))): str(part["sum"]) for part in answer["parts"]}
 
 
-def _tell(found: Sequence[Served], *, as_json: bool) -> None:
+def _print(found: Sequence[EngineChecksums], *, as_json: bool) -> None:
     console = Console(highlight=False)
     for one in sorted(found, key=lambda one: (one.version, one.engine)):
         if as_json:
@@ -91,10 +91,10 @@ def _tell(found: Sequence[Served], *, as_json: bool) -> None:
             continue
         others = sum(bool(other.sums) and not other.differs for other in found if other.version == one.version and other is not one)
         compared = f"the same as {others} other{'s' * (others > 1)} of this version" if others else "no other engine serves this version"
-        told = one.silent or f"{len(one.sums)} tensors; {compared}"
+        text = one.silent or f"{len(one.sums)} tensors; {compared}"
         if one.differs:
             more = f" and {len(one.differs) - SHOWN} more" if len(one.differs) > SHOWN else ""
-            told = f"DIFFERS in {len(one.differs)} of {len(one.sums)} tensors: {', '.join(one.differs[:SHOWN])}{more}"
-        console.print(f"engine {one.engine}  version {one.version}  {told}", style="red" if one.differs else None, markup=False)
+            text = f"DIFFERS in {len(one.differs)} of {len(one.sums)} tensors: {', '.join(one.differs[:SHOWN])}{more}"
+        console.print(f"engine {one.engine}  version {one.version}  {text}", style="red" if one.differs else None, markup=False)
     if not found and not as_json:
-        console.print("no engine is there")
+        console.print("no engine is running")

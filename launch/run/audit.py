@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.errors import WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.codec import check_sample
 from bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
 from learner.data.groups import mismatch
@@ -28,7 +28,7 @@ Place = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Books:
+class RunAccounting:
     """The count of every sample of a run, and the problems found."""
 
     published: int = 0
@@ -82,13 +82,13 @@ class Books:
         count_of(self.invalid_by_field, wrong)
         count_of(self.invalid_by_actor, actor)
 
-    def complain(self, text: str) -> None:
+    def add_problem(self, text: str) -> None:
         if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(text)
 
 
 @dataclass(frozen=True, slots=True)
-class Claims:
+class CheckpointCursor:
     """The sequences that the last checkpoint's cursor has as settled."""
 
     floor: int
@@ -106,19 +106,19 @@ Progress = Callable[[int, int], None]
 
 async def audit(
     bus: Bus,
-    claims: Claims | None = None,
+    cursor: CheckpointCursor | None = None,
     *,
     versions: Mapping[int, int] | None = None,
     after: Mapping[int, int] | None = None,
     vocab_size: int | None = None,
     progress: Progress = lambda done, total: None,
-) -> tuple[Books, list[Done]]:
-    """Read the streams; return the books, and the outcomes of the steps in the order of their records.
+) -> tuple[RunAccounting, list[Done]]:
+    """Read the streams; return the accounting, and the outcomes of the steps in the order of their records.
 
-    ``claims`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared; ``after``: version
+    ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared; ``after``: version
     -> sequence that its samples come after (0 if it is missing).
     """
-    reading = _Audit(claims, versions, after or {}, vocab_size)
+    reading = _Audit(cursor, versions, after or {}, vocab_size)
     async for _, record in bus.plans.scan():
         reading.record(record)
     async for task in bus.tasks.scan():
@@ -126,15 +126,17 @@ async def audit(
             reading.task(task)
     await reading.samples(bus, progress)
     reading.close()
-    return reading.books, reading.outcomes
+    return reading.accounting, reading.outcomes
 
 
 class _Audit:
     """One audit of a run, in this order: records, tasks, samples, close."""
 
-    def __init__(self, claims: Claims | None, versions: Mapping[int, int] | None, after: Mapping[int, int], vocab_size: int | None) -> None:
-        self._claims, self._versions, self._after, self._vocab_size = claims, versions, after, vocab_size
-        self.books = Books()
+    def __init__(
+        self, cursor: CheckpointCursor | None, versions: Mapping[int, int] | None, after: Mapping[int, int], vocab_size: int | None
+    ) -> None:
+        self._cursor, self._versions, self._after, self._vocab_size = cursor, versions, after, vocab_size
+        self.accounting = RunAccounting()
         self.outcomes: list[Done] = []
         self._plans: dict[int, Plan] = {}
         self._step_of_seq: dict[int, int] = {}
@@ -155,7 +157,7 @@ class _Audit:
         if isinstance(record, Plan):
             self._plan(record)
         elif isinstance(record, Settle):
-            self.books.tasks_given_up[record.reason] += len(record.tasks)
+            self.accounting.tasks_given_up[record.reason] += len(record.tasks)
             for task in record.tasks.tolist():
                 self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():
@@ -167,27 +169,29 @@ class _Audit:
 
     def _plan(self, plan: Plan) -> None:
         if plan.step in self._plans:
-            self.books.complain(f"step {plan.step} was planned twice")
+            self.accounting.add_problem(f"step {plan.step} was planned twice")
         self._plans[plan.step] = plan
         for version, step in plan.version_steps.items():
             if self._versions is not None and self._versions.get(version) != step:
                 known = self._versions.get(version, "none")
-                self.books.complain(f"step {plan.step} takes version {version} for weights of step {step}; the registry says {known}")
+                self.accounting.add_problem(
+                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has {known}"
+                )
         for task in plan.tasks.tolist():
             if task in self._step_of_task or task in self._dropped_task:
-                self.books.complain(f"task {task} is in step {plan.step} and was settled before")
+                self.accounting.add_problem(f"task {task} is in step {plan.step} and was settled before")
             self._step_of_task[task] = plan.step
         places = [(task, index) for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True) for index in range(size)]
         for seq, place in zip(plan.seqs.tolist(), places, strict=True):
             if seq in self._step_of_seq or seq in self._dropped_seq:
                 self._twice(f"sample {seq} is in step {plan.step} and was settled before")
             self._step_of_seq[seq], self._planned[seq] = plan.step, place
-        self.books.trained += len(plan.seqs)
+        self.accounting.trained += len(plan.seqs)
 
     def task(self, task: Task) -> None:
         self._tasks[task.id] = task
-        self.books.tasks_issued += 1
-        self.books.tasks_open += task.id not in self._step_of_task and task.id not in self._dropped_task
+        self.accounting.tasks_issued += 1
+        self.accounting.tasks_open += task.id not in self._step_of_task and task.id not in self._dropped_task
 
     # ---- SAMPLES
 
@@ -199,56 +203,56 @@ class _Audit:
         async for received in bus.samples.tail(last=EVERYTHING, follow=False):
             progress(received.seq - state.first_seq + 1, state.last_seq - state.first_seq + 1)
             if isinstance(received.sample, WireError):
-                self.books.published += 1
-                self.books.refuse(field_of(received.sample), received.actor)
+                self.accounting.published += 1
+                self.accounting.refuse(field_of(received.sample), received.actor)
             elif received.sample.kind is Kind.EVAL:
-                self.books.eval += 1
+                self.accounting.eval += 1
             else:
                 self._sample(received.seq, received.sample, received.actor)
 
     def _trimmed(self, last: int) -> None:
         """Count the trimmed sequences 1 .. ``last``: PLAN must name them, or the cursor be past them."""
-        self.books.trimmed = last
+        self.accounting.trimmed = last
         unclaimed = 0
         for seq in range(1, last + 1):
             if seq in self._step_of_seq:
-                self.books.published += 1
-                self.books.trained_here += 1
+                self.accounting.published += 1
+                self.accounting.trained_here += 1
                 self._found[seq] = self._planned[seq]
             elif seq in self._dropped_seq:
-                self.books.published += 1
-                self.books.dropped[self._dropped_seq[seq]] += 1
+                self.accounting.published += 1
+                self.accounting.dropped[self._dropped_seq[seq]] += 1
             else:
-                unclaimed += self._claims is None or seq not in self._claims
+                unclaimed += self._cursor is None or seq not in self._cursor
         for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
-            self.books.max_lag_trained = max(self.books.max_lag_trained, _largest_lag(plan))
+            self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, _largest_lag(plan))
         if unclaimed:
-            self._lost(f"{unclaimed} trimmed sequences are named by no record and not behind the checkpoint's cursor", unclaimed)
+            self._lost(f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor", unclaimed)
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
         """Count one sample by its disposition."""
-        books = self.books
-        books.published += 1
-        books.tokens_generated += sample.response_length
-        books.aborted += sample.status is Status.ABORTED
+        accounting = self.accounting
+        accounting.published += 1
+        accounting.tokens_generated += sample.response_length
+        accounting.aborted += sample.status is Status.ABORTED
         if seq in self._step_of_seq:
-            books.trained_here += 1
+            accounting.trained_here += 1
             self._found[seq] = (sample.task, sample.index)
             self._count_trained(sample, self._plans[self._step_of_seq[seq]])
         elif seq in self._dropped_seq:
-            books.dropped[self._dropped_seq[seq]] += 1
+            accounting.dropped[self._dropped_seq[seq]] += 1
         elif sample.status in (Status.FAILED, Status.ABORTED):
-            books.dropped[sample.status.value] += 1
+            accounting.dropped[sample.status.value] += 1
         elif wrong := self._wrong(seq, sample):
-            books.refuse(wrong, actor)
+            accounting.refuse(wrong, actor)
         elif sample.task in self._dropped_task:
-            books.dropped[self._dropped_task[sample.task]] += 1
+            accounting.dropped[self._dropped_task[sample.task]] += 1
         elif sample.task in self._step_of_task:
             self._late[seq] = (sample.task, sample.index)
-        elif self._claims is not None and seq in self._claims:
-            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and no record names it")
+        elif self._cursor is not None and seq in self._cursor:
+            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record")
         else:
-            books.buffered += 1
+            accounting.buffered += 1
 
     def _wrong(self, seq: int, sample: Sample) -> str:
         """Return the field that made training the sample impossible; empty if it is valid.
@@ -271,22 +275,22 @@ class _Audit:
         return known is not None and any(one.version not in known or seq <= self._after.get(one.version, 0) for one in sample.spans)
 
     def _count_trained(self, sample: Sample, plan: Plan) -> None:
-        books = self.books
-        books.multi_version += len({span.version for span in sample.spans}) > 1
+        accounting = self.accounting
+        accounting.multi_version += len({span.version for span in sample.spans}) > 1
         start = 0
         for span in sample.spans:
             tokens = int(sample.loss_mask[start : start + span.num_tokens].sum())
             start += span.num_tokens
             step = plan.version_steps.get(span.version)
             if step is None:
-                books.complain(f"step {plan.step} trains tokens of version {span.version}, whose step its plan does not know")
+                accounting.add_problem(f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan")
                 continue
             if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
                 continue
             lag = plan.step - 1 - step
-            books.lag_tokens[lag] += tokens
-            books.tokens_trained += tokens
-            books.max_lag_trained = max(books.max_lag_trained, lag)
+            accounting.lag_tokens[lag] += tokens
+            accounting.tokens_trained += tokens
+            accounting.max_lag_trained = max(accounting.max_lag_trained, lag)
 
     # ---- plans, samples and cursor against each other
 
@@ -300,26 +304,26 @@ class _Audit:
             if place in trained:
                 self._twice(f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}")
             elif place != self._planned[seq]:
-                self.books.complain(f"sample {seq} is task {place[0]}, index {place[1]}; its plan has it for {self._planned[seq]}")
+                self.accounting.add_problem(f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}")
             trained[place] = seq
-            if self._claims is not None and step <= self._claims.step and seq not in self._claims:
+            if self._cursor is not None and step <= self._cursor.step and seq not in self._cursor:
                 self._twice(f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it would be trained again")
         for seq, place in self._late.items():
             if place in trained:
-                self.books.duplicates += 1
+                self.accounting.duplicates += 1
             else:
                 self._unrecorded(f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out when it was trained")
 
     def _twice(self, text: str) -> None:
-        self.books.trained_twice += 1
-        self.books.complain(text)
+        self.accounting.trained_twice += 1
+        self.accounting.add_problem(text)
 
     def _lost(self, text: str, count: int = 1) -> None:
-        self.books.lost += count
-        self.books.complain(text)
+        self.accounting.lost += count
+        self.accounting.add_problem(text)
 
     def _unrecorded(self, text: str) -> None:
-        self.books.unrecorded += 1
+        self.accounting.unrecorded += 1
         self._lost(text)
 
 
@@ -329,7 +333,7 @@ def _largest_lag(plan: Plan) -> int:
     return plan.step - 1 - (oldest if plan.oldest_step is None else max(oldest, plan.oldest_step))
 
 
-def read_claims(checkpoints: Path) -> Claims | None:
+def read_cursor(checkpoints: Path) -> CheckpointCursor | None:
     """Return the cursor in the newest valid checkpoint of a directory; None if there is none."""
     from learner import checkpoints as kept
     from learner.data.datasource import read_state
@@ -338,7 +342,7 @@ def read_claims(checkpoints: Path) -> Claims | None:
     if path is None:
         return None
     state = read_state(kept.read_state(path))
-    return Claims(int(state["samples"]["floor"]), frozenset(state["samples"]["settled"]), int(state["step"]))
+    return CheckpointCursor(int(state["samples"]["floor"]), frozenset(state["samples"]["settled"]), int(state["step"]))
 
 
 def mean(values: list[float]) -> float:

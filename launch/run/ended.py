@@ -32,11 +32,11 @@ CONFIG_FILE, BUS_DIR = "config.yaml", "bus"
 _PASSWORD_BYTES = 24
 
 
-class RunGoesOn(ValueError):
+class RunResumed(ValueError):
     """SIGTERM was received: the run was started again, and needs its store."""
 
     def __init__(self) -> None:
-        super().__init__("ended by SIGTERM, which a run that is started again sends; look again")
+        super().__init__("ended by SIGTERM: the run was started again; repeat the command")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def _running(directory: Path) -> bool:
 def started(ended: EndedBus) -> Iterator[str]:
     """Run the bus while entered; yield its address with the viewer's password in it: not to be shown.
 
-    Raises ValueError when the server cannot be started, RunGoesOn on SIGTERM.
+    Raises ValueError when the server cannot be started, RunResumed on SIGTERM.
     """
     password = "" if ended.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
     try:
@@ -97,7 +97,7 @@ def started(ended: EndedBus) -> Iterator[str]:
         yield replace(parse(url), user=VIEWER, password=password).line() if password else _with_user(url, ended)
     except BaseException:
         if asked:
-            raise RunGoesOn from None
+            raise RunResumed from None
         raise
     finally:
         signal.signal(signal.SIGTERM, before)

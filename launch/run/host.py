@@ -18,13 +18,13 @@ from pathlib import Path
 
 from bus.client.waiter import Waiter
 from bus.errors import BusError
-from bus.liveness.live import Heartbeat, LiveView, processes
+from bus.liveness.live import HeartbeatPublisher, LiveView, processes
 from bus.server.auth import CREDENTIALS_VARIABLE
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
-from launch.run import wanted
+from launch.run import desired
+from launch.run.desired import ROLES, LiveHost
 from launch.run.supervisor import Supervisor
-from launch.run.wanted import ROLES, Place
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ SETTLE_S = 3.0
 LOCK_FILE = ".lock"
 
 
-class HostThere(ValueError):
+class HostExists(ValueError):
     """Another host of this name is alive: two would run twice the wanted numbers."""
 
 
@@ -59,31 +59,33 @@ class Host:
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
         then, and there are no more of them than users.
         """
-        self._bus, self._supervisor, self._place = bus, supervisor, Place(name, pool)
+        self._bus, self._supervisor, self._live_host = bus, supervisor, LiveHost(name, pool)
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
         self._users = users
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         """Processes that are given up, and logged as such."""
         self._revision = -1
         self.counts: dict[str, int] = {}
-        """Wanted number of processes of this host by role, as last read."""
+        """Desired number of processes of this host by role, as last read."""
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
         """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False and the caller does it."""
         waiter, trusted_from = Waiter(), 0.0
-        row = LiveRow(role=ROLE, id=self._place.name, host=socket.gethostname(), pid=os.getpid(), phase="working", pool=self._place.pool)
-        async with Heartbeat(self._bus, row) as heartbeat, self._woken(waiter.wake, draining):
+        row = LiveRow(
+            role=ROLE, id=self._live_host.name, host=socket.gethostname(), pid=os.getpid(), phase="working", pool=self._live_host.pool
+        )
+        async with HeartbeatPublisher(self._bus, row) as heartbeat, self._waking(waiter.wake, draining):
             while not draining.is_set():
                 try:
-                    rows, hosts = await wanted.read(self._bus), await self._hosts()
+                    rows, hosts = await desired.read(self._bus), await self._hosts()
                     if time.monotonic() >= trusted_from:
-                        self.reconcile(rows.of(self._place, hosts), rows.revision)
+                        self.reconcile(rows.of(self._live_host, hosts), rows.revision)
                 except BusError as error:
-                    log.info("what is wanted is not known, all stays as it is error=%s", error)
+                    log.info("desired numbers not read, nothing is changed error=%s", error)
                     trusted_from = time.monotonic() + SETTLE_S
-                self._tell(heartbeat)
+                self._update(heartbeat)
                 await waiter.wait(LOOK_EVERY_S)
             if drain:
                 heartbeat.update(phase="draining")
@@ -92,19 +94,19 @@ class Host:
                     await self._supervisor.end(self._supervisor.names(role), within_s=self._drain_s)
 
     @contextlib.asynccontextmanager
-    async def _woken(self, wake: Callable[[], None], draining: asyncio.Event) -> AsyncIterator[None]:
+    async def _waking(self, wake: Callable[[], None], draining: asyncio.Event) -> AsyncIterator[None]:
         """While entered, call ``wake`` at changes of the wanted numbers, and when ``draining`` is set."""
-        rows, told = self._bus.rows("wanted"), asyncio.create_task(draining.wait(), name="draining")
-        told.add_done_callback(lambda _: wake())
+        rows, drained = self._bus.rows("wanted"), asyncio.create_task(draining.wait(), name="draining")
+        drained.add_done_callback(lambda _: wake())
         try:
-            async with rows.noticing("*", wake), rows.noticing("*.*", wake):
+            async with rows.on_change("*", wake), rows.on_change("*.*", wake):
                 yield
         finally:
-            told.cancel()
+            drained.cancel()
 
-    async def _hosts(self) -> list[Place]:
-        found = {row.id: Place(row.id, row.pool) for row in await self._view.alive(ROLE)}
-        return list({**found, self._place.name: self._place}.values())
+    async def _hosts(self) -> list[LiveHost]:
+        found = {row.id: LiveHost(row.id, row.pool) for row in await self._view.alive(ROLE)}
+        return list({**found, self._live_host.name: self._live_host}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
         """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows change."""
@@ -121,9 +123,9 @@ class Host:
             for name in slots[role]:
                 if name not in kept:  # a process that drains is kept until it has ended
                     self._supervisor.keep(name, self._arguments(role, name), always=True, environment=self._environment(role, name))
-        for name in given_up.keys() - self._said:
+        for name in given_up.keys() - self._logged:
             log.error("%s", given_up[name])
-        self._said = set(given_up)
+        self._logged = set(given_up)
         self._revision = revision
 
     def _slots(self, role: str) -> list[str]:
@@ -150,7 +152,7 @@ class Host:
         """Wait for the processes that are draining."""
         await asyncio.gather(*self._draining.values(), return_exceptions=True)
 
-    def _tell(self, heartbeat: Heartbeat) -> None:
+    def _update(self, heartbeat: HeartbeatPublisher) -> None:
         running, given_up = self._supervisor.running, self._supervisor.given_up
         load = {f"{role}s_wanted": float(self.counts.get(role, 0)) for role in ROLES}
         load |= {f"{role}s": float(sum(name in running for name in self._supervisor.names(role))) for role in ROLES}
@@ -168,20 +170,20 @@ def users_in(directory: Path) -> dict[str, list[Path]]:
     """Return the files with credentials of engines and actors by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
     found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
     if not any(found.values()):
-        raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, there are none")
+        raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
     return found
 
 
 @contextlib.contextmanager
 def only_one(directory: Path, name: str) -> Iterator[None]:
-    """Lock the directory of a host against other hosts on this machine while entered. Raises HostThere."""
+    """Lock the directory of a host against other hosts on this machine while entered. Raises HostExists."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / LOCK_FILE).open("a+") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise HostThere(f"--name: host {name} is at work in {directory} (process {lock.read().strip() or 'unknown'})") from None
+            raise HostExists(f"--name: host {name} is running in {directory} (process {lock.read().strip() or 'unknown'})") from None
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -189,9 +191,9 @@ def only_one(directory: Path, name: str) -> Iterator[None]:
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
-    """Raise HostThere if a host of this name is alive elsewhere. Takes two seconds if there is a live row of this name."""
-    if (await bus.rows("live").standing(f"{ROLE}.{wanted.token(name)}"))[0] is None:
+    """Raise HostExists if a host of this name is alive elsewhere. Takes two seconds if there is a live row of this name."""
+    if (await bus.rows("live").read(f"{ROLE}.{desired.token(name)}"))[0] is None:
         return
     for row, age in await processes(bus):
         if row.role == ROLE and row.id == name and age == 0:
-            raise HostThere(f"--name: host {name} of run {bus.run} lives on {row.host} (process {row.pid}); give this one another name")
+            raise HostExists(f"--name: host {name} of run {bus.run} is running on {row.host} (process {row.pid}); choose another name")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bus import exit_codes
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.exit_codes import DONE, NOT_IN_TIME
 from bus.system.coroutines import first_error
 from bus.system.loop import new_event_loop
@@ -63,9 +63,9 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 
 def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
     """Log one line per event to stderr: time, level, process, logger, message."""
-    who = f"{role} {id}".strip()
-    logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {who}: %(name)s: %(message)s", force=True)
-    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.link reports it
+    name = f"{role} {id}".strip()
+    logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True)
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.connection reports it
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

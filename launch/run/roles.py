@@ -23,8 +23,8 @@ from launch.settings.loader import SettingsError
 
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
-    from bus.liveness.live import Heartbeat
-    from bus.streams.connection import Bus
+    from bus.liveness.live import HeartbeatPublisher
+    from bus.streams.bus import Bus
     from launch.settings.loader import Setting
     from learner.feed.feed_keys import FeedKeys
 
@@ -52,9 +52,9 @@ def run_prepare(config: RunConfig) -> int:
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     """Run the embedded nats-server, or three: one that ends is started again at once, on the same port; all are stopped when drained."""
-    from bus.liveness.live import Heartbeat
+    from bus.liveness.live import HeartbeatPublisher
     from bus.server.cluster import EmbeddedBus
-    from bus.streams.connection import connect
+    from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
 
     servers = EmbeddedBus(config.root / "bus", config.run, config.bus, auth_dir(config))
@@ -66,13 +66,13 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
             id = config.bus.server_name or "bus"
             row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
-            async with Heartbeat(bus, row) as heartbeat:
+            async with HeartbeatPublisher(bus, row) as heartbeat:
 
                 async def keep_up() -> None:
                     while True:
                         await asyncio.sleep(CHECK_SERVER_S)
                         for server in servers.ended():
-                            log.warning("nats-server ended and is started again; its last words:\n%s", server.log_tail(5))
+                            log.warning("nats-server ended and is started again; its last log lines:\n%s", server.log_tail(5))
                             await asyncio.to_thread(server.start)
                             heartbeat.update(pid=servers.pid)
 
@@ -88,7 +88,7 @@ def own_address(config: RunConfig, url: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
+class LocalSettings:
     """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
 
     allowed: Sequence[str] = ()
@@ -114,17 +114,17 @@ def importing() -> Iterator[None]:
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
     from bus.client.address import parse
-    from bus.client.link import linked
+    from bus.client.connection import open_connection
 
     async def reached() -> None:
-        async with linked(bus_url, name, wait_s):
+        async with open_connection(bus_url, name, wait_s):
             pass
 
     log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
     await first_of(reached(), draining.wait())
 
 
-async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from the learner.
 
     ``host`` and ``advertise`` of a configuration from the bus are never used. Raises NotAllowed.
@@ -157,7 +157,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
         await engine_process.run_engine(places, engine, draining, factory=factory, limits=limits)
 
 
-async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: Own) -> RunConfig | None:
+async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
     """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
@@ -167,8 +167,8 @@ async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Eve
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        told = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
-    return None if told is None else from_map(told, f"run {run}, row run/{CONFIG_KEY}", own.changed)
+        drained = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
+    return None if drained is None else from_map(drained, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
@@ -181,7 +181,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     model = Path(config.model.path)
     if (model / "config.json").exists():
         return model
-    log.info("no model on this machine path=%s; it is asked for over the bus", model)
+    log.info("no model on this machine path=%s; it is requested over the bus", model)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, config.run, config.bus, name=name, draining=draining)
         if bus is None:
@@ -190,7 +190,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     return None if draining.is_set() else into
 
 
-async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: Own) -> None:
+async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from actors.rollout import actor_process
 
@@ -239,7 +239,7 @@ class Machine:
     name: str
     pool: str
     own: Mapping[str, int]
-    """Wanted numbers of this machine itself, by role; empty = its share of the total."""
+    """Desired numbers of this machine itself, by role; empty = its share of the total."""
     directory: Path
     drain_s: float
     restarts: int
@@ -255,13 +255,13 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the wanted numbers. Raises HostThere, BusUnavailable."""
+    """Run the engines and actors of this machine in the wanted numbers. Raises HostExists, BusUnavailable."""
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected
     from bus.config import BusConfig
     from bus.errors import Forbidden
-    from launch.run import wanted
+    from launch.run import desired
     from launch.run.host import Host, refuse_another
     from launch.run.supervisor import Supervisor
 
@@ -277,10 +277,10 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
         await refuse_another(bus, name)
         if machine.own:
             try:
-                await wanted.change(bus, wanted.host_key(name), machine.own)
+                await desired.change(bus, desired.host_key(name), machine.own)
             except Forbidden as error:
                 words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
-                raise ValueError(f"{error}; let the operator say it: tidemill scale {words} --host {name}") from None
+                raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
         host = Host(
             bus,
             Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
@@ -291,7 +291,7 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
             drain_s=machine.drain_s,
             users=machine.users,
         )
-        log.info("host at work run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
+        log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
         await host.run(draining)
 
 
@@ -301,8 +301,8 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     The live row names the engines that take no pushes; progress is in the feeder's row.
     """
     from bus.liveness.keys import make_keys
-    from bus.liveness.live import Heartbeat
-    from bus.streams.connection import connect
+    from bus.liveness.live import HeartbeatPublisher
+    from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
     from launch.settings.loader import to_map
@@ -314,18 +314,18 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         await bus.rows("run").put("config", to_map(config))
         write_keys(auth_dir(config), await make_keys(bus))
         row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
-        async with Heartbeat(bus, row) as heartbeat:
-            telling = asyncio.create_task(tell_evicted(bus, heartbeat), name="evicted engines")
+        async with HeartbeatPublisher(bus, row) as heartbeat:
+            reporting = asyncio.create_task(report_evicted(bus, heartbeat), name="evicted engines")
             try:
                 await run_learner(
                     arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
                 )
             finally:
-                telling.cancel()
-                await asyncio.gather(telling, return_exceptions=True)
+                reporting.cancel()
+                await asyncio.gather(reporting, return_exceptions=True)
 
 
-async def tell_evicted(bus: "Bus", heartbeat: "Heartbeat") -> None:
+async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
     """Background loop: write into the learner's live row the engines that it does not push to, and why."""
     from weightstore.store.registry import EVICTED, VersionRegistry
 

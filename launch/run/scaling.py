@@ -6,36 +6,36 @@ from rich.console import Console
 
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import connect
-from launch.run import wanted
+from bus.streams.bus import connect
+from launch.run import desired
+from launch.run.desired import ROLES, LiveHost
 from launch.run.host import ROLE
-from launch.run.wanted import ROLES, Place
 
 CONNECT_S = 3.0
 
 
 async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str, pool: str) -> int:
     """Set the numbers in the row of a host, of a pool or of all, and print the share of every live host; return 0. Raises ValueError."""
-    key = wanted.host_key(host) if host else wanted.pool_key(pool) if pool else wanted.ALL
+    key = desired.host_key(host) if host else desired.pool_key(pool) if pool else desired.ALL
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="scale", wait_s=CONNECT_S) as bus:
             if counts:
-                before, after = await wanted.change(bus, key, counts)
+                before, after = await desired.change(bus, key, counts)
                 for role in counts:
                     console.print(f"{key}: {role}s {before.get(role, '-')} -> {after[role]}")
-            rows, live = await wanted.read(bus), await LiveView(bus).alive(ROLE)
+            rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
     except BusError as error:
         raise ValueError(str(error)) from None
-    hosts = [Place(row.id, row.pool) for row in live]
+    hosts = [LiveHost(row.id, row.pool) for row in live]
     for place, row in zip(hosts, live, strict=True):
         shares = rows.of(place, hosts)
-        told = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
+        numbers = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
         belongs = f" (pool {place.pool})" if place.pool else ""
-        console.print(f"host {place.name}{belongs}: {told}{row.waits_for and f'; {row.waits_for}'}", markup=False)
+        console.print(f"host {place.name}{belongs}: {numbers}{row.waits_for and f'; {row.waits_for}'}", markup=False)
     known = [one.name for one in hosts] if host else [one.pool for one in hosts if one.pool]
     if not hosts:
-        console.print("no host is there to obey: start `tidemill host` on the machines that shall run them")
+        console.print("no host is running: start `tidemill host` on the machines that should run them")
     elif (host or pool) and (host or pool) not in known:
-        console.print(f"{key}: nobody of that name is there yet; there {'are' if known else 'is'} {', '.join(known) or 'none'}")
+        console.print(f"{key}: no live host of that name; live: {', '.join(known) or 'none'}")
     return 0

@@ -1,4 +1,4 @@
-"""Results of a run: summary.json from its books, metrics.jsonl from its outcomes, and a check of its promises."""
+"""Results of a run: summary.json from its accounting, metrics.jsonl from its outcomes, and a check of its promises."""
 
 import contextlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from bus.system.files import write_whole
 from bus.wire.messages import Done, VersionRow
-from launch.run.audit import Books, mean
+from launch.run.audit import RunAccounting, mean
 
 LAST_STEPS = 10
 """Number of steps over which the last reward is averaged: a peak proves nothing."""
@@ -40,11 +40,13 @@ class Observed:
     restarts: Mapping[str, int]
 
 
-def summarize(books: Books, lines: Sequence[Mapping[str, Any]], versions: Sequence[VersionRow], observed: Observed) -> dict[str, Any]:
+def summarize(
+    accounting: RunAccounting, lines: Sequence[Mapping[str, Any]], versions: Sequence[VersionRow], observed: Observed
+) -> dict[str, Any]:
     """Return everything that summary.json holds, in its order."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     loads = observed.loads
-    actors = [load["waiting_share"] for who, load in loads.items() if who.startswith("actor.") and "waiting_share" in load]
+    actors = [load["waiting_share"] for name, load in loads.items() if name.startswith("actor.") and "waiting_share" in load]
     return {
         "run": observed.run,
         "steps": len(lines),
@@ -53,44 +55,44 @@ def summarize(books: Books, lines: Sequence[Mapping[str, Any]], versions: Sequen
         "reward_last": mean(rewards[-LAST_STEPS:]) if rewards else None,
         "seconds": round(observed.seconds, 2),
         "seconds_to_reward_0.9": observed.seconds_to_reward,
-        **_samples(books),
+        **_samples(accounting),
         "requests_aborted_by_pushes": observed.aborted_by_pushes,
-        "multi_version_samples": books.multi_version,
+        "multi_version_samples": accounting.multi_version,
         "max_lag": observed.max_lag,
-        "max_lag_trained": books.max_lag_trained,
-        "lag_histogram_tokens": {str(lag): books.lag_tokens[lag] for lag in sorted(books.lag_tokens)},
+        "max_lag_trained": accounting.max_lag_trained,
+        "lag_histogram_tokens": {str(lag): accounting.lag_tokens[lag] for lag in sorted(accounting.lag_tokens)},
         "learner_wait_share": float(lines[-1].get("train/wait_share", 0.0)) if lines else None,
         "actor_wait_share": mean(actors) if actors else None,
-        "tokens_generated": books.tokens_generated,
-        "tokens_trained": books.tokens_trained,
+        "tokens_generated": accounting.tokens_generated,
+        "tokens_trained": accounting.tokens_trained,
         "versions": len(versions),
         "pushes": sum(row.version > 0 and row.state == "published" for row in versions),
         **_pushes(lines),
-        "tasks_issued": books.tasks_issued,
-        "tasks_open": books.tasks_open,
-        "tasks_given_up": dict(sorted(books.tasks_given_up.items())),
+        "tasks_issued": accounting.tasks_issued,
+        "tasks_open": accounting.tasks_open,
+        "tasks_given_up": dict(sorted(accounting.tasks_given_up.items())),
         "prompts_too_long": int(loads.get("feeder.feeder", {}).get("prompts_too_long", 0)),
         "troubles": dict(observed.troubles),
         "restarts": dict(observed.restarts),
-        "problems": books.problems,
+        "problems": accounting.problems,
     }
 
 
-def _samples(books: Books) -> dict[str, Any]:
+def _samples(accounting: RunAccounting) -> dict[str, Any]:
     return {
-        "samples_published": books.published,
-        "samples_trained": books.trained,
-        "samples_lost": books.lost,
-        "samples_trained_twice": books.trained_twice,
-        "samples_dropped": dict(sorted(books.dropped.items())),
-        "samples_duplicate": books.duplicates,
-        "samples_invalid": books.invalid,
-        "samples_invalid_by_field": dict(sorted(books.invalid_by_field.items())),
-        "samples_invalid_by_actor": dict(sorted(books.invalid_by_actor.items())),
-        "samples_buffered": books.buffered,
-        "samples_trimmed": books.trimmed,
-        "samples_aborted": books.aborted,
-        "books_balance": books.balance(),
+        "samples_published": accounting.published,
+        "samples_trained": accounting.trained,
+        "samples_lost": accounting.lost,
+        "samples_trained_twice": accounting.trained_twice,
+        "samples_dropped": dict(sorted(accounting.dropped.items())),
+        "samples_duplicate": accounting.duplicates,
+        "samples_invalid": accounting.invalid,
+        "samples_invalid_by_field": dict(sorted(accounting.invalid_by_field.items())),
+        "samples_invalid_by_actor": dict(sorted(accounting.invalid_by_actor.items())),
+        "samples_buffered": accounting.buffered,
+        "samples_trimmed": accounting.trimmed,
+        "samples_aborted": accounting.aborted,
+        "books_balance": accounting.balance(),
     }
 
 
@@ -111,7 +113,7 @@ def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> lis
         if summary[name] != 0
     ]
     if not summary["books_balance"]:
-        wrong.append("the books of the stream SAMPLES do not balance")
+        wrong.append("the accounting of the stream SAMPLES does not balance")
     if summary["problems"]:
         wrong.append(f"problems found by the audit: {len(summary['problems'])}, the first: {summary['problems'][0]}")
     if summary["max_lag_trained"] > summary["max_lag"]:

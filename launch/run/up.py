@@ -1,4 +1,4 @@
-"""``tidemill up``: a whole run on this machine, with a live view, and its books at the end.
+"""``tidemill up``: a whole run on this machine, with a live view, and its accounting at the end.
 
     prepare -> bus -> engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
             -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
@@ -25,17 +25,17 @@ from rich.console import Console
 from bus import exit_codes
 from bus.errors import BusError, ServerFailed
 from bus.server.embedded import end_reader
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import VersionRow
 from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
-from launch.run import audit_progress, process, roles, summary, view, wanted
-from launch.run.audit import audit, read_claims
+from launch.run import audit_progress, desired, process, roles, summary, view
+from launch.run.audit import audit, read_cursor
 from launch.run.host import Host
 from launch.run.supervisor import GaveUp, Supervisor
-from launch.run.watch import Watch
+from launch.run.watch import RunWatch
 from launch.settings import extras
 from launch.settings.config import CONFIG_FILE, RunConfig
 from launch.settings.loader import Loaded, to_map
@@ -70,7 +70,7 @@ REPORTED = (
 HOST = "up"
 """Name of this process among the hosts of the run."""
 BROKEN_PROMISE = 3
-"""Exit code when the run is complete and its books or its reward are not as promised."""
+"""Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``."""
 
 
 class CannotBegin(ValueError):
@@ -110,7 +110,7 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
     with (root / LOCK_FILE).open("a+") as lock:
         _lock(lock, root)
         if there and not resume and not fresh:
-            raise CannotBegin(f"{root}: holds a run already; go on with it (--resume), throw it away (--fresh), or set another directory")
+            raise CannotBegin(f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory")
         _end_look(root)
         if fresh:
             _clear(root)
@@ -123,8 +123,8 @@ def _lock(lock: IO[str], root: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        who = lock.read().strip()
-        raise CannotBegin(f"{root}: `tidemill up` (process {who}) is at work in it; end that first, or set another directory") from None
+        holder = lock.read().strip()
+        raise CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; end it first, or set another directory") from None
     lock.truncate(0)
     lock.write(f"{os.getpid()}\n")
     lock.flush()
@@ -169,7 +169,7 @@ class Up:
         self._supervisor = Supervisor(
             self._root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s, on_event=self._event
         )
-        self._watch: Watch | None = None
+        self._watch: RunWatch | None = None
         self._host: Host | None = None
         self.code = process.DONE
         self.failure = ""
@@ -180,7 +180,7 @@ class Up:
     async def run(self, draining: asyncio.Event) -> None:
         """Start the processes, wait for the learner and drain them; the result is in ``code`` and ``failure``."""
         self._write_config()
-        self._say(f"{self._config.run}: files and logs in {self._root}")
+        self._print(f"{self._config.run}: files and logs in {self._root}")
         try:
             await self._prepare()
             await self._check_prepared()
@@ -191,7 +191,7 @@ class Up:
                 await self._refuse_another_run(bus, url)
                 await self._train(bus, url, draining)
         except asyncio.CancelledError:
-            self.failure = f"not drained in time; at work still: {', '.join(self._supervisor.running) or 'no process'}"
+            self.failure = f"not drained in time; still running: {', '.join(self._supervisor.running) or 'no process'}"
             raise
         except (CannotBegin, CheckFailed) as error:
             self.code, self.failure = getattr(error, "exit_code", WRONG_USE), str(error)
@@ -204,11 +204,9 @@ class Up:
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
         """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams would mix."""
         if not self._resume and await bus.tasks.last_id() > 0:
-            raise CannotBegin(
-                f"{url}: holds a run named {bus.run} already; go on with it (--resume), or give this one a name (--set run=...)"
-            )
+            raise CannotBegin(f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name (--set run=...)")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         log.info("%s", text)
         self._console.print(text, markup=False)
 
@@ -254,7 +252,7 @@ class Up:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
         metrics.unlink(missing_ok=True)
-        self._watch = Watch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
+        self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
             learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked"])
             self._host = Host(
@@ -275,10 +273,10 @@ class Up:
             finished = ended and await self._trained_to_the_end(bus)
             await self._drain()
         if not finished:
-            cure = f"go on with: tidemill up {self._root / CONFIG_FILE} --resume"
-            self._say(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
+            cure = f"resume with: tidemill up {self._root / CONFIG_FILE} --resume"
+            self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {cure}")
             return
-        await self._close_books(bus, self._watch.elapsed_s)
+        await self._audit(bus, self._watch.elapsed_s)
 
     @contextlib.asynccontextmanager
     async def _shown(self) -> AsyncIterator[None]:
@@ -295,7 +293,7 @@ class Up:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, Exception):
-                    log.error("nobody saw the rest: %s", result, exc_info=result)
+                    log.error("the live view failed: %s", result, exc_info=result)
 
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
@@ -305,9 +303,9 @@ class Up:
     async def _want(self, bus: Bus) -> None:
         """Set the wanted numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
-        there, _ = await bus.rows("wanted").standing(wanted.ALL) if self._resume else (None, 0)
+        there, _ = await bus.rows("wanted").read(desired.ALL) if self._resume else (None, 0)
         if there is None:
-            await wanted.change(bus, wanted.ALL, counts)
+            await desired.change(bus, desired.ALL, counts)
         elif there != counts:
             self._event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(there.items())))
 
@@ -324,9 +322,9 @@ class Up:
         await self._supervisor.end(self._supervisor.names("actor") + self._supervisor.names("learner"), within_s=within_s + 10)
         await self._supervisor.end(self._supervisor.names("engine"), within_s=within_s)
 
-    async def _close_books(self, bus: Bus, seconds: float) -> None:
+    async def _audit(self, bus: Bus, seconds: float) -> None:
         assert self._watch is not None
-        claims = await asyncio.to_thread(read_claims, self._config.checkpoints)
+        cursor = await asyncio.to_thread(read_cursor, self._config.checkpoints)
         rows = await bus.rows("weights").all()
         fields = VersionRow.__dataclass_fields__
         versions = [
@@ -334,8 +332,8 @@ class Up:
         ]
         vocab_size, _ = roles.model_shape(Path(self._config.model.path))
         steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
-        async with audit_progress.shown(bus, self._say) as progress:
-            books, outcomes = await audit(bus, claims, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
+        async with audit_progress.shown(bus, self._print) as progress:
+            accounting, outcomes = await audit(bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)
@@ -349,7 +347,7 @@ class Up:
             aborted_by_pushes=int(sum(self._watch.aborted_by_pushes.values())),
             restarts=self._supervisor.restarted,
         )
-        result = summary.summarize(books, lines, versions, observed)
+        result = summary.summarize(accounting, lines, versions, observed)
         broken = summary.broken_promises(result, require_reward=self._config.up.require_reward)
         result |= {"promises_broken": broken, "config_digest": self._config.digest()}
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
@@ -358,10 +356,10 @@ class Up:
         self._report(result, broken, picture)
 
     def _report(self, result: dict[str, object], broken: list[str], picture: str) -> None:
-        self._say("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
-        for who, trouble in self._watch.troubles.items() if self._watch is not None else ():
-            self._say(f"  {who}: {trouble}")
-        self._say(f"  model {self._root}/final, picture {picture}, books {self._root}/summary.json")
+        self._print("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
+        for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
+            self._print(f"  {name}: {trouble}")
+        self._print(f"  model {self._root}/final, picture {picture}, accounting {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.wire.messages import LiveRow, Sample
-from launch.run.watch import Watch
+from launch.run.watch import RunWatch
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
@@ -33,7 +33,7 @@ _DOTS = ((0x40, 0x80), (0x04, 0x20), (0x02, 0x10), (0x01, 0x08))
 """Braille dots of a cell from bottom to top, (left, right)."""
 
 
-async def show_live(watch: Watch, title: str, console: Console) -> None:
+async def show_live(watch: RunWatch, title: str, console: Console) -> None:
     """Background loop: draw until cancelled, and once more then."""
 
     def fitted() -> Panel:
@@ -48,31 +48,31 @@ async def show_live(watch: Watch, title: str, console: Console) -> None:
             live.update(fitted(), refresh=True)
 
 
-async def show_plain(watch: Watch, console: Console) -> None:
+async def show_plain(watch: RunWatch, console: Console) -> None:
     """Background loop: print a line every few seconds if a step was done, and every event once."""
-    told: set[str] = set()
-    told_step = -1
+    printed: set[str] = set()
+    printed_step = -1
     while True:
-        for event in [event for event in watch.events if event not in told]:
-            told.add(event)
+        for event in [event for event in watch.events if event not in printed]:
+            printed.add(event)
             console.print(event, markup=False, highlight=False)
-        if watch.step > told_step and watch.outcomes:
-            told_step = watch.step
-            words = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
-            console.print(f"{watch.elapsed_s:5.0f} s   {words}", markup=False, highlight=False, soft_wrap=True)
+        if watch.step > printed_step and watch.outcomes:
+            printed_step = watch.step
+            numbers = "   ".join(f"{name} {value}" for name, value in watch.flat().items())
+            console.print(f"{watch.elapsed_s:5.0f} s   {numbers}", markup=False, highlight=False, soft_wrap=True)
         elif not watch.outcomes:
-            console.print(f"{watch.elapsed_s:5.0f} s   {waiting_words(watch)}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{watch.elapsed_s:5.0f} s   {waits(watch)}", markup=False, highlight=False, soft_wrap=True)
         await asyncio.sleep(PLAIN_EVERY_S)
 
 
-def waiting_words(watch: Watch) -> str:
+def waits(watch: RunWatch) -> str:
     """Return the phases of the processes and their troubles, as shown before the first step is done."""
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
-    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has said anything yet")
+    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
 
 
-def picture(watch: Watch, title: str, *, width: int = 100, height: int = 32) -> Panel:
+def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) -> Panel:
     """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others stay."""
     inner = width - 4
     events = list(watch.events)[-NUM_EVENTS:]
@@ -90,7 +90,7 @@ def picture(watch: Watch, title: str, *, width: int = 100, height: int = 32) -> 
     return Panel(Group(*blocks, *map(_event, events)), title=f"[bold]{title}[/]", border_style="cyan", padding=(0, 1), width=width)
 
 
-def _progress(watch: Watch) -> Table:
+def _progress(watch: RunWatch) -> Table:
     left = watch.left_s()
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True)
@@ -105,7 +105,7 @@ def _progress(watch: Watch) -> Table:
     return row
 
 
-def _middle(watch: Watch, inner: int, plot_height: int) -> Table:
+def _middle(watch: RunWatch, inner: int, plot_height: int) -> Table:
     both = Table.grid(padding=0)
     both.add_column(width=inner - NUMBERS_WIDTH, no_wrap=True, overflow="crop")
     both.add_column(width=NUMBERS_WIDTH)
@@ -113,11 +113,11 @@ def _middle(watch: Watch, inner: int, plot_height: int) -> Table:
     return both
 
 
-def _reward(watch: Watch, width: int, height: int) -> Text:
+def _reward(watch: RunWatch, width: int, height: int) -> Text:
     rewards = watch.series("data/reward_mean")
     text = Text()
     if not rewards:
-        lines = textwrap.wrap(waiting_words(watch), width + AXIS_WIDTH)[:height]
+        lines = textwrap.wrap(waits(watch), width + AXIS_WIDTH)[:height]
         return Text("\n".join(["reward", *lines, *[""] * (height - len(lines))]), style="dim")
     low, high = min(0.0, *rewards), max(1.0, *rewards)
     text.append(f"reward {rewards[-1]:.3f}", style="bold green")
@@ -149,7 +149,7 @@ def plot(values: Sequence[float], *, width: int, height: int, low: float, high: 
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def _numbers(watch: Watch) -> Table:
+def _numbers(watch: RunWatch) -> Table:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", justify="right", no_wrap=True, width=9)
     table.add_column(no_wrap=True, overflow="ellipsis")
@@ -158,7 +158,7 @@ def _numbers(watch: Watch) -> Table:
     return table
 
 
-def _facts(watch: Watch) -> list[tuple[str, str | Text]]:
+def _facts(watch: RunWatch) -> list[tuple[str, str | Text]]:
     """Return the ``NUM_NUMBERS`` names and values of the block of numbers."""
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
     feeder, stream = watch.load("feeder"), watch.samples
@@ -176,7 +176,7 @@ def _facts(watch: Watch) -> list[tuple[str, str | Text]]:
     ]
 
 
-def _push(watch: Watch) -> str:
+def _push(watch: RunWatch) -> str:
     if watch.newest("push/version", -1) < 0:
         return "none yet"
     seconds, stall = watch.newest("push/seconds"), watch.newest("push/stall_seconds_max")
@@ -187,7 +187,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
 
 
-def _lags(watch: Watch) -> Text:
+def _lags(watch: RunWatch) -> Text:
     """Return the shares of the trained tokens by lag, as bars."""
     text = Text()
     for lag in range(16):
@@ -197,7 +197,7 @@ def _lags(watch: Watch) -> Text:
     return text
 
 
-def _processes(watch: Watch, lines: int) -> Table:
+def _processes(watch: RunWatch, lines: int) -> Table:
     """Return a table of the processes that fit in ``lines`` besides the header: those with a problem first, the others summed up."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
     for name, options in (("process", {}), ("phase", {}), ("version", {"justify": "right"}), ("waits for", {"ratio": 1})):

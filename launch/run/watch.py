@@ -1,6 +1,6 @@
 """The observed state of a run, collected from the bus alone; no process is queried.
 
-Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``Watch``, which views read at any time.
+Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``RunWatch``, which views read at any time.
 Waits for the bus; a value that is not known yet is None.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 from bus.client.jetstream import StreamState
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Sample
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ NUM_EVENTS = 6
 RECENT_STEPS = 20
 
 
-class Watch:
+class RunWatch:
     """The current state of a run, as far as it is known."""
 
     def __init__(self, bus: Bus, *, steps: int, metrics_file: Path | None = None, earlier: Mapping[int, float] | None = None) -> None:
@@ -130,7 +130,7 @@ class Watch:
                 if self.samples.messages:
                     self.sample = await self._bus.samples.fetch(self.samples.last_seq)
             except BusError as error:
-                log.info("not known now: %s", error)
+                log.info("not read: %s", error)
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_rows(self, rows: list[tuple[LiveRow, float]]) -> None:
@@ -141,7 +141,7 @@ class Watch:
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = row.load.get("requests_aborted_by_pushes", 0.0)
         self._note_refused()
-        generated = sum(load.get("tokens_generated", 0.0) for who, load in self.loads.items() if who.startswith("actor."))
+        generated = sum(load.get("tokens_generated", 0.0) for name, load in self.loads.items() if name.startswith("actor."))
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0

@@ -1,8 +1,8 @@
 """``tidemill archive``: writes every sample of a run to recordings, as a registered reader, for which trimming waits.
 
-    stream SAMPLES --read--> recording in DIR --fsync--> the reader's place moves --> the learner may trim
+    stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
 
-Killed at any moment, it resumes: samples behind the reader's place are read again, those that a recording has already are not written
+Killed at any moment, it resumes: samples behind the reader's position are read again, those that a recording has already are not written
 twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
 """
 
@@ -17,18 +17,18 @@ from pathlib import Path
 from typing import IO
 
 from bus.errors import StreamTrimmed, WireError
-from bus.streams.connection import Bus, connect
-from bus.streams.cursors import LEAVE, Place, Reader
-from bus.streams.history import History, Stored
-from launch.samples.recording import Origin, Recorder, mend
-from launch.samples.wanted import positive
+from bus.streams.bus import Bus, connect
+from bus.streams.cursors import LEAVE, Reader, ReaderRow
+from bus.streams.history import History, StoredSample
+from launch.samples.filter_arguments import positive
+from launch.samples.recording import Origin, Recorder, repair
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".tide"
 CONNECT_S = 60.0
-KEEP_EVERY_S = 1.0
-"""Longest time in seconds between reading a sample and its fsync, after which the reader's place advances."""
+SYNC_EVERY_S = 1.0
+"""Longest time in seconds between reading a sample and its fsync, after which the reader's position advances."""
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
@@ -39,53 +39,55 @@ async def archive(url: str, run: str, args: argparse.Namespace, draining: asynci
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
         state = await bus.samples.info()
-        shelf = Shelf(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
-        reader: Reader | Unregistered
+        recordings = ArchiveDirectory(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
+        reader: Reader | UnregisteredReader
         if args.ended:
-            reader = Unregistered(name=args.name, place=Place(created=state.created, floor=state.first_seq - 1, policy=args.policy))
+            reader = UnregisteredReader(name=args.name, row=ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy))
         else:
             reader = await Reader.open(bus, args.name, policy=args.policy)
-        if reader.place.floor > shelf.last_seq > 0:
-            log.warning("samples %d to %d were archived elsewhere: %s has none", shelf.last_seq + 1, reader.place.floor, args.out)
+        if reader.row.floor > recordings.last_seq > 0:
+            log.warning("samples %d to %d were archived elsewhere: %s has none", recordings.last_seq + 1, reader.row.floor, args.out)
         try:
-            await _fill(bus, shelf, reader, draining, state.last_seq if args.until_end or args.ended else None)
+            await _fill(bus, recordings, reader, draining, state.last_seq if args.until_end or args.ended else None)
         finally:
-            shelf.close()
-        log.info("archived up to seq=%d samples=%d directory=%s", reader.place.floor, shelf.written, args.out)
+            recordings.close()
+        log.info("archived up to seq=%d samples=%d directory=%s", reader.row.floor, recordings.written, args.out)
 
 
 @dataclass(slots=True, kw_only=True)
-class Unregistered:
+class UnregisteredReader:
     """Reader of a run that is over: no sample is trimmed meanwhile, and its bus is read-only."""
 
     name: str
-    place: Place
+    row: ReaderRow
 
     async def advance(self, floor: int) -> None:
-        self.place = replace(self.place, floor=max(floor, self.place.floor))
+        self.row = replace(self.row, floor=max(floor, self.row.floor))
 
 
-async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, draining: asyncio.Event, last: int | None) -> None:
-    samples = _behind(bus, reader, shelf.last_seq)
+async def _fill(
+    bus: Bus, recordings: "ArchiveDirectory", reader: Reader | UnregisteredReader, draining: asyncio.Event, last: int | None
+) -> None:
+    samples = _unarchived(bus, reader, recordings.last_seq)
     drained = asyncio.create_task(draining.wait(), name="draining")
-    upcoming: asyncio.Task[Stored] | None = None
-    kept_s = time.monotonic()
-    seen = max(reader.place.floor, shelf.last_seq)
+    upcoming: asyncio.Task[StoredSample] | None = None
+    synced_s = time.monotonic()
+    seen = max(reader.row.floor, recordings.last_seq)
     try:
         while not draining.is_set() and (last is None or seen < last):
             upcoming = upcoming or asyncio.ensure_future(anext(samples))
-            await asyncio.wait({upcoming, drained}, timeout=KEEP_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({upcoming, drained}, timeout=SYNC_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
             if upcoming.done():
                 stored, upcoming = upcoming.result(), None
                 seen = stored.seq
-                shelf.add(stored)
-            elif last is not None and (await bus.samples.info()).last_seq <= last and not shelf.dirty:
+                recordings.add(stored)
+            elif last is not None and (await bus.samples.info()).last_seq <= last and not recordings.dirty:
                 break  # the last messages are no samples
-            if time.monotonic() - kept_s >= KEEP_EVERY_S or draining.is_set():
-                kept_s = time.monotonic()
-                await asyncio.to_thread(shelf.keep)
+            if time.monotonic() - synced_s >= SYNC_EVERY_S or draining.is_set():
+                synced_s = time.monotonic()
+                await asyncio.to_thread(recordings.sync)
                 await reader.advance(seen)
-        await asyncio.to_thread(shelf.keep)
+        await asyncio.to_thread(recordings.sync)
         await reader.advance(seen)
     finally:
         for task in (upcoming, drained):
@@ -95,29 +97,29 @@ async def _fill(bus: Bus, shelf: "Shelf", reader: Reader | Unregistered, drainin
         await samples.aclose()  # type: ignore[attr-defined]
 
 
-async def _behind(bus: Bus, reader: Reader | Unregistered, last_seq: int) -> AsyncIterator[Stored]:
-    """Yield the samples after the reader's place that no recording has; a gap is an error, or a warning under the policy ``leave``."""
-    history, expected = History(bus.jet), max(reader.place.floor, last_seq) + 1
+async def _unarchived(bus: Bus, reader: Reader | UnregisteredReader, last_seq: int) -> AsyncIterator[StoredSample]:
+    """Yield the samples after the reader's position that no recording has; a gap is an error, or a warning under the policy ``leave``."""
+    history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
     if expected > 1:  # a new reader begins at the first sample in the stream
-        await _refuse_hole(history, reader, expected)
+        await _check_gap(history, reader, expected)
     async for stored in history.payloads(expected):
         if stored.seq > expected > 1:  # parts were between them, or messages that are gone
-            await _refuse_hole(history, reader, expected)
+            await _check_gap(history, reader, expected)
         expected = stored.seq + 1
         yield stored
 
 
-async def _refuse_hole(history: History, reader: Reader | Unregistered, expected: int) -> None:
+async def _check_gap(history: History, reader: Reader | UnregisteredReader, expected: int) -> None:
     first = (await history.state()).first_seq
     if first <= expected:
         return
-    if reader.place.policy != LEAVE:
-        what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave goes on without them)"
+    if reader.row.policy != LEAVE:
+        what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave continues without them)"
         raise StreamTrimmed(what, expected, first)
-    log.warning("samples are missing, it was left behind first=%d last=%d", expected, first - 1)
+    log.warning("samples are missing, they were trimmed before they were archived first=%d last=%d", expected, first - 1)
 
 
-class Shelf:
+class ArchiveDirectory:
     """The recordings of one stream in a directory; the last one may be open."""
 
     def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
@@ -127,18 +129,18 @@ class Shelf:
         self._recorder: Recorder | None = None
         self.written = 0
         self.dirty = False
-        """True if samples are written that ``keep`` has not fsynced."""
+        """True if samples are written that ``sync`` has not fsynced."""
         directory.mkdir(parents=True, exist_ok=True)
         self.last_seq = 0
         """Sequence of the last sample in a recording."""
         for path in sorted(directory.glob(f"*{SUFFIX}")):
-            found, last = mend(path)
+            found, last = repair(path)
             if found is not None and found != origin:
                 ours, theirs = (f"run {one.run} (stream of {one.created})" for one in (origin, found))
                 raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")
             self.last_seq = max(self.last_seq, last)
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredSample) -> None:
         if self._recorder is None:
             self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
             self._recorder = Recorder(self._file, self._origin)
@@ -152,7 +154,7 @@ class Shelf:
         if self._recorder.size_bytes >= self._rotate_bytes:
             self.close()
 
-    def keep(self) -> None:
+    def sync(self) -> None:
         """Bring all added samples to the disk (fsync)."""
         if self._file is not None and self.dirty:
             self._file.flush()

@@ -8,11 +8,11 @@ _RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"
 
 def add_tail(parser: argparse.ArgumentParser) -> None:
     _place(parser)
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what comes")
-    parser.add_argument("--last", type=int, metavar="N", help="begin with the N newest that fit (default 10; all, with --since)")
-    parser.add_argument("--full", action="store_true", help="long texts too")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
+    parser.add_argument("--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)")
+    parser.add_argument("--full", action="store_true", help="do not shorten long texts")
     how = parser.add_mutually_exclusive_group()
-    how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object a line")
+    how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
     how.add_argument("--raw", action="store_true", help="the stored payloads: each a length (4 bytes, little-endian) and its msgpack map")
     _since(parser)
     _filter(parser)
@@ -22,28 +22,26 @@ def add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sample", metavar="SAMPLE", help="a sequence (#123 or 123) or TASK.INDEX (57.3)")
     _place(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("--table", action="store_true", help="a row for each token, too")
+    parser.add_argument("--table", action="store_true", help="add a row for each token")
     parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="where tokenizer.json is, if not in the run's model directory")
 
 
 def add_archive(parser: argparse.ArgumentParser) -> None:
     _place(parser)
-    parser.add_argument(
-        "-o", "--out", required=True, metavar="DIRECTORY", help="where the recordings go; it goes on with those it finds there"
-    )
-    parser.add_argument("--name", default="archive", help="under which it is registered (default: archive)")
+    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings; existing ones are continued")
+    parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
     policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
     parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
     parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)")
-    parser.add_argument("--until-end", action="store_true", help="end when it has what there is now")
+    parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
 
 
 def add_stats(parser: argparse.ArgumentParser) -> None:
     _place(parser)
     parser.add_argument("--window", default="5m", metavar="TIME|N", help="a time (5m) or a number of samples (default 5m)")
-    parser.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help="for pass@k: right is reward >= R (default 1)")
+    parser.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help="for pass@k: right means reward >= R (default 1)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    parser.add_argument("-f", "--follow", action="store_true", help="again every two seconds")
+    parser.add_argument("-f", "--follow", action="store_true", help="repeat every two seconds")
     _filter(parser)
 
 
@@ -53,11 +51,11 @@ def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl")
     parser.add_argument("--to-bus", default="", metavar="URL", help="into the stream of a run on this bus")
     parser.add_argument(
-        "--train", default="", metavar="DIRECTORY", help="into a learner: train the recorded steps of --run-dir again, there"
+        "--train", default="", metavar="DIRECTORY", help="into a learner: train the recorded steps of --run-dir again, in this directory"
     )
     parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="with --train: change a setting")
     parser.add_argument("--to-run", default="", metavar="RUN", help="into the stream of this run (default: the run they come from)")
-    parser.add_argument("--last", type=int, metavar="N", help="the N newest that fit (default: all)")
+    parser.add_argument("--last", type=int, metavar="N", help="the N newest that match (default: all)")
     _since(parser)
     _filter(parser)
 

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Self
 
-from bus.streams.samples import Glimpse, headers_of, told_by
+from bus.streams.samples import Glimpse, header_fields, headers_of
 from bus.wire import subjects
 from bus.wire.messages import Sample
 
@@ -78,20 +78,20 @@ def headline_of(seq: int, stored_s: float, subject: str, sample: Sample) -> Head
 
 
 def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) -> Headline:
-    words, told = [*subject.split("."), "", "", ""], told_by(headers)
+    words, fields = [*subject.split("."), "", "", ""], header_fields(headers)
     return Headline(
         seq=seq,
         stored_s=stored_s,
         kind=words[3],
         actor=words[5],
-        task=_int(told.get("task")),
-        index=_int(told.get("index")),
-        group_size=_int(told.get("group")),
-        versions=_versions(told.get("versions", "")),
-        reward=_float(told.get("reward")),
-        status=told.get("status"),
-        tokens=_int(told.get("tokens")),
-        engine=told.get("engine"),
+        task=_int(fields.get("task")),
+        index=_int(fields.get("index")),
+        group_size=_int(fields.get("group")),
+        versions=_versions(fields.get("versions", "")),
+        reward=_float(fields.get("reward")),
+        status=fields.get("status"),
+        tokens=_int(fields.get("tokens")),
+        engine=fields.get("engine"),
     )
 
 
@@ -152,7 +152,7 @@ class Filter:
         ]
         return False if False in found else None if None in found else True
 
-    def said(self, sample: Sample) -> bool:
+    def matches_text(self, sample: Sample) -> bool:
         """Return whether the text fits."""
         return self.text is None or any(self.text.search(text) for text in (prompt_text(sample), sample.response))
 

@@ -1,6 +1,6 @@
 """Lag of samples when they were stored: the steps between their oldest version and the head at that time.
 
-The lag that counts is that of the step that trains a sample (``launch.samples.fate``); this one is known as soon as a sample is stored.
+The lag that counts is that of the step that trains a sample (``sample_history``); this one is known as soon as a sample is stored.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from bus.client.jetstream import unix_time
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import subjects
 from launch.samples.filters import Headline
 

@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 
 from bus.errors import WireError
-from bus.streams.history import Stored
+from bus.streams.history import StoredSample
 from bus.wire.codec import unpack
 from bus.wire.messages import SCHEMA
 
@@ -57,12 +57,12 @@ class Recorder:
         recorder._file = file
         return recorder
 
-    def has(self, stored: Stored, offset: int) -> None:
+    def has(self, stored: StoredSample, offset: int) -> None:
         """Register a sample in the file: its frame begins at ``offset`` and ends at the file's current position."""
         self._note(stored, offset)
         self._offset = self._file.tell()
 
-    def _note(self, stored: Stored, offset: int) -> None:
+    def _note(self, stored: StoredSample, offset: int) -> None:
         self._seqs.append(stored.seq)
         self._offsets.append(offset)
         self._subjects.append(stored.subject)
@@ -73,7 +73,7 @@ class Recorder:
         """Bytes written so far, without the index."""
         return self._offset
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredSample) -> None:
         """Write a sample. Raises WireError if parts of it are gone."""
         if isinstance(stored.data, WireError):
             raise stored.data
@@ -128,12 +128,12 @@ class Recording:
         seqs, offsets = (np.frombuffer(fields[name], "<i8").tolist() for name in ("seqs", "offsets"))
         return list(zip(seqs, offsets, fields["subjects"], fields["headers"], strict=True))
 
-    def at(self, offset: int) -> Stored:
+    def at(self, offset: int) -> StoredSample:
         """Return the sample of the frame that begins at ``offset``."""
         self._file.seek(offset)
         return _stored(self._next("stored"))
 
-    def __iter__(self) -> Iterator[Stored]:
+    def __iter__(self) -> Iterator[StoredSample]:
         self._file.seek(self._start)
         while True:
             try:
@@ -160,7 +160,7 @@ class Recording:
             raise ValueError(f"{self._name}: want a recording of samples: {error}") from None
 
 
-def mend(path: Path) -> tuple[Origin | None, int]:
+def repair(path: Path) -> tuple[Origin | None, int]:
     """Write the missing index of a recording that was cut off, after its last whole frame; return (its origin, its last sequence).
 
     A complete recording is not changed; one without samples is removed (then the sequence is 0).
@@ -193,7 +193,7 @@ def mend(path: Path) -> tuple[Origin | None, int]:
         return recording.origin, seqs[-1]
 
 
-def _stored(fields: dict[str, Any]) -> Stored:
-    return Stored(
+def _stored(fields: dict[str, Any]) -> StoredSample:
+    return StoredSample(
         seq=fields["seq"], subject=fields["subject"], headers=fields["headers"], data=fields["payload"], stored_s=fields["stored_s"]
     )

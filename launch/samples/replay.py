@@ -10,17 +10,17 @@ from typing import IO, Protocol
 
 from bus.client.layout import create_archive
 from bus.errors import BusError, WireError
-from bus.streams.connection import Bus, connect
-from bus.streams.history import Stored
+from bus.streams.bus import Bus, connect
+from bus.streams.history import StoredSample
 from bus.streams.samples import PARTS_HEADER
 from bus.wire import subjects
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Sample
+from launch.samples.filter_arguments import filter_of, positive
 from launch.samples.filters import Filter, headline_of
 from launch.samples.recording import Origin, Recorder, Recording
 from launch.samples.search import Search, as_map, opened, to_json
 from launch.samples.tail import tail
-from launch.samples.wanted import filter_of, positive
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"
@@ -32,16 +32,16 @@ _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-
 class Sink(Protocol):
     """Destination of replayed samples."""
 
-    async def add(self, stored: Stored) -> None: ...
+    async def add(self, stored: StoredSample) -> None: ...
 
 
 async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
     """Replay samples of a run; return the exit code. Raises ValueError."""
     if args.ended and args.to_run and not args.to_bus:
-        raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not at work is only read")
+        raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not running is read-only")
     search, state = Search(bus, filter_of(args)), await bus.samples.info()
 
-    async def samples() -> AsyncIterator[Stored]:
+    async def samples() -> AsyncIterator[StoredSample]:
         async for found in tail(search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})):
             if found.stored is not None:
                 yield found.stored
@@ -58,11 +58,11 @@ async def replay_file(args: argparse.Namespace) -> int:
     """Replay a recording, or its samples that fit the filter; return the exit code. Raises ValueError."""
     positive("--last", args.last)
     if args.since or args.since_version is not None or args.last is not None or args.lag:
-        raise ValueError("--from: want no --since, --since-version, --last or --lag: what fits of a recording is replayed whole")
+        raise ValueError("--from: want no --since, --since-version, --last or --lag: these do not apply to a recording")
     filter = filter_of(args)
     recording = Recording.open(Path(args.source))
 
-    async def samples() -> AsyncIterator[Stored]:
+    async def samples() -> AsyncIterator[StoredSample]:
         for stored in recording:
             if fits(filter, stored):
                 yield stored
@@ -78,15 +78,15 @@ async def replay_file(args: argparse.Namespace) -> int:
     return code
 
 
-def fits(filter: Filter, stored: Stored) -> bool:
+def fits(filter: Filter, stored: StoredSample) -> bool:
     """Return whether a sample fits. A broken one fits the empty filter only."""
     sample = opened(stored)
     if isinstance(sample, WireError):
         return filter == Filter()
-    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.said(sample)
+    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.matches_text(sample)
 
 
-async def _replay(samples: AsyncIterator[Stored], origin: Origin, args: argparse.Namespace, *, url: str) -> int:
+async def _replay(samples: AsyncIterator[StoredSample], origin: Origin, args: argparse.Namespace, *, url: str) -> int:
     to_bus = bool(args.to_bus or args.to_run)
     if to_bus == bool(args.out):
         raise ValueError("want --out FILE, or --to-bus URL and --to-run RUN")
@@ -120,7 +120,7 @@ def _file(path: Path, origin: Origin) -> Iterator[Sink]:
     with file:
         try:
             if path.suffix == ".jsonl":
-                yield _Lines(file)
+                yield _JsonLines(file)
                 return
             recorder = Recorder(file, origin)
             yield _Recorded(recorder)
@@ -134,15 +134,15 @@ class _Recorded:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
 
-    async def add(self, stored: Stored) -> None:
+    async def add(self, stored: StoredSample) -> None:
         self._recorder.add(stored)
 
 
-class _Lines:
+class _JsonLines:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
 
-    async def add(self, stored: Stored) -> None:
+    async def add(self, stored: StoredSample) -> None:
         self._file.write(to_json({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n")
 
 
@@ -160,7 +160,7 @@ class _Published:
     def __init__(self, bus: Bus, origin: Origin) -> None:
         self._bus, self._origin = bus, origin
 
-    async def add(self, stored: Stored) -> None:
+    async def add(self, stored: StoredSample) -> None:
         """Publish the same bytes under the same message id if the run's name is the same; else with only the name changed."""
         sample, data = _readable(stored), stored.data
         assert isinstance(data, bytes)
@@ -171,7 +171,7 @@ class _Published:
         await self._bus.samples.publish_bytes(data, subjects.sample_in(self._bus.run, stored.subject), headers)
 
 
-def _readable(stored: Stored) -> Sample:
+def _readable(stored: StoredSample) -> Sample:
     """Return the decoded sample. Raises WireError."""
     sample = opened(stored)
     if isinstance(sample, WireError):

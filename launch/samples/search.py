@@ -10,8 +10,8 @@ from datetime import datetime
 from typing import Any
 
 from bus.errors import NotFound, WireError
-from bus.streams.connection import Bus
-from bus.streams.history import History, Stored
+from bus.streams.bus import Bus
+from bus.streams.history import History, StoredSample
 from bus.streams.samples import Glimpse
 from bus.wire.codec import decode_sample
 from bus.wire.messages import Sample
@@ -38,7 +38,7 @@ class Found:
     """A sample that fits."""
 
     line: Headline
-    stored: Stored | None = None
+    stored: StoredSample | None = None
     sample: Sample | WireError | None = None
     """None, as ``stored``, if payloads were not requested."""
 
@@ -108,16 +108,16 @@ class Search:
         except NotFound:  # trimmed meanwhile
             return None
 
-    async def _open(self, stored: Stored) -> Found | None:
+    async def _open(self, stored: StoredSample) -> Found | None:
         sample = opened(stored)
         if isinstance(sample, WireError) and self._filter != Filter():
             return None
         found = await self.found(stored, sample)
         if isinstance(sample, WireError):
             return found
-        return found if self._filter.of(found.line) and self._filter.said(sample) else None
+        return found if self._filter.of(found.line) and self._filter.matches_text(sample) else None
 
-    async def found(self, stored: Stored, sample: Sample | WireError) -> Found:
+    async def found(self, stored: StoredSample, sample: Sample | WireError) -> Found:
         """Return a sample with its metadata and lag, whether it fits or not."""
         if isinstance(sample, WireError):
             line = Headline(seq=stored.seq, stored_s=stored.stored_s, kind="", actor="")
@@ -126,7 +126,7 @@ class Search:
         return Found(line=line, stored=stored, sample=sample)
 
 
-def opened(stored: Stored) -> Sample | WireError:
+def opened(stored: StoredSample) -> Sample | WireError:
     """Return the decoded sample, unchecked, or the error that prevents it."""
     try:
         return stored.data if isinstance(stored.data, WireError) else decode_sample(stored.data)

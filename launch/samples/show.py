@@ -12,14 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.errors import NotFound, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Sample
 from launch.samples.block import facts, plain
-from launch.samples.fate import Fate, fate_of
+from launch.samples.filter_arguments import task_of
 from launch.samples.filters import Filter, prompt_text
+from launch.samples.sample_history import SampleHistory, history_of
 from launch.samples.search import Found, Search, as_map, opened, to_json
 from launch.samples.tokens import Vocabulary
-from launch.samples.wanted import task_of
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
 """(lowest probability, style) of a token, in descending order."""
@@ -50,11 +50,11 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     if sample is None or isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{found.line.seq} cannot be read: {sample}")
     tokens = tokens_of(sample, await _vocabulary(bus, args))
-    fate = await fate_of(bus, found.line.seq, sample)
+    history = await history_of(bus, found.line.seq, sample)
     if args.json:
-        print(to_json(_json(found, sample, tokens, fate, others)))
+        print(to_json(_json(found, sample, tokens, history, others)))
     else:
-        _print(Console(highlight=False, soft_wrap=True), found, sample, tokens, fate, others, table=args.table)
+        _print(Console(highlight=False, soft_wrap=True), found, sample, tokens, history, others, table=args.table)
     return 0
 
 
@@ -99,13 +99,13 @@ async def _by_sequence(bus: Bus, name: str) -> Found:
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
     """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as ids."""
-    row, _ = await bus.rows("run").standing("config")
+    row, _ = await bus.rows("run").read("config")
     path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
     return Vocabulary.read([Path(place) for place in places if place])
 
 
-def _json(found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, others: list[int]) -> dict[str, Any]:
+def _json(found: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, Any]:
     return {
         **as_map(found.line.seq, sample),
         "lag": found.line.lag,
@@ -121,15 +121,17 @@ def _json(found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, oth
             }
             for token in tokens
         ],
-        "fate": fate.as_map(),
+        "fate": history.as_map(),
         "others": others,
     }
 
 
-def _print(console: Console, found: Found, sample: Sample, tokens: Sequence[Token], fate: Fate, others: list[int], *, table: bool) -> None:
+def _print(
+    console: Console, found: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
+) -> None:
     console.print(facts(found.line, sample))
     times, sampling = sample.timings, sample.sampling
-    console.print(f"fate      {plain(str(fate))}", style="bold", markup=False)
+    console.print(f"outcome   {plain(str(history))}", style="bold", markup=False)
     console.print(
         f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, "
         f"reward {times.reward_s:.3f} s"

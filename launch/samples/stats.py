@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind
+from launch.samples.filter_arguments import filter_of
 from launch.samples.filters import Headline
 from launch.samples.search import Search, seconds
-from launch.samples.wanted import filter_of
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000
@@ -42,7 +42,7 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     if args.follow and not args.ended:
         await first_of(window.grow(), _refresh(window, now, as_json=args.json))
     else:
-        _say(now(end_s), as_json=args.json)
+        _print(now(end_s), as_json=args.json)
     return 0
 
 
@@ -54,7 +54,7 @@ async def _refresh(window: "_Window", now: Callable[[float], dict[str, Any]], *,
             now_s = await window.search.history.now_s()
             window.forget(now_s)
             if live is None:
-                _say(now(now_s), as_json=as_json)
+                _print(now(now_s), as_json=as_json)
             else:
                 live.update(as_table(now(now_s)), refresh=True)
             await asyncio.sleep(_REFRESH_S)
@@ -74,11 +74,11 @@ class _Window:
     """True if it began with the first sample of the stream."""
 
     @classmethod
-    async def open(cls, search: Search, words: str, end_s: float) -> "_Window":
-        if words.isdigit():
-            found, last_seq, _ = await search.newest(int(words), limit=_LIMIT, payloads=False)
-            return cls(search=search, lines=deque(one.line for one in found), last_seq=last_seq, count=int(words))
-        span_s = seconds("--window", words)
+    async def open(cls, search: Search, window: str, end_s: float) -> "_Window":
+        if window.isdigit():
+            found, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)
+            return cls(search=search, lines=deque(one.line for one in found), last_seq=last_seq, count=int(window))
+        span_s = seconds("--window", window)
         state = await search.history.state()
         first = await search.history.at_time(end_s - span_s)
         lines = deque([one.line async for one in search.forward(first, state.last_seq, payloads=False)])
@@ -172,13 +172,13 @@ def _mean_std(numbers: Sequence[float]) -> dict[str, float] | None:
     return {"mean": fmean(numbers), "std": pstdev(numbers)} if numbers else None
 
 
-def _shares(words: Iterable[str | None]) -> dict[str, float]:
+def _shares(values: Iterable[str | None]) -> dict[str, float]:
     """Return the share of each word, most frequent first; ``?`` counts the missing ones."""
-    counts = Counter(word or "?" for word in words)
+    counts = Counter(value or "?" for value in values)
     return {word: count / counts.total() for word, count in counts.most_common()}
 
 
-def _say(stats: dict[str, Any], *, as_json: bool) -> None:
+def _print(stats: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(stats), flush=True)
     else:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Callable
 
 from rich.console import Console
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from launch.samples.block import block
+from launch.samples.filter_arguments import filter_of, positive
 from launch.samples.search import Found, Search, as_map, to_json
-from launch.samples.wanted import filter_of, positive
 
 DEFAULT_LAST = 10
 

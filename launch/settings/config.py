@@ -166,7 +166,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
 def _refuse_sharing(config: RunConfig) -> None:
     """Refuse what cannot be where learner and engines share an accelerator."""
     if config.engine.colocated and not config.learner.colocated:
-        raise ValueError("engine.colocated: follows from learner.colocated; want that one to be said")
+        raise ValueError("engine.colocated: follows from learner.colocated; set that one")
     if config.learner.colocated and config.weights.overlap:
         raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
@@ -179,7 +179,7 @@ def _refuse_stale(config: RunConfig) -> None:
     if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(
             f"learner.algorithm.correction: {algorithm.correction} with staleness.max_lag = {lag} trains on stale data as if it were "
-            "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or say "
+            "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or set "
             "learner.algorithm.train_without_correction: true as well"
         )
     refuse_sampling(config.sampling.temperature, config.sampling.top_p, config.sampling.top_k)

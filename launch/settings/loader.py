@@ -283,7 +283,7 @@ def _coerce(kind: Any, setting: Setting, path: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             value = float(value)  # YAML reads 1e-3 as text
     if isinstance(value, float) and not math.isfinite(value):
-        raise SettingsError(f"{setting.origin}: {path}: want a finite number, got {value!r}; take the setting away for its default")
+        raise SettingsError(f"{setting.origin}: {path}: want a finite number, got {value!r}; remove the setting to use its default")
     if bare is tuple and isinstance(value, list):
         item = typing.get_args(_without_none(kind))[0]
         return tuple(_coerce(item, Setting(one, setting.origin), f"{path}[{place}]") for place, one in enumerate(value))

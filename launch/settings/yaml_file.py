@@ -68,7 +68,7 @@ def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, dict[str, int]]:
             node = loader.get_single_node()
             if node is None:
                 return None, lines
-            _Lines(lines, at).note(node, "", ())
+            _LineRecorder(lines, at).note(node, "", ())
             return loader.construct_document(node), lines
         finally:
             loader.dispose()
@@ -81,7 +81,7 @@ def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, dict[str, int]]:
         line = text[: error.position].count("\n") + 1
         raise SettingsError(f"{at(line)}: not YAML: want printable text, got the character {error.character!r}; remove it") from None
     except RecursionError:
-        raise SettingsError(f"{at(1)}: not YAML that settings can be: maps or lists in each other without end; write it flatter") from None
+        raise SettingsError(f"{at(1)}: not usable as settings: maps or lists nested too deeply; write them flatter") from None
     except ValueError as error:
         if isinstance(error, SettingsError):
             raise
@@ -94,7 +94,7 @@ def _hint(text: str, mark: Any) -> str:
     return f"look at {shown(line)}, and at brackets, quotes and blanks before it"
 
 
-class _Lines:
+class _LineRecorder:
     """Records the line of every key, and refuses YAML that the parser accepts but settings cannot use."""
 
     def __init__(self, lines: dict[str, int], at: Callable[[int], str]) -> None:
@@ -123,6 +123,6 @@ class _Lines:
                 raise SettingsError(f"{self._at(line)}: {path or 'the file'}: want names as keys, got a list or a map; write name: value")
             child = f"{path}.{key.value}" if path else str(key.value)
             if key.value in seen:
-                raise SettingsError(f"{self._at(line)}: {child}: stands twice, first in line {seen[key.value]}; keep one of them")
+                raise SettingsError(f"{self._at(line)}: {child}: given twice, first in line {seen[key.value]}; keep one of them")
             seen[key.value] = self._lines[child] = line
             self.note(item, child, above)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bus.client.waiter import Waiter
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from learner.data.datasource import DataSource
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from functools import partial
 
 from bus.client.waiter import Waiter
 from bus.errors import WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.samples import Received
 from bus.wire.subjects import REFUSED_KEY, refused
 from learner.data.ledger import count_of

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bus import exit_codes
-from bus.client.patience import cancellable
-from bus.streams.connection import connect
+from bus.client.retries import cancellable
+from bus.streams.bus import connect
 from bus.system.coroutines import first_error
 from bus.wire.messages import Sampling
 from learner.config import LearnerConfig, StalenessConfig

@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.client.waiter import Waiter
 from bus.errors import BusError, Fenced
 from bus.liveness.epoch import current_epoch, raise_epoch
-from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.liveness.live import HeartbeatPublisher
+from bus.streams.bus import Bus
 from bus.streams.dead import REQUEUE
 from bus.system.coroutines import first_of
 from bus.wire import subjects
@@ -116,7 +116,7 @@ class Feeder:
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await raise_epoch(self._bus)
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
-            async with Heartbeat(self._bus, row, BEAT_S) as heartbeat:
+            async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._beat(heartbeat), name="beat"))
                 await self._begin()
                 works = (self._issue, self._read, self._follow_dead, self._follow_head, self._feed, self._find_lost, self._refuse)
@@ -404,7 +404,7 @@ class Feeder:
 
     # ---- heartbeats
 
-    async def _beat(self, heartbeat: Heartbeat) -> None:
+    async def _beat(self, heartbeat: HeartbeatPublisher) -> None:
         """Produce heartbeats on the bus and for waiting ranks. Raises NoProgress when a rank has waited too long for a batch."""
         while True:
             starved_s = self._server.starved_s(time.monotonic())

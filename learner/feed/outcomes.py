@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from bus.client.rows import Value
 from bus.errors import BusUnavailable, Fenced
 from bus.liveness.epoch import current_epoch
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire.messages import Done, Plan
 from learner import checkpoints

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
 from learner import checkpoints
 from learner.data.datasource import DataSource

@@ -28,7 +28,7 @@ from bus.config import BusConfig
 from bus.liveness.live import LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Sampling, Span
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
@@ -225,7 +225,7 @@ async def act(bus: Bus, id: str, pause_s: float) -> None:
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
                 next_s = max(next_s + pause_s, time.monotonic() - 10 * pause_s)
                 await bus.samples.publish(replace(ready, index=index, reward=float(index)))
-            await lease.settle()
+            await lease.ack()
 
 
 if __name__ == "__main__":

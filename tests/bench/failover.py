@@ -28,7 +28,7 @@ from bus.config import BusConfig
 from bus.errors import BusUnavailable
 from bus.server.cluster import EmbeddedBus
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire import subjects
 from bus.wire.messages import Done, Sampling, Task
 from tests.bench.sample_path import make_sample
@@ -119,7 +119,7 @@ class Activities:
             if lease is None:
                 continue
             self.load.leased[lease.task.id] += 1
-            if await lease.settle():
+            if await lease.ack():
                 self.load.settled.add(lease.task.id)
                 self.load.done("settle")
 

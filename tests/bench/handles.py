@@ -22,7 +22,7 @@ import torch
 
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from tests.bench.push import mega
 from tests.receiver_app import Behaviour, receivers
 from weightstore.config import WeightsConfig

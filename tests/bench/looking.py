@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bus.client.nonce import nonce
+from bus.client.ids import nonce
 from bus.config import BusConfig
 from bus.errors import WireError
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from tests.bench.sample_path import IN_FLIGHT, clear, in_flight, make_sample, prepare, server_cpu_s
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -120,7 +120,7 @@ class LocalEngine:
         """Flip to these weights."""
         for name, target in self._standby.named.items():
             target.copy_(named[name])
-        self._standby.seal()
+        self._standby.finalize()
         self._standby, _ = self._scheduler.flip(self._standby, version).result(60)
 
     def generate(self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]) -> list[Response]:

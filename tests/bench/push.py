@@ -39,7 +39,7 @@ from actors.serving.sglang.engine import SglangEngine
 from bus.config import BusConfig
 from bus.liveness.live import LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
 from bus.wire.messages import Sampling
 from tests.engine_kinds import sglang_server

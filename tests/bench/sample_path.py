@@ -29,11 +29,11 @@ import nats
 import numpy as np
 from nats.js import api
 
-from bus.client.nonce import nonce
+from bus.client.ids import nonce
 from bus.config import BusConfig
 from bus.errors import WireError
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Sample, Sampling, Span, Status
 

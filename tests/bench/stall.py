@@ -34,7 +34,7 @@ from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
 from bus.liveness.keys import make_keys
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Sampling
 from launch.settings.wiring import engine_factory
 from tests.bench.push import RUN, engine_url, make_layout, publishing

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Sample
 from tests.chaos.parts import PATIENCE_S, parts
 from tests.chaos.rounds import SETTINGS, serving

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.system.processes import die_with_parent
 from tests.whole.prepared import put_prepared
 from tests.whole.running import ROOT, SMOKE

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw

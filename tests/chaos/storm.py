@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from bus.errors import BusError
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from launch.run.access import viewer_line
 from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start

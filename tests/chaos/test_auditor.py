@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Done, Plan, Requeue, Settle, Status
 from tests import data_kit
 from tests.bus_fixtures import BusOpener

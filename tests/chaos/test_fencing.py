@@ -9,7 +9,7 @@ import pytest
 
 from bus.client.fenced import epoch_of
 from bus.errors import Fenced, NotFound
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import subjects
 from bus.wire.messages import Done, Plan
 from tests.chaos.auditor import judge

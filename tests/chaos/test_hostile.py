@@ -12,7 +12,7 @@ import pytest
 from bus.config import BusConfig
 from bus.server.auth import LEARNER, read_credentials
 from bus.server.cluster import EmbeddedBus
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.hostile import DEFECTS, Hostile
 from tests.chaos.storm import VICTIMS, Storm, address_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Done
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge

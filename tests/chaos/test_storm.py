@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.storm import VICTIMS, Storm, standing_bus

@@ -16,7 +16,7 @@ from bus.config import BusConfig
 from bus.liveness.live import LiveView
 from bus.server.embedded import find_binary
 from bus.server.ports import KeptPort
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.system.processes import die_with_parent
 from bus.wire import subjects
 from bus.wire.messages import Done, LiveRow
@@ -67,7 +67,7 @@ async def _no_disk(run: Parts, server: "Server") -> Verdict:
         server.restart(room_bytes=100_000)
         learner, actor = (part for role in ("learner", "actor") for part in _running(run, role))
         async with asyncio.timeout(PATIENCE_S):
-            while not all("the server has no room" in part.log for part in (learner, actor)):  # noqa: ASYNC110
+            while not all("no storage left on the server" in part.log for part in (learner, actor)):  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         server.restart(room_bytes=ROOM_BYTES)
         await _new_steps(bus, 5)

@@ -17,7 +17,7 @@ from tests.engine_serving import LIMIT_S, serving
 from tests.router_kit import Faulty, faulty, routing
 from tests.tiny_models import write_tiny_model
 
-EXACT = "actors.router.exact:TokenExact"
+EXACT = "actors.router.token_history:TokenHistory"
 HALF = "3\ud83d"
 """The rest of an emoji that was cut in two."""
 PARAMS = {"max_new_tokens": 1}
@@ -87,7 +87,7 @@ PLACES = pytest.mark.parametrize("place", [builtin, router, proxy], ids=lambda p
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
-        ("/generate", {"text": HALF, "sampling_params": PARAMS}, "text: want Unicode text, got a half of a character ('\\\\ud83d')"),
+        ("/generate", {"text": HALF, "sampling_params": PARAMS}, "text: want Unicode text, got a lone surrogate ('\\\\ud83d')"),
         ("/generate", b'{"text": "3\xed\xa0\xbd"}', "body: want JSON"),
         ("/generate", {"input_ids": [5], "rid": HALF}, "rid: want Unicode text"),
         ("/generate", {"input_ids": [5], "sampling_params": {"stop": HALF}}, "sampling_params: want Unicode text"),
@@ -95,14 +95,14 @@ PLACES = pytest.mark.parametrize("place", [builtin, router, proxy], ids=lambda p
         ("/generate", b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "at most 100 deep"),
     ],
 )
-async def test_what_no_engine_can_follow(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
+async def test_requests_that_no_engine_supports_are_refused(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
     async with place(model_dir) as asked:
         status, answer = await asked.post(path, body)
         assert (status, why in answer) == (400, True), answer
 
 
 @pytest.mark.parametrize("place", [builtin, router], ids=["builtin", "router"])
-async def test_chats_and_completions_of_what_is_no_text(place: Place, model_dir: Path) -> None:
+async def test_chats_and_completions_without_valid_text_are_refused(place: Place, model_dir: Path) -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": r'{"a": "\ud83d"}'}}]
     deep = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 3000}}]
     cases: list[tuple[str, Any, str]] = [
@@ -143,7 +143,7 @@ async def test_chats_and_completions_of_what_is_no_text(place: Place, model_dir:
         ),
     ],
 )
-async def test_numbers_out_of_range(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
+async def test_numbers_out_of_range_are_refused(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
     async with place(model_dir) as asked:
         status, answer = await asked.post(path, body)
         assert (status, why in answer) == (400, True), answer
@@ -156,7 +156,7 @@ async def test_a_text_of_no_tokens_is_refused_at_a_proxy(model_dir: Path) -> Non
             assert (status, "text: want at least one token" in answer) == (400, True), answer
 
 
-async def test_more_than_may_wait_is_a_503_at_a_proxy(model_dir: Path) -> None:
+async def test_requests_beyond_the_waiting_limit_get_503_at_a_proxy(model_dir: Path) -> None:
     async with faulty() as server, proxying(model_dir, server, max_running=2, max_waiting=3) as asked:
         server.does = "hang"
         body = {"input_ids": [[5], [6]], "sampling_params": PARAMS}
@@ -233,7 +233,7 @@ def odd() -> list[tuple[str, Any]]:
 
 
 @PLACES
-async def test_nothing_odd_is_a_500(place: Place, model_dir: Path) -> None:
+async def test_odd_input_never_gets_a_500(place: Place, model_dir: Path) -> None:
     async with place(model_dir) as asked:
         for path, body in odd():
             status, answer = await asked.post(path, body)

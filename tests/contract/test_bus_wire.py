@@ -24,6 +24,7 @@ from bus.wire.codec import check_sample, decode_sample
 from bus.wire.messages import (
     Capabilities,
     Dead,
+    DeadLetterDecision,
     Done,
     Kind,
     LiveRow,
@@ -37,7 +38,6 @@ from bus.wire.messages import (
     Status,
     Task,
     Timings,
-    Word,
 )
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial, make_sample, make_task, take
@@ -154,7 +154,7 @@ def assert_sample(sample: Sample, run: str, task: int) -> None:
     assert (sample.timings, sample.kind, sample.score) == (Timings(), Kind.TRAIN, 1.0)
 
 
-async def test_our_sample_reads_as_the_document_says(open_bus: BusOpener) -> None:
+async def test_our_sample_has_the_documented_form(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.samples.publish(make_sample(bus.run, task=4, index=2, length=3))
         message = await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", 1)
@@ -192,7 +192,7 @@ async def test_a_foreign_sample_in_parts_is_joined(open_bus: BusOpener) -> None:
         assert_sample(received.sample, bus.run, 9)
 
 
-async def test_a_foreign_partial_is_found_and_ours_reads_as_the_document_says(open_bus: BusOpener) -> None:
+async def test_a_foreign_partial_is_found_and_ours_has_the_documented_form(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         nc = await nats.connect(bus.nc.connected_url.geturl())
         actor = ForeignActor(nc, bus.run)
@@ -247,7 +247,7 @@ async def test_a_foreign_report_and_death_are_counted(open_bus: BusOpener) -> No
     assert found == [Dead(task=id, reason="no tool", attempts=2, actor="foreign", prompt="1+1=")]
 
 
-async def test_a_foreign_task_is_handed_back_and_a_foreign_row_is_seen(open_bus: BusOpener) -> None:
+async def test_a_foreign_nak_returns_the_task_and_a_foreign_row_is_read(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         await bus.tasks.fence(1)
         id = await bus.tasks.issue(make_task(bus.run))
@@ -286,14 +286,14 @@ async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_ha
         ({"schema": 2}, "schema"),
     ],
 )
-def test_what_the_document_forbids_is_refused(change: dict[str, Any], field: str) -> None:
+def test_samples_that_the_document_forbids_are_refused(change: dict[str, Any], field: str) -> None:
     with pytest.raises(WireError) as caught:
         check_sample(decode_sample(msgpack.packb(foreign_sample("r", 1, **change))), vocab_size=10)
     assert caught.value.field.startswith(field)
 
 
 @pytest.mark.parametrize(
-    "message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, Word, Sampling, Timings, LiveRow, Capabilities]
+    "message", [Sample, Task, Partial, Plan, Done, Settle, Requeue, Dead, DeadLetterDecision, Sampling, Timings, LiveRow, Capabilities]
 )
 def test_the_document_names_every_field(message: type) -> None:
     named = set(re.findall(r"`([a-z_0-9]+)`", WIRE))

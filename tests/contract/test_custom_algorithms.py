@@ -69,7 +69,7 @@ def gradient(objective: Objective, log_probs_T: Tensor, tokens: Tokens) -> Tenso
     return torch.autograd.grad(made(objective, log_probs_T, tokens).loss_T.sum(), log_probs_T)[0]
 
 
-def test_a_loss_says_one_number_and_one_verdict_per_token(objective: Objective) -> None:
+def test_a_loss_returns_one_number_and_one_clipped_flag_per_token(objective: Objective) -> None:
     log_probs_T, tokens = row()
     loss = made(objective, log_probs_T, tokens)
     assert isinstance(loss, PolicyLoss)
@@ -79,7 +79,7 @@ def test_a_loss_says_one_number_and_one_verdict_per_token(objective: Objective) 
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf])
-def test_what_is_masked_reaches_neither_value_nor_gradient(objective: Objective, rubbish: float) -> None:
+def test_masked_tokens_affect_neither_value_nor_gradient(objective: Objective, rubbish: float) -> None:
     log_probs_T, tokens = row()
     wanted, wanted_gradient = made(objective, log_probs_T, tokens), gradient(objective, log_probs_T, tokens)
     spoilt: dict[str, Any] = {
@@ -101,7 +101,7 @@ def test_extreme_ratios_stay_finite(objective: Objective) -> None:
     assert torch.isfinite(gradient(objective, far_T, tokens)).all()
 
 
-def test_samples_know_nothing_of_each_other(objective: Objective) -> None:
+def test_the_loss_of_a_sample_does_not_depend_on_other_samples(objective: Objective) -> None:
     """Alone in a row each sample has the loss that it has among others: packing changes nothing."""
     log_probs_T, tokens = row()
     whole = made(objective, log_probs_T, tokens).loss_T
@@ -111,13 +111,13 @@ def test_samples_know_nothing_of_each_other(objective: Objective) -> None:
         torch.testing.assert_close(made(objective, log_probs_T[at], alone).loss_T, whole[at], atol=1e-12, rtol=0)
 
 
-def test_what_is_called_clipped_has_no_gradient(objective: Objective) -> None:
+def test_tokens_marked_as_clipped_have_no_gradient(objective: Objective) -> None:
     log_probs_T, tokens = row(spread=1.5)
     loss = made(objective, log_probs_T, tokens)
     assert not gradient(objective, log_probs_T, tokens)[loss.clipped_T].any()
 
 
-def test_nothing_given_is_changed(objective: Objective) -> None:
+def test_arguments_are_not_modified(objective: Objective) -> None:
     log_probs_T, tokens = row()
     before = {name: value.clone() for name in Tokens.__slots__ if torch.is_tensor(value := getattr(tokens, name))}
     made(objective, log_probs_T, tokens)
@@ -162,7 +162,7 @@ def test_a_better_sample_of_a_group_has_no_smaller_advantage(estimator: Objectiv
     ("path", "reason"),
     [("no_such_module:f", "no_such_module"), ("math:no_such_function", "has no 'no_such_function'"), ("math:pi", "a float")],
 )
-def test_a_path_that_leads_nowhere_is_refused(path: str, reason: str) -> None:
+def test_an_import_path_that_does_not_exist_is_refused(path: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"loss: want .*{reason}"):
         Objective(AlgorithmConfig(loss=path))
     with pytest.raises(ValueError, match=rf"advantage: want .*{reason}"):

@@ -73,7 +73,7 @@ def test_the_sample_is_read_as_it_was_meant(payload: bytes) -> None:
     assert (sample.response, sample.extra) == ("tide – мельница 𝄞", {})
 
 
-def test_what_is_passed_through_comes_back_equal(payload: bytes) -> None:
+def test_fields_passed_through_come_back_equal(payload: bytes) -> None:
     """Integers of 64 bits are equal to the last digit; a float that is whole may become an integer."""
     sample = decode_sample(payload)
     assert sample.label == LABEL
@@ -81,7 +81,7 @@ def test_what_is_passed_through_comes_back_equal(payload: bytes) -> None:
     assert sample.prompt == [{"role": "user", "content": "1+1?"}]
 
 
-def test_the_bytes_are_as_the_document_says(payload: bytes) -> None:
+def test_the_bytes_have_the_documented_form(payload: bytes) -> None:
     fields = msgpack.unpackb(payload)
     assert list(fields)[:2] == ["schema", "type"]
     assert fields["tokens"] == struct.pack("<6i", *PROMPT_TOKENS, 7, 8, 9)
@@ -99,7 +99,7 @@ def test_subject_headers_and_seed_are_ours(told: dict[str, Any], payload: bytes)
     assert json.loads(told["seed"]) == {"seed": SEED + 1}
 
 
-def test_its_parts_join(told: dict[str, Any], payload: bytes) -> None:
+def test_parts_of_the_js_actor_join(told: dict[str, Any], payload: bytes) -> None:
     manifest = parts.read_manifest(bytes.fromhex(told["manifest"]), seq=2**33, max_payload=1224)
     pieces = [bytes.fromhex(piece) for piece in told["pieces"]]
     assert [len(piece) for piece in pieces[:-1]] == [100] * (len(pieces) - 1)
@@ -107,7 +107,7 @@ def test_its_parts_join(told: dict[str, Any], payload: bytes) -> None:
     assert join(manifest, pieces) == payload
 
 
-def test_it_refuses_what_the_learner_refuses(told: dict[str, Any]) -> None:
+def test_the_js_actor_refuses_what_the_learner_refuses(told: dict[str, Any]) -> None:
     assert len(told["tried"]) == 19
     for tried in told["tried"]:
         assert (not tried["reason"]) == valid(bytes.fromhex(tried["payload"])) == (tried["name"] == "as it is"), tried

@@ -101,8 +101,8 @@ def test_a_template_is_found_where_models_keep_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ raise_exception('no system') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"])
-def test_what_a_template_refuses_is_the_clients_fault(source: str) -> None:
-    with pytest.raises(BadRequest, match="chat template refuses"):
+def test_a_chat_that_the_template_rejects_is_a_client_error(source: str) -> None:
+    with pytest.raises(BadRequest, match="rejected by the model's chat template"):
         ChatTemplate(source, {}).render(CHAT)
 
 
@@ -149,7 +149,7 @@ async def test_a_chat_is_its_rendered_text_generated(kind: Kind, model_dir: Path
         assert again["choices"][0]["logprobs"] is None
 
 
-async def test_completions_of_text_ids_and_several(kind: Kind, model_dir: Path) -> None:
+async def test_completions_take_text_token_ids_and_several_prompts(kind: Kind, model_dir: Path) -> None:
     async with kind.serving(model_dir) as served:
         text = served.engine.text
         assert text is not None
@@ -232,9 +232,11 @@ def test_formats_become_schemas() -> None:
         schema({"type": "json_schema", "json_schema": {"name": "a"}})
 
 
-def test_what_may_be_taken_back_is_held_back() -> None:
+def test_text_that_may_be_part_of_a_stop_string_is_held_back() -> None:
     """A part of a character or of a stop string is held back, and sent once it has turned out to be neither."""
-    told = openai_api.Told(openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None)
+    told = openai_api.ResponseBuilder(
+        openai_api.parse({"prompt": "a", "stop": "</end>"}, chat=False), id="i", model="m", created=0, piece=None
+    )
 
     def shown(text: str, finish: str | None = None) -> str:
         meta = {"prompt_tokens": 1, "completion_tokens": 1, "finish_reason": finish and {"type": finish}}
@@ -296,7 +298,7 @@ async def test_refusals_have_openais_shape_and_name_the_parameter(
         assert (error["param"], error["message"].startswith(f"{param}: ")) == (param, True), answer
 
 
-async def test_an_engine_that_does_not_serve_says_so_and_a_client_that_goes_frees_it(kind: Kind, model_dir: Path) -> None:
+async def test_an_engine_that_does_not_serve_answers_503_and_a_client_that_disconnects_frees_it(kind: Kind, model_dir: Path) -> None:
     async with kind.serving(model_dir) as served:
         served.engine.phase = "stale"
         status, answer = await served.post("/v1/chat/completions", {"messages": CHAT})

@@ -21,7 +21,7 @@ from actors.router.exchange import Answer, Handler, Middleware, Request
 from actors.router.forward import Sessions
 from actors.router.server import load_middleware
 from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
 from tests.actor_kit import at_work, engine_row
@@ -55,7 +55,7 @@ def unused_url() -> Iterator[str]:
         yield f"http://127.0.0.1:{port.number}"
 
 
-async def test_requests_go_to_where_least_is_under_way(model_dir: Path) -> None:
+async def test_requests_go_to_the_engine_with_the_fewest_in_flight(model_dir: Path) -> None:
     async with AsyncExitStack() as stack:
         engines = [await stack.enter_async_context(serving(model_dir)) for _ in range(3)]
         door = await stack.enter_async_context(routing(*(each.engine.url for each in engines)))
@@ -134,7 +134,7 @@ async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(mode
         assert [status for status, _ in answers] == [200] * 3, answers
 
 
-async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
+async def test_a_session_leaves_an_engine_without_its_version() -> None:
     """A missing version is no reason for a quarantine: only the refusal itself moves the session."""
     async with faulty() as old, faulty() as new, routing(old.url, new.url) as door:
         for engine in (old, new):
@@ -164,7 +164,9 @@ async def test_a_session_leaves_an_engine_that_has_not_its_version() -> None:
         ("hang", "/generate", {"input_ids": [5], "rid": "r"}, 1, 504),
     ],
 )
-async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, body: dict[str, Any], attempts: int, status: int) -> None:
+async def test_only_requests_that_are_safe_to_repeat_are_repeated(
+    does: str, path: str, body: dict[str, Any], attempts: int, status: int
+) -> None:
     bounds = {"timeout_s": 5.0} if does == "hang" else {}
     async with faulty() as engine, routing(engine.url, retries=2, **bounds) as door:
         engine.does = does
@@ -173,7 +175,7 @@ async def test_repeated_is_only_what_is_safe_to_repeat(does: str, path: str, bod
         assert "message" in answer["error"]
 
 
-async def test_a_broken_connection_is_repeated_for_what_changes_nothing_and_for_what_is_named() -> None:
+async def test_a_request_over_a_broken_connection_is_repeated_if_it_is_a_get_or_has_an_id() -> None:
     async with faulty() as engine, routing(engine.url, retries=1) as door:
         engine.does = "break"
         assert (await door.get("/what"))[0] == 502
@@ -182,7 +184,7 @@ async def test_a_broken_connection_is_repeated_for_what_changes_nothing_and_for_
         assert engine.paths.count("/what") == 4, "aiohttp itself asks a second time, each time"
 
 
-async def test_a_client_that_does_not_read_is_left_and_its_engine_freed() -> None:
+async def test_a_client_that_does_not_read_is_disconnected_and_its_engine_freed() -> None:
     """The answer is larger than all buffers on the way."""
     async with faulty() as engine, routing(engine.url, idle_s=0.3) as door:
         engine.does = "flood"
@@ -225,7 +227,7 @@ async def test_silence_between_two_chunks_is_bounded() -> None:
         engine.gone.set()
 
 
-async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir: Path) -> None:
+async def test_a_request_without_an_engine_waits_up_to_its_limit(model_dir: Path) -> None:
     async with routing(wait_s=0.2) as door:
         assert (await door.get("/health"))[0] == 503
         status, answer = await door.generate()
@@ -239,7 +241,7 @@ async def test_without_an_engine_a_request_waits_so_long_and_no_longer(model_dir
         assert (await door.get("/health"))[0] == 200
 
 
-async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
+async def test_a_silent_engine_gets_no_requests_until_it_answers_again() -> None:
     with unused_url() as unreachable:
         async with faulty() as well, routing(well.url, unreachable, wait=False, health_failures=2) as door:
             workers = await door.until(lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"])
@@ -256,7 +258,7 @@ async def test_a_silent_engine_is_left_alone_until_it_answers_again() -> None:
             await door.serving(well.url)
 
 
-async def test_events_pass_through_as_they_come_and_a_client_that_goes_frees_the_engine(model_dir: Path) -> None:
+async def test_events_are_forwarded_at_once_and_a_client_that_disconnects_frees_the_engine(model_dir: Path) -> None:
     async with serving(model_dir) as served, routing(served.engine.url) as door:
         params = {"max_new_tokens": 12, "sampling_seed": 3, "ignore_eos": True}
         body = {"input_ids": [5, 6], "sampling_params": params, "stream": True, "return_logprob": True}
@@ -300,7 +302,7 @@ async def test_an_abort_finds_its_request_wherever_it_is(model_dir: Path) -> Non
         assert (await asked[0])[1]["meta_info"]["finish_reason"]["type"] == "length"
 
 
-async def test_workers_come_and_go_by_hand(model_dir: Path) -> None:
+async def test_workers_can_be_added_and_removed(model_dir: Path) -> None:
     async with serving(model_dir) as one, serving(model_dir) as other, routing() as door:
         for path in (f"/add_worker?url={one.engine.url}/", f"/add_worker?worker_url={one.engine.url}"):
             status, answer = await door.post(path)
@@ -321,7 +323,7 @@ async def test_workers_come_and_go_by_hand(model_dir: Path) -> None:
 async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path) -> None:
     async with open_bus() as bus, serving(model_dir, version=3) as one, serving(model_dir, version=7) as other:
         async with routing(other.engine.url, view=LiveView(bus, dead_after_s=60.0)) as door:
-            async with Heartbeat(bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2) as heartbeat:
+            async with HeartbeatPublisher(bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2) as heartbeat:
                 workers = await door.until(lambda workers: len(workers) == 2 and all(each["serving"] for each in workers.values()))
                 assert workers[one.engine.url]["id"] == "e1"
                 assert workers[other.engine.url]["version"] == 7
@@ -344,14 +346,14 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
                 await door.serving(one.engine.url, other.engine.url)
 
 
-async def test_who_was_removed_stays_away_until_another_process_is_there(open_bus: BusOpener) -> None:
+async def test_a_removed_engine_stays_removed_until_another_process_has_its_url(open_bus: BusOpener) -> None:
     async with open_bus() as bus, faulty() as one, faulty() as other, routing(view=LiveView(bus, dead_after_s=60.0)) as door:
-        async with Heartbeat(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
+        async with HeartbeatPublisher(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
             await door.serving(one.url)
             assert (await door.post("/remove_worker", {"url": one.url}))[0] == 200
         assert (await door.get("/list_workers"))[1]["workers"] == []
-        await door.router.engines.look_again()  # its row is gone
-        async with Heartbeat(bus, row, every_s=0.2) as again, Heartbeat(bus, engine_row(other.url, id="e2"), every_s=0.2):
+        await door.router.engines.refresh()  # its row is gone
+        async with HeartbeatPublisher(bus, row, every_s=0.2) as again, HeartbeatPublisher(bus, engine_row(other.url, id="e2"), every_s=0.2):
             await door.serving(other.url)
             assert (await door.get("/list_workers"))[1]["urls"] == [other.url], "its row is back, and so is it"
             again.update(pid=row.pid + 1)
@@ -374,7 +376,7 @@ async def test_while_the_bus_is_away_health_counts_and_workers_come(open_bus: Bu
                 os.kill(nats_server.pid, signal.SIGCONT)
 
 
-async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody() -> None:
+async def test_a_worker_with_an_impossible_host_name_is_refused_without_effect_on_others() -> None:
     async with faulty() as one, routing(one.url) as door:
         for url in (
             "http://" + "a" * 70 + ".com",
@@ -387,13 +389,13 @@ async def test_a_worker_whose_name_no_host_can_have_is_refused_and_harms_nobody(
         ):
             status, answer = await door.post("/add_worker", {"url": url})
             assert (status, "want a URL" in answer["error"]["message"]) == (400, True), (url, answer)
-        door.router.lookout._by_hand["http://" + "a" * 70] = None  # as a row on the bus may contain
-        await door.router.engines.look_again()
+        door.router.discovery._by_hand["http://" + "a" * 70] = None  # as a row on the bus may contain
+        await door.router.engines.refresh()
         assert (await door.post("/abort_request", {"rid": "x"}))[0] == 200
         await door.serving(one.url)
 
 
-async def test_commands_to_an_engine_are_not_passed_on_and_what_is_keeps_its_words() -> None:
+async def test_commands_to_an_engine_are_not_forwarded_and_other_requests_are_unchanged() -> None:
     async with faulty() as engine, routing(engine.url) as door:
         for path in ("/pause_generation", "/update_weights_from_disk", "/release_memory_occupation"):
             assert (await door.post(path, {}))[0] == 403
@@ -407,7 +409,7 @@ async def test_commands_to_an_engine_are_not_passed_on_and_what_is_keeps_its_wor
         assert answer["headers"]["Accept-Encoding"] == "identity", "compressed, events would be held back"
 
 
-async def test_an_engine_sees_the_very_path_and_no_command_hidden_in_it() -> None:
+async def test_an_engine_gets_the_exact_path_and_no_command_hidden_in_it() -> None:
     hidden = ("/pause_generation%3Fx", "/pause_generation%23x", "/x/..%2Fpause_generation", "/x/%252e%252e/pause_generation", "/a%2526")
     async with faulty() as engine, routing(engine.url) as door:
         for path in hidden:
@@ -432,7 +434,7 @@ def outer(config: RouterConfig) -> Middleware:
             return await handler(request)
         async with await handler(_signed(request, "outer")) as first:
             seen = json.loads(await first.read())["echo"]
-        return await handler(_signed(request.asking(seen), "outer"))
+        return await handler(_signed(request.with_body(seen), "outer"))
 
     return handle
 
@@ -447,16 +449,16 @@ def inner(config: RouterConfig) -> Middleware:
 
 
 def _signed(request: Request, name: str) -> Request:
-    return request.asking({"seen": [*request.map.get("seen", ()), name]})
+    return request.with_body({"seen": [*request.map.get("seen", ()), name]})
 
 
-@pytest.mark.parametrize("path", ["nowhere:f", "actors.router.exact:Nothing", "json", ""])
-def test_a_middleware_that_there_is_not_is_refused(path: str) -> None:
+@pytest.mark.parametrize("path", ["nowhere:f", "actors.router.token_history:Nothing", "json", ""])
+def test_a_missing_middleware_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"middleware: want package.module:factory"):
         load_middleware(path, RouterConfig())
 
 
-async def test_who_drains_finishes_and_takes_nothing_more(model_dir: Path) -> None:
+async def test_a_draining_router_finishes_its_requests_and_takes_no_more(model_dir: Path) -> None:
     async with serving(model_dir) as served, routing(served.engine.url) as door:
         await served.client.pause()
         asked = asyncio.create_task(door.generate())

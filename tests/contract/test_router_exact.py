@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from actors.router.config import RouterConfig
-from actors.router.exact import TokenExact
+from actors.router.token_history import TokenHistory
 from actors.text.text import Text
 from tests.engine_serving import Served, serving
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model
 
-EXACT = "actors.router.exact:TokenExact"
+EXACT = "actors.router.token_history:TokenHistory"
 PROMPT, MORE = "What is three plus four?", " And five plus six?"
 
 
@@ -55,7 +55,7 @@ def text_of(model_dir: Path) -> Text:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_the_next_turn_is_sent_as_what_was_sampled(model_dir: Path, streamed: bool) -> None:
+async def test_the_next_turn_is_sent_with_the_sampled_ids(model_dir: Path, streamed: bool) -> None:
     text = text_of(model_dir)
     async with heard(model_dir, exact=False) as (door, plain):
         first = await turn(door, PROMPT, streamed)
@@ -93,7 +93,7 @@ async def turn(door: Door, text: str, streamed: bool = False, session: str = "",
     return json.loads(events[-2][6:])
 
 
-async def test_what_ended_a_response_is_found_when_the_client_puts_it_back(model_dir: Path) -> None:
+async def test_the_end_of_a_response_is_found_when_the_client_sends_it_back(model_dir: Path) -> None:
     text = text_of(model_dir)
     async with heard(model_dir) as (door, engine):
         ender = text.encode("7")[0]
@@ -123,7 +123,7 @@ async def test_a_stop_string_is_cut_off_and_found_again(model_dir: Path) -> None
 async def test_two_sessions_with_one_text_keep_their_own_ids(model_dir: Path) -> None:
     """The same text from different ids is constructed: a random model does not produce it on demand."""
     text = text_of(model_dir)
-    exact = TokenExact(RouterConfig(model=str(model_dir)))
+    exact = TokenHistory(RouterConfig(model=str(model_dir)))
     joined = [3 + 256 + 5]  # one of the tokenizer's merges
     word = text.decode(joined)
     split = [text.encode(letter)[0] for letter in word]
@@ -140,8 +140,8 @@ def answer_of(ids: list[int], text: str, **meta: Any) -> dict[str, Any]:
     return {"output_ids": ids, "text": text, "meta_info": {"output_token_logprobs": entries, "weight_version": "4", **meta}}
 
 
-async def test_versions_that_changed_on_the_way_are_told_per_token(model_dir: Path) -> None:
-    exact = TokenExact(RouterConfig(model=str(model_dir)))
+async def test_versions_that_changed_midway_are_returned_per_token(model_dir: Path) -> None:
+    exact = TokenHistory(RouterConfig(model=str(model_dir)))
     ids = text_of(model_dir).encode("abcd")
     spans = [{"version": "3", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": len(ids)}]
     exact.remember(exact.pieces(PROMPT), answer_of(ids, "abcd", weight_versions=spans))
@@ -153,7 +153,7 @@ async def test_versions_that_changed_on_the_way_are_told_per_token(model_dir: Pa
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_chats_are_rendered_here_and_sent_as_what_was_sampled(model_dir: Path, streamed: bool) -> None:
+async def test_chats_are_rendered_by_the_router_and_sent_with_the_sampled_ids(model_dir: Path, streamed: bool) -> None:
     text = text_of(model_dir)
     begin = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     end = f"{EOS}\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
@@ -187,7 +187,7 @@ async def chat(door: Door, messages: list[dict[str, str]], streamed: bool) -> tu
     )
 
 
-async def test_completions_too_and_several_prompts_with_several_responses(model_dir: Path) -> None:
+async def test_completions_of_several_prompts_and_responses_keep_the_sampled_ids(model_dir: Path) -> None:
     text = text_of(model_dir)
     async with heard(model_dir) as (door, engine):
         body = {"prompt": [PROMPT, MORE], "n": 2, "max_tokens": 16, "seed": 5, "ignore_eos": True, "return_token_ids": True}
@@ -248,7 +248,7 @@ async def test_texts_beyond_the_bound_are_tokenised_like_any_other(model_dir: Pa
         assert engine.prompts[-1] == text.encode(PROMPT + answer["text"])
 
 
-async def test_refusals_say_what_was_wanted(model_dir: Path) -> None:
+async def test_refusals_name_the_expected_value(model_dir: Path) -> None:
     async with heard(model_dir) as (door, _):
         status, answer = await door.post("/v1/chat/completions", {"messages": [], "max_tokens": 2})
         assert (status, answer["error"]["type"], answer["error"]["param"]) == (400, "invalid_request_error", "messages")
@@ -257,4 +257,4 @@ async def test_refusals_say_what_was_wanted(model_dir: Path) -> None:
         for path, body in (("/generate", {"text": 3}), ("/retrieve_from_text", {"text": None}), ("/retrieve_from_text", [])):
             assert (await door.post(path, body))[0] == 400
     with pytest.raises(ValueError, match=r"router.model: want a directory with a tokenizer.json"):
-        await asyncio.to_thread(TokenExact, RouterConfig(model=str(model_dir.parent)))
+        await asyncio.to_thread(TokenHistory, RouterConfig(model=str(model_dir.parent)))

@@ -42,20 +42,20 @@ async def far_engine(model_dir: Path) -> AsyncIterator[str]:
         await engine.close()
 
 
-async def test_it_presents_the_runs_key_to_engines(model_dir: Path) -> None:
+async def test_the_router_presents_the_runs_key_to_engines(model_dir: Path) -> None:
     async with far_engine(model_dir) as url, routing(url, keys=RUN) as door:
         for headers in ({}, bearer("sk-whatever-the-client-has")):
             assert (await door.post("/generate", BODY, headers=headers))[0] == 200
         assert (await door.post("/abort_request", {"rid": "x"}))[0] == 200
 
 
-async def test_without_a_runs_keys_it_passes_the_clients_on(model_dir: Path) -> None:
+async def test_a_router_without_keys_forwards_the_clients_key(model_dir: Path) -> None:
     async with far_engine(model_dir) as url, routing(url) as door:
         assert (await door.post("/generate", BODY))[0] == 401
         assert (await door.post("/generate", BODY, headers=bearer(KEYS.api)))[0] == 200
 
 
-async def test_its_workers_and_what_they_do_are_changed_with_the_admin_key_only() -> None:
+async def test_workers_are_changed_and_aborted_with_the_admin_key_only() -> None:
     async with faulty() as engine, routing(engine.url, keys=RUN) as door:
         commands: list[tuple[str, Any]] = [("/add_worker", {"url": "http://evil:1"}), ("/remove_worker", {"url": engine.url})]
         for path, body in [*commands, ("/abort_request", {"abort_all": True})]:
@@ -70,7 +70,7 @@ def _workers(listed: tuple[int, Any]) -> list[str]:
     return list(listed[1]["urls"])
 
 
-async def test_beyond_this_machine_it_asks_its_clients_for_a_key() -> None:
+async def test_clients_on_other_machines_need_a_key() -> None:
     async with faulty() as engine:
         async with routing(engine.url, keys=RUN, host="0.0.0.0", advertise="127.0.0.1", wait=False) as door:
             await _until_healthy(door)

@@ -16,8 +16,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from actors.errors import BadRequest
 from actors.openai.openai_api import parse
-from actors.router.called import CalledTexts
-from actors.text.tool_calls import CLOSING, OPENING, Call, Said, form_of, read, with_maps
+from actors.router.tool_call_cache import ToolCallCache
+from actors.text.tool_calls import CLOSING, OPENING, Call, ParsedReply, form_of, read, with_maps
 from tests.engine_kinds import Kind
 from tests.engine_serving import serving
 from tests.router_kit import routing
@@ -119,7 +119,7 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(kind: Kind, model_dir:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_dir: Path, streamed: bool) -> None:
-    settings = {"middleware": ("actors.router.exact:TokenExact",), "model": str(model_dir)}
+    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
         prompts: list[list[int]] = []
         queue = served.engine.scheduler.submit
@@ -143,17 +143,17 @@ async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_d
         )
 
 
-async def test_what_cannot_be_promised_is_refused(model_dir: Path) -> None:
+async def test_unsupported_tool_choices_are_refused(model_dir: Path) -> None:
     async with serving(model_dir) as served, client_of(served.engine.url) as client:
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
-            with pytest.raises(openai.BadRequestError, match="tool_choice: cannot be done here"):
+            with pytest.raises(openai.BadRequestError, match="tool_choice: not supported"):
                 await said(client, ASKED, streamed=False, tools=[ADD], tool_choice=choice)
         broken = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}]}
         with pytest.raises(openai.BadRequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: want JSON"):
             await said(client, [*ASKED, broken], streamed=False, tools=[ADD])
 
 
-def test_forms_are_known_by_the_template() -> None:
+def test_the_format_of_calls_follows_from_the_template() -> None:
     assert [form_of(template) for template in (TEMPLATE, "{{ '<|python_tag|>' }}", "{{ messages }}")] == ["tags", "json", None]
 
 
@@ -182,16 +182,16 @@ ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
         ),
     ],
 )
-def test_texts_are_taken_apart(form: str, text: str, content: str, calls: list[str]) -> None:
+def test_texts_are_split_into_content_and_calls(form: str, text: str, content: str, calls: list[str]) -> None:
     whole = read(text, form, finished=True)
     assert (whole.content, [call.name for call in whole.calls]) == (content, calls)
 
 
 @given(st.lists(st.sampled_from([ONE, "<tool_call>", "</tool_call>", "<tool", " ", "\n", "a", '{"name": "f"}', ";"]), max_size=8))
-def test_what_was_shown_is_never_taken_back(parts: list[str]) -> None:
+def test_streamed_content_is_never_retracted(parts: list[str]) -> None:
     text = "".join(parts)
     for form in ("tags", "json"):
-        seen = Said("", ())
+        seen = ParsedReply("", ())
         for size in range(len(text) + 1):
             now = read(text[:size], form, finished=False)
             assert now.content.startswith(seen.content) and now.calls[: len(seen.calls)] == seen.calls
@@ -208,12 +208,12 @@ def test_arguments_may_be_maps_already() -> None:
         parse({"messages": [{"role": "assistant", "tool_calls": 3}]}, chat=True)
 
 
-def test_only_so_much_is_remembered() -> None:
-    texts = CalledTexts(10)
+def test_the_cache_of_texts_is_bounded() -> None:
+    texts = ToolCallCache(10)
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [{"id": str(number), "function": {"name": "f", "arguments": "{}"}}]}
         for number in range(3)
     ]
     for message in messages:
-        texts.note(message, "12345")
-    assert [message["content"] for message in texts.as_said(messages)] == [None, "12345", "12345"]
+        texts.remember(message, "12345")
+    assert [message["content"] for message in texts.with_original_text(messages)] == [None, "12345", "12345"]

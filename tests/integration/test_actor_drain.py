@@ -14,7 +14,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
 from actors.rollout.actor_process import run_actor
 from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
 from bus.wire.codec import check_sample
 from bus.wire.messages import Sample, Sampling
@@ -92,7 +92,9 @@ def assert_undisturbed(found: Sequence[Sample], whole: Sequence[Generation]) -> 
 
 
 @pytest.mark.parametrize("join", [False, True])
-async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOpener, nats_server: EmbeddedServer, join: bool) -> None:
+async def test_the_next_actor_continues_and_no_token_is_generated_twice(
+    open_bus: BusOpener, nats_server: EmbeddedServer, join: bool
+) -> None:
     """The next actor waits for a task already: it must find everything when the task is returned to the queue."""
     async with open_bus() as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
@@ -128,7 +130,7 @@ async def test_the_next_actor_goes_on_and_no_token_is_made_twice(open_bus: BusOp
         assert (row["load"]["samples_found"], row["load"]["partials_continued"], row["load"]["samples_published"]) == (1, 3, 3)
 
 
-async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_response_may_be_continued_by_several_actors(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """Real processes are drained by SIGTERM; each exits with 0."""
     async with open_bus() as bus, engine(bus) as built:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED, stop=("never said",))
@@ -152,7 +154,7 @@ async def test_it_may_be_handed_on_again_and_again(open_bus: BusOpener, nats_ser
         assert built.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
 
 
-async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_killed_while_it_continues_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """kill -9 leaves no partials of the second actor; those of the first are still there, and the third continues from them."""
     async with open_bus(lease_s=LEASE_S) as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
@@ -180,14 +182,14 @@ async def test_killed_while_it_goes_on_nothing_is_lost(open_bus: BusOpener, nats
         assert built.scheduler.counters.tokens_generated - before == missing
 
 
-async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_response_broken_off_is_continued_at_another_engine(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus, id="second", phase="joining") as second:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED)
         second.phase = "serving"
         whole = await undisturbed(second, sampling)
         before = second.scheduler.counters.tokens_generated
         draining = asyncio.Event()
-        async with engine() as first, Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2):
+        async with engine() as first, HeartbeatPublisher(bus, engine_row(first.url, id="first"), every_s=0.2):
             tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
             config = ActorConfig(reward="digits", engines=(first.url, second.url))
             second.phase = "stale"
@@ -204,7 +206,7 @@ async def test_what_an_engine_breaks_off_is_continued_elsewhere(open_bus: BusOpe
         assert made + second.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
 
 
-async def test_without_partials_it_finishes_everything_first(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_without_partials_finishes_every_response(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built:
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED))
         config, draining = ActorConfig(reward="digits", partials=False, drain_finish_s=0.0), asyncio.Event()

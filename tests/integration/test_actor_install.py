@@ -12,7 +12,7 @@ import pytest
 
 from bus import exit_codes
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 
@@ -48,7 +48,7 @@ def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bin
 
 
-def test_it_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
+def test_an_actor_install_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
     code = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
     done = subprocess.run([actor_environment / "python", "-c", code], env=_environment(), capture_output=True, text=True, check=True)
     installed = set(done.stdout.split())
@@ -56,7 +56,7 @@ def test_it_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
     assert not installed & HEAVY
 
 
-async def test_it_leases_a_task_and_publishes_its_samples(
+async def test_an_actor_install_leases_a_task_and_publishes_its_samples(
     actor_environment: Path, open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     """The user's command runs against a real bus and a real engine; then ``tail`` of the same environment shows the samples."""
@@ -99,7 +99,7 @@ async def _made_by(actor: asyncio.subprocess.Process, bus: Bus, tasks: list[int]
         await asyncio.gather(making, ended, return_exceptions=True)
 
 
-def test_the_learner_it_cannot_run_says_what_to_install(actor_environment: Path, tmp_path: Path) -> None:
+def test_a_learner_without_its_packages_names_the_extra_to_install(actor_environment: Path, tmp_path: Path) -> None:
     words = ["learner", "--config", ROOT / "launch/configs/digits.yaml", "--bus", "nats://127.0.0.1:1"]
     done = subprocess.run([actor_environment / "tidemill", *words], cwd=tmp_path, env=_environment(), capture_output=True, text=True)
     assert done.returncode == exit_codes.CONFIG

@@ -14,9 +14,9 @@ from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Kind, Sampling, Status
 from rewards.port import RewardRequest
 from tests.actor_kit import (
@@ -105,7 +105,7 @@ async def test_tasks_become_samples_with_everything_in_them(open_bus: BusOpener,
             assert sample.tokens.tolist() == by_index[sample.index], "seed + index decides"
 
 
-async def test_the_live_row_tells_what_it_did_and_goes_with_it(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_the_live_row_has_the_counters_and_is_removed_at_the_end(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus):
         rows = bus.rows("live")
         async with acting(bus, nats_server):
@@ -154,7 +154,7 @@ async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: B
         row = await row_until(rows, "actor.a1", lambda row: "none known" in row["waits_for"])
         assert row["phase"] == "waiting"
         async with engine() as built:
-            async with Heartbeat(bus, engine_row(built.url, phase="catching up"), every_s=0.2) as heartbeat:
+            async with HeartbeatPublisher(bus, engine_row(built.url, phase="catching up"), every_s=0.2) as heartbeat:
                 await row_until(rows, "actor.a1", lambda row: "e1: catching up" in row["waits_for"])
                 heartbeat.update(phase="serving")
                 await samples_until(bus, complete(tasks))
@@ -162,7 +162,7 @@ async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: B
         assert {s.status for s in await all_samples(bus)} <= {Status.COMPLETED, Status.TRUNCATED}
 
 
-async def test_an_engine_that_answers_503_is_left_alone_and_asked_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_engine_that_answers_503_is_quarantined_and_tried_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """The engine's row has the phase serving, but its answer is 503: as between an eviction and the next heartbeat."""
     async with open_bus() as bus, engine(bus) as built:
         built.phase = "stale"
@@ -177,10 +177,10 @@ async def test_an_engine_that_answers_503_is_left_alone_and_asked_again(open_bus
 
 async def test_a_minimum_version_is_waited_for(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(version=1) as old, engine(version=2) as new, acting(bus, nats_server):
-        async with Heartbeat(bus, engine_row(old.url, id="old", version=1), every_s=0.2):
+        async with HeartbeatPublisher(bus, engine_row(old.url, id="old", version=1), every_s=0.2):
             tasks = await issue(bus, await take_over(bus), min_version=2)
             await row_until(bus.rows("live"), "actor.a1", lambda row: "version 2 or newer (old: version 1)" in row["waits_for"])
-            async with Heartbeat(bus, engine_row(new.url, id="new", version=2), every_s=0.2):
+            async with HeartbeatPublisher(bus, engine_row(new.url, id="new", version=2), every_s=0.2):
                 found = await samples_until(bus, complete(tasks))
                 await settled(bus)
         assert {(s.engine, s.min_version) for s in found} == {("new", 2)}
@@ -189,7 +189,7 @@ async def test_a_minimum_version_is_waited_for(open_bus: BusOpener, nats_server:
 async def test_an_engine_that_dies_in_the_middle_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus, id="second") as second, AsyncExitStack() as first_life:
         first = await first_life.enter_async_context(engine())
-        await first_life.enter_async_context(Heartbeat(bus, engine_row(first.url, id="first"), every_s=0.2))
+        await first_life.enter_async_context(HeartbeatPublisher(bus, engine_row(first.url, id="first"), every_s=0.2))
         clients = [HttpEngine(built.url) for built in (first, second)]
         for client, row in zip(clients, ("engine.first", "engine.second"), strict=True):
             await client.pause()
@@ -218,7 +218,7 @@ async def test_an_engine_that_dies_in_the_middle_loses_nothing(open_bus: BusOpen
         ("nan", "within +-1e+06, got nan"),
     ],
 )
-async def test_a_reward_that_gives_no_usable_number_ends_in_dead_and_the_run_goes_on(
+async def test_a_task_without_a_usable_reward_becomes_dead_and_the_run_goes_on(
     open_bus: BusOpener, nats_server: EmbeddedServer, reward: str, reason: str
 ) -> None:
     async with open_bus(max_attempts=2) as bus, engine(bus):
@@ -271,7 +271,7 @@ async def test_a_restart_of_the_bus_is_bridged(open_bus: BusOpener, nats_server:
         assert len({s.message_id for s in found}) == len(found)
 
 
-async def test_a_drain_hands_back_what_waits_for_an_engine(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_drain_returns_tasks_that_wait_for_an_engine(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus:
         tasks = await issue(bus, await take_over(bus))
         async with acting(bus, nats_server):
@@ -282,7 +282,7 @@ async def test_a_drain_hands_back_what_waits_for_an_engine(open_bus: BusOpener, 
         assert lease.deliveries >= 2, "a lease that was being waited for may have met it once more on its way"
 
 
-async def test_what_is_held_at_the_deadline_is_handed_back(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_leased_tasks_are_returned_at_the_deadline(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built:
         client = HttpEngine(built.url)
         await client.pause()
@@ -299,7 +299,7 @@ async def test_what_is_held_at_the_deadline_is_handed_back(open_bus: BusOpener, 
         await client.close()
 
 
-async def test_the_url_of_the_bus_is_all_it_needs(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_needs_only_the_url_of_the_bus(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus):
         draining = asyncio.Event()
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, None, None, draining))
@@ -313,7 +313,7 @@ async def test_the_url_of_the_bus_is_all_it_needs(open_bus: BusOpener, nats_serv
         await work
 
 
-async def test_it_waits_for_the_bus_and_can_be_drained_meanwhile(tmp_path: Any) -> None:
+async def test_an_actor_that_waits_for_the_bus_can_be_drained(tmp_path: Any) -> None:
     draining = asyncio.Event()
     work = asyncio.create_task(run_actor("nats://127.0.0.1:9", "r", ActorConfig(reward="digits"), BusConfig(), draining, "a1"))
     await asyncio.sleep(0)

@@ -33,7 +33,7 @@ def _model() -> None:
     prompt_tokens()
 
 
-async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_killed_within_a_group_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     """Two of four samples are stored when it dies; after the lease another actor makes all four, and the stored two count once."""
     half = ActorConfig(reward="tests.actor_child:answers_twice", reward_timeout_s=60)
     async with open_bus(lease_s=5.0) as bus, engine(bus):
@@ -56,7 +56,7 @@ async def test_killed_in_the_middle_of_a_group_it_loses_nothing(open_bus: BusOpe
         assert [letter async for letter in bus.dead.scan()] == []
 
 
-async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_drained_actor_finishes_its_tasks_takes_no_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built) as client:
         tasks = await issue(bus, await take_over(bus), 5, sampling=Sampling(max_new_tokens=100, seed=7))
         config = ActorConfig(reward="digits", max_samples_in_flight=8)
@@ -74,7 +74,7 @@ async def test_drained_it_finishes_what_it_holds_takes_nothing_more_and_exits_0(
         assert await bus.rows("live").get("actor.a1") is None
 
 
-async def test_not_drained_in_time_it_hands_back_and_exits_75(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_not_drained_in_time_returns_its_tasks_and_exits_75(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built):
         (task,) = await issue(bus, await take_over(bus))
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1", drain_s=0.2) as actor:
@@ -88,13 +88,13 @@ async def test_not_drained_in_time_it_hands_back_and_exits_75(open_bus: BusOpene
         await at_work(built, 0)
 
 
-async def test_a_wrong_reward_ends_it_for_good(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_wrong_reward_ends_the_actor_for_good(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus:
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digit"), id="a1") as actor:
             assert await actor.exit_code() == exit_codes.CONFIG
 
 
-async def test_refused_by_the_learner_it_ends_with_the_reason(
+async def test_an_actor_refused_by_the_learner_ends_with_the_reason(
     open_bus: BusOpener, nats_server: EmbeddedServer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A refusal from before its start was for another process of the same name."""

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
-from launch.samples.recording import Recording, mend
+from launch.samples.recording import Recording, repair
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
 
@@ -57,9 +57,7 @@ async def place(bus: Bus, floor: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_every_sample_once_though_it_is_killed_again_and_again(
-    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
-) -> None:
+async def test_every_sample_is_archived_once_despite_kills(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus:
         await publish(bus, 1, 40)
@@ -79,7 +77,7 @@ async def test_every_sample_once_though_it_is_killed_again_and_again(
         assert len(list(out.glob("*.tide"))) > 5, "recordings are closed when they are large enough"
 
 
-async def test_what_is_on_the_disk_is_not_written_again_though_the_place_was_not_moved(
+async def test_archived_samples_are_not_written_again_if_the_position_was_not_moved(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     """The state is that after a kill between the write to disk and the update of the cursor."""
@@ -97,7 +95,7 @@ async def test_what_is_on_the_disk_is_not_written_again_though_the_place_was_not
         assert (await Cursors(bus).all())["archive"].floor == 15
 
 
-async def test_one_that_was_left_behind_says_so_and_goes_on_only_when_told(
+async def test_an_archive_that_was_given_up_reports_it_and_continues_only_with_policy_leave(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     out, log = tmp_path / "archive", tmp_path / "archive.log"
@@ -110,13 +108,13 @@ async def test_one_that_was_left_behind_says_so_and_goes_on_only_when_told(
         await bus.samples.trim(21)
         async with archiving(nats_server.url, bus.run, out, "--until-end") as process:
             assert await process.wait() == 2
-        assert "samples 11 to 20 are missing (--policy leave goes on without them)" in log.read_text()
+        assert "samples 11 to 20 are missing (--policy leave continues without them)" in log.read_text()
         async with archiving(nats_server.url, bus.run, out, "--until-end", "--policy", "leave") as process:
             assert await process.wait() == 0, log.read_text()
         assert [seq for seq, _ in archived(out)] == [*range(1, 11), *range(21, 31)]
 
 
-async def test_a_directory_of_another_stream_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_an_archive_directory_of_another_stream_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus, open_bus(run=f"{bus.run}-b") as other:
         await publish(bus, 1, 3)
@@ -128,7 +126,9 @@ async def test_a_directory_of_another_stream_is_refused(open_bus: BusOpener, nat
 
 
 @pytest.mark.parametrize("what", ["torn frame", "torn index", "no end", "zeros", "only a head"])
-async def test_what_a_kill_leaves_is_mended(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, what: str) -> None:
+async def test_a_recording_cut_off_by_a_kill_is_repaired(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, what: str
+) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus:
         await publish(bus, 1, 5)
@@ -148,8 +148,8 @@ async def test_what_a_kill_leaves_is_mended(open_bus: BusOpener, nats_server: Em
             "only a head": (data[: offsets[0]], 0),
         }[what]
         path.write_bytes(cut)
-        origin, last = mend(path)
+        origin, last = repair(path)
         assert last == left
         assert [seq for seq, _ in archived(out)] == list(range(1, left + 1))
         assert origin is not None
-        assert mend(path) == (origin, left) if left else not path.exists()
+        assert repair(path) == (origin, left) if left else not path.exists()

@@ -20,13 +20,13 @@ from bus.client.discovery import find_run
 from bus.config import BusConfig
 from bus.errors import BusError, Denied, Forbidden, ServerFailed
 from bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.auth import credentials_file, make_users, read_credentials
 from bus.server.cluster import EmbeddedBus
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire import subjects
-from bus.wire.messages import Done, LiveRow, Word
-from launch.run import wanted
+from bus.wire.messages import DeadLetterDecision, Done, LiveRow
+from launch.run import desired
 from tests.bus_kit import make_sample, make_task, take
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,12 +92,12 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
         ids = [await learner.tasks.issue(make_task(RUN, offset=offset)) for offset in range(2)]
         await learner.plans.append(Done(epoch=1, step=1, metrics={}))
         async with (
-            Heartbeat(actor, row("actor", "actor-0")),
-            Heartbeat(engine, row("engine", "engine-1")),
-            Heartbeat(host, row("host", "host-0")),
-            Heartbeat(router, row("router", "router")),
+            HeartbeatPublisher(actor, row("actor", "actor-0")),
+            HeartbeatPublisher(engine, row("engine", "engine-1")),
+            HeartbeatPublisher(host, row("host", "host-0")),
+            HeartbeatPublisher(router, row("router", "router")),
         ):
-            async with LiveView(actor).noticing("engine", lambda: None), LiveView(router).noticing("engine", lambda: None):
+            async with LiveView(actor).on_change("engine", lambda: None), LiveView(router).on_change("engine", lambda: None):
                 while len(await LiveView(router).alive()) < 4:  # noqa: ASYNC110 - others wake nobody
                     await asyncio.sleep(0.02)
             watching = engine.rows("weights").watch("head")
@@ -110,7 +110,7 @@ async def test_every_role_can_do_its_work(as_user: As, caplog: pytest.LogCapture
             assert good is not None and bad is not None
             await actor.samples.publish(make_sample(RUN, task=good.task.id, actor="actor-0"))
             await actor.samples.publish(make_sample(RUN, task=good.task.id, index=1, length=3000, actor="actor-0"))
-            assert await good.settle()
+            assert await good.ack()
             assert await bad.fail("no engine", actor="actor-0")
         assert await LiveView(viewer).refresh() == [], "their rows are gone"
 
@@ -161,7 +161,7 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
 
 
 @pytest.mark.parametrize("what", FORBIDDEN)
-async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what: str) -> None:
+async def test_requests_outside_a_role_are_refused_at_once_by_name(as_user: As, what: str) -> None:
     user, act = FORBIDDEN[what]
     async with as_user("learner") as learner, as_user(user) as bus:
         before = {name: (await learner.jet.state(f"TM_r_{name}")).last_seq for name in ("TASKS", "SAMPLES", "PLAN")}
@@ -173,7 +173,7 @@ async def test_what_is_not_its_role_is_refused_at_once_by_name(as_user: As, what
         assert bus.connected
 
 
-async def test_the_admin_key_is_for_those_that_give_and_take_commands(as_user: As) -> None:
+async def test_only_roles_that_send_or_receive_commands_read_the_admin_key(as_user: As) -> None:
     async with as_user("learner") as learner:
         made = await make_keys(learner)
         assert await make_keys(learner) == made == await admin_keys(learner).known(), "once in a run"
@@ -200,12 +200,12 @@ async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
     assert not tries
 
 
-async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_user_can_subscribe_to_anothers_answers(as_user: As, caplog: pytest.LogCaptureFixture) -> None:
     async with as_user("learner") as learner, as_user("actor-0") as spy:
-        heard: list[object] = []
+        received: list[object] = []
 
         async def hear(message: object) -> None:
-            heard.append(message)
+            received.append(message)
 
         for subject in ("_INBOX_learner.>", "_INBOX.>", ">", "tm.r.>", "$JS.ACK.>"):
             await spy.nc.subscribe(subject, cb=hear)
@@ -214,12 +214,12 @@ async def test_nobody_hears_anothers_answers(as_user: As, caplog: pytest.LogCapt
         await learner.tasks.issue(make_task(RUN))
         await learner.jet.state("TM_r_TASKS")
         await spy.nc.flush()
-        assert not heard
+        assert not received
         assert len([record for record in caplog.records if "may not subscribe here" in record.message]) == 5
 
 
 @pytest.mark.parametrize("user", ["viewer", "actor-0"])
-async def test_an_answer_goes_nowhere_but_to_who_asked(as_user: As, user: str) -> None:
+async def test_an_answer_goes_only_to_its_requester(as_user: As, user: str) -> None:
     """The server itself writes the answer to a request: as the reply subject, a row of the run would be overwritten."""
     async with as_user("learner") as learner, as_user(user) as bus:
         revision = await learner.rows("run").put("epoch", {"epoch": 1})
@@ -256,7 +256,7 @@ HEADERS = (
         ("actor-0", "tm.r.dead.report.1"),
     ],
 )
-async def test_no_header_of_ones_own_message_touches_those_of_others(as_user: As, user: str, subject: str) -> None:
+async def test_headers_of_a_message_affect_no_other_message(as_user: As, user: str, subject: str) -> None:
     """A rollup on one's own row would empty the bucket: the registry of versions, or every live row."""
     async with as_user("learner") as learner, as_user(user) as bus:
         streams = ["KV_TM_r_weights", "KV_TM_r_live", "KV_TM_r_wanted", "KV_TM_r_run", "TM_r_SAMPLES", "TM_r_PARTIALS", "TM_r_DEAD"]
@@ -270,7 +270,7 @@ async def test_no_header_of_ones_own_message_touches_those_of_others(as_user: As
         assert [await learner.jet.state(stream) for stream in streams] == before
 
 
-async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Path, auth_dir: Path) -> None:
+async def test_a_run_made_without_users_is_not_restarted_with_users(tmp_path: Path, auth_dir: Path) -> None:
     plain = EmbeddedBus(tmp_path / "bus", RUN, BusConfig())
     async with connect(await asyncio.to_thread(plain.start), RUN, name="a", wait_s=10) as bus:
         await bus.create_layout()
@@ -280,7 +280,7 @@ async def test_a_run_made_without_users_is_not_begun_anew_with_them(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")])
-async def test_who_is_not_let_in_is_told_at_once(guarded: EmbeddedBus, user: str, password: str, reason: str) -> None:
+async def test_a_wrong_login_is_refused_at_once(guarded: EmbeddedBus, user: str, password: str, reason: str) -> None:
     line = dataclasses.replace(parse(guarded.url), user=user, password=password).line()
     with pytest.raises(Denied, match=rf"{reason}; cure: TIDEMILL_BUS_CREDENTIALS") as denied:
         async with asyncio.timeout(AT_ONCE_S), connect(line, RUN, name="actor-0", wait_s=60):
@@ -291,7 +291,7 @@ async def test_who_is_not_let_in_is_told_at_once(guarded: EmbeddedBus, user: str
 async def test_passwords_are_in_their_files_alone(tmp_path: Path, auth_dir: Path, as_user: As, guarded: EmbeddedBus) -> None:
     passwords = {user: read_credentials(credentials_file(auth_dir, user))[1] for user in ("learner", "viewer", "actor-0", "host-1")}
     assert len(set(passwords.values())) == 4
-    async with as_user("learner") as learner, as_user("actor-0") as actor, Heartbeat(actor, row("actor", "actor-0")):
+    async with as_user("learner") as learner, as_user("actor-0") as actor, HeartbeatPublisher(actor, row("actor", "actor-0")):
         await learner.rows("run").put("config", dataclasses.asdict(CONFIG))
     check_files(tmp_path, auth_dir, passwords)
 
@@ -388,30 +388,30 @@ async def test_tls(tmp_path: Path, certificates: Path, verify: bool) -> None:
         servers.stop()
 
 
-async def test_an_operator_says_what_is_wanted_and_what_becomes_of_the_dead_and_a_viewer_does_not(as_user: As) -> None:
+async def test_an_operator_sets_desired_numbers_and_decides_dead_letters_and_a_viewer_may_not(as_user: As) -> None:
     async with as_user("learner") as learner, as_user("operator") as operator, as_user("viewer") as viewer:
-        assert await wanted.change(operator, wanted.ALL, {"actor": 3}) == ({}, {"actor": 3})
-        assert (await wanted.read(viewer)).rows[wanted.ALL][0] == {"actor": 3}
-        assert await operator.dead.say(Word(task=7, word="drop"))
-        assert not await learner.dead.say(Word(task=7, word="requeue"))
+        assert await desired.change(operator, desired.ALL, {"actor": 3}) == ({}, {"actor": 3})
+        assert (await desired.read(viewer)).rows[desired.ALL][0] == {"actor": 3}
+        assert await operator.dead.decide(DeadLetterDecision(task=7, word="drop"))
+        assert not await learner.dead.decide(DeadLetterDecision(task=7, word="requeue"))
         with pytest.raises(Forbidden, match="user viewer may not publish"):
-            await wanted.change(viewer, wanted.ALL, {"actor": 4})
+            await desired.change(viewer, desired.ALL, {"actor": 4})
         with pytest.raises(Forbidden, match="user viewer may not publish"):
-            await viewer.dead.say(Word(task=8, word="drop"))
+            await viewer.dead.decide(DeadLetterDecision(task=8, word="drop"))
         with pytest.raises(Forbidden, match="user operator may not publish"):
             await operator.rows("run").put("config", {})
 
 
-async def test_the_learner_hears_what_an_actor_acknowledges_and_another_actor_does_not(as_user: As) -> None:
-    heard: asyncio.Queue[int] = asyncio.Queue()
+async def test_the_learner_receives_the_acks_of_an_actor_and_another_actor_does_not(as_user: As) -> None:
+    received: asyncio.Queue[int] = asyncio.Queue()
     others: asyncio.Queue[int] = asyncio.Queue()
     async with as_user("learner") as learner, as_user("actor-0") as actor, as_user("actor-1") as other:
         await learner.tasks.fence(1)
         id = await learner.tasks.issue(make_task(RUN))
-        async with learner.tasks.acks(heard.put_nowait), other.tasks.acks(others.put_nowait):
+        async with learner.tasks.acks(received.put_nowait), other.tasks.acks(others.put_nowait):
             lease = await actor.tasks.lease(AT_ONCE_S)
-            assert lease is not None and await lease.settle()
-            assert await heard.get() == id
+            assert lease is not None and await lease.ack()
+            assert await received.get() == id
             assert others.empty()
 
 
@@ -422,7 +422,7 @@ async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_th
     environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
     async with as_user("learner") as learner:
         await learner.rows("run").put("config", {"actor": {"reward": "digits"}})
-        await wanted.change(learner, wanted.host_key("host-1"), {"actor": 5})
+        await desired.change(learner, desired.host_key("host-1"), {"actor": 5})
         host = await asyncio.create_subprocess_exec(*command, "--users", str(auth_dir), cwd=ROOT, env=environment)
         try:
             view = LiveView(learner)

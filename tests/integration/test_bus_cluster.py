@@ -11,7 +11,7 @@ from bus.config import BusConfig
 from bus.errors import Denied, Fenced
 from bus.server.auth import credentials_file, read_credentials
 from bus.server.cluster import EmbeddedBus
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Done
 from tests.bench.failover import cluster_under_load, fail_over, report
 from tests.bus_kit import Proxy, make_sample, take

@@ -11,7 +11,7 @@ from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from tests.bus_fixtures import BusOpener
 
 
@@ -45,7 +45,7 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
     async with open_bus() as bus:
         nats_server.kill()
         with pytest.raises(BusUnavailable):
-            await bus.jet.call("INFO", patience_s=0.3)
+            await bus.jet.call("INFO", retry_for_s=0.3)
         assert not bus.connected
         with pytest.raises(BusUnavailable, match="not connected for"):
             await bus.wait_connected(0.05)
@@ -60,7 +60,7 @@ async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(
 
         async def ask() -> int:
             try:
-                return (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES", patience_s=0.2))["state"]["messages"]  # type: ignore[no-any-return]
+                return (await bus.jet.call(f"STREAM.INFO.TM_{bus.run}_SAMPLES", retry_for_s=0.2))["state"]["messages"]  # type: ignore[no-any-return]
             except BusUnavailable:
                 failed.set()
                 raise
@@ -80,7 +80,7 @@ async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(
             await retry(ask)
 
 
-async def test_a_closed_connection_says_so(open_bus: BusOpener) -> None:
+async def test_a_closed_connection_raises(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         pass
     with pytest.raises(BusUnavailable):
@@ -134,25 +134,25 @@ async def test_a_process_that_knows_only_the_url_finds_the_run(nats_server: Embe
             await find_run(nats_server.url, name="late", wait_s=20)
 
 
-async def test_a_connection_that_falls_twice_in_a_moment_is_told_to_everybody(open_bus: BusOpener) -> None:
+async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_bus: BusOpener) -> None:
     """The connection breaks, and is closed an iteration or two later, while the interrupted request is ending."""
     for turns in range(6):
         async with open_bus() as bus:
-            link, heard, asked = bus.jet.link, list[int](), asyncio.Event()
+            connection, heard, asked = bus.jet.connection, list[int](), asyncio.Event()
 
             async def no_answer(message: object, asked: asyncio.Event = asked) -> None:
                 asked.set()
 
-            await link.nc.subscribe(f"{bus.run}.asked", cb=no_answer)
-            request = asyncio.create_task(link.request(f"{bus.run}.asked", b"", 60))
+            await connection.nc.subscribe(f"{bus.run}.asked", cb=no_answer)
+            request = asyncio.create_task(connection.request(f"{bus.run}.asked", b"", 60))
             async with asyncio.timeout(10):
                 await asked.wait()
-            forget = link.on_lost(lambda heard=heard: heard.append(1))
-            await link._on_disconnected()
+            forget = connection.on_lost(lambda heard=heard: heard.append(1))
+            await connection._on_disconnected()
             for _ in range(turns):
                 await asyncio.sleep(0)
-            await link._on_closed()
+            await connection._on_closed()
             forget()
             with pytest.raises(BusUnavailable):
                 await request
-            assert (len(heard), link._turn.is_set()) == (2, True), turns
+            assert (len(heard), connection._up_or_closed.is_set()) == (2, True), turns

@@ -3,7 +3,7 @@
 import pytest
 
 from bus.errors import NotFound, StreamTrimmed
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.cursors import LEAVE, WAIT, Cursors, CursorTaken, Reader
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
@@ -24,7 +24,7 @@ async def take(reader: Reader, count: int) -> list[int]:
     raise AssertionError("unreachable")
 
 
-async def test_a_reader_goes_on_at_its_place_and_only_the_last_of_a_name_moves_it(open_bus: BusOpener) -> None:
+async def test_a_reader_continues_at_its_position_and_only_the_last_of_a_name_moves_it(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 5)
         first = await Reader.open(bus, "archive")
@@ -45,7 +45,7 @@ async def test_a_reader_goes_on_at_its_place_and_only_the_last_of_a_name_moves_i
             await Cursors(bus).drop("archive")
 
 
-async def test_trimming_waits_for_those_who_asked_until_they_are_given_up(open_bus: BusOpener) -> None:
+async def test_trimming_waits_for_readers_with_policy_wait_until_they_are_given_up(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 9)
         created = (await bus.samples.info()).created
@@ -71,7 +71,7 @@ async def test_trimming_waits_for_those_who_asked_until_they_are_given_up(open_b
         await cursors.drop("waits")
         with pytest.raises(NotFound):
             await back.advance(9)
-        assert leaves.place.floor == 0
+        assert leaves.row.floor == 0
 
 
 async def test_a_new_reader_begins_at_what_is_there_even_if_it_is_trimmed_meanwhile(open_bus: BusOpener) -> None:

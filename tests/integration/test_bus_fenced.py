@@ -8,7 +8,7 @@ import pytest
 from bus.errors import Fenced, WireError
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_record
 from bus.wire.messages import Done, Fence, PlanRecord
 from tests.bus_fixtures import BusOpener
@@ -87,7 +87,7 @@ async def test_a_new_fence_goes_behind_what_the_old_writer_just_wrote(open_bus: 
         assert await new.plans.append(done(20, epoch=2)) == len(stored) + 3
 
 
-async def test_what_stands_behind_a_newer_fence_is_void(open_bus: BusOpener) -> None:
+async def test_records_after_a_newer_fence_are_void(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.plans.fence(1)
         await bus.plans.append(done(1))
@@ -173,7 +173,7 @@ async def test_trimmed_records_are_gone_and_fences_stay(open_bus: BusOpener) -> 
         assert await bus.plans.append(done(4)) == 5
 
 
-async def test_what_no_learner_wrote_fences_nobody(open_bus: BusOpener) -> None:
+async def test_a_message_of_no_learner_is_no_fence(open_bus: BusOpener) -> None:
     """Invalid bytes behind a fence are ignored, with any epoch in their header: the writer appends behind them, and readers skip them."""
     async with open_bus() as bus, open_bus() as actor:
         await bus.plans.fence(3)

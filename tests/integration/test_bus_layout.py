@@ -11,7 +11,7 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 
 
-async def test_making_it_twice_changes_nothing(open_bus: BusOpener) -> None:
+async def test_creating_the_layout_twice_changes_nothing(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await bus.samples.publish(make_sample(bus.run))
         before = await bus.samples.info()
@@ -36,7 +36,7 @@ async def test_another_setting_than_the_servers_is_named(open_bus: BusOpener, se
     assert f"{caught.value.name}.{caught.value.field}" == f"TM_{run}_{field}"
 
 
-async def test_what_the_server_has_dropped_is_noticed(open_bus: BusOpener) -> None:
+async def test_a_setting_dropped_by_the_server_is_an_error(open_bus: BusOpener) -> None:
     """An old server drops settings that it does not know: the stream exists, the field does not."""
     async with open_bus(layout=False) as bus:
         await bus.jet.call(f"STREAM.CREATE.TM_{bus.run}_SAMPLES", {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]})

@@ -21,7 +21,7 @@ async def test_the_newest_of_each_index_is_found(open_bus: BusOpener) -> None:
         assert found[0].tokens.tolist() == [8, 9, 8]
 
 
-async def test_a_broken_one_hides_nothing_else(open_bus: BusOpener) -> None:
+async def test_an_unreadable_partial_hides_no_other(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         assert await bus.partials.store(make_partial(bus.run, 1, 0))
         await bus.js.publish(subjects.partial(bus.run, 1, 1), b"no msgpack map")
@@ -33,7 +33,7 @@ async def test_a_broken_one_hides_nothing_else(open_bus: BusOpener) -> None:
             await bus.partials.store(make_partial(bus.run, 1, 0, spans=()))
 
 
-async def test_what_is_settled_is_forgotten_and_the_rest_stays(open_bus: BusOpener) -> None:
+async def test_partials_of_settled_tasks_are_removed_and_others_stay(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         for task in (2, 9, 10, 11):
             for index in (0, 1):
@@ -42,7 +42,7 @@ async def test_what_is_settled_is_forgotten_and_the_rest_stays(open_bus: BusOpen
         assert [len(await bus.partials.of(task)) for task in (2, 9, 10, 11)] == [0, 0, 2, 2]
 
 
-async def test_what_does_not_fit_is_not_stored(open_bus: BusOpener) -> None:
+async def test_a_partial_too_large_is_not_stored(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         many = 1_500_000
         spans = (Span(version=0, num_tokens=many),)

@@ -8,9 +8,9 @@ import pytest
 from bus.client.rows import Value
 from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from bus.liveness.epoch import raise_epoch
-from bus.liveness.live import Heartbeat, LiveView, processes
+from bus.liveness.live import HeartbeatPublisher, LiveView, processes
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until
@@ -24,7 +24,7 @@ async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:
         with pytest.raises(RowConflict):
             await rows.create("mine", {"version": 9})
         second = await rows.update("mine", {"version": 1}, first)
-        with pytest.raises(RowConflict, match=f"weights.mine: changed by someone else since revision {first}"):
+        with pytest.raises(RowConflict, match=f"weights.mine: changed by another process since revision {first}"):
             await rows.update("mine", {"version": 2}, first)
         assert await rows.get("mine") == ({"version": 1}, second)
         third = await rows.put("mine", {"version": 5})
@@ -101,7 +101,7 @@ async def test_what_is_no_row_is_refused(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         with pytest.raises(ValueError, match="bucket: want one of weights, run, live, wanted, keys, got 'x'"):
             bus.rows("x")
-        with pytest.raises(WireError, match=r"run\.a: want what JSON can hold"):
+        with pytest.raises(WireError, match=r"run\.a: want a value that JSON can hold"):
             await bus.rows("run").put("a", {"x": object()})
         await bus.js.publish(f"$KV.TM_{bus.run}_run.a", b"[1]")
         with pytest.raises(WireError, match=r"row run\.a, revision 1: want a JSON object, got 'list'; cure: "):
@@ -112,10 +112,10 @@ def row(id: str, role: str = "actor") -> LiveRow:
     return LiveRow(role=role, id=id, host="h", pid=1, phase="working")
 
 
-async def test_a_process_is_seen_while_it_lives(open_bus: BusOpener) -> None:
+async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         view = LiveView(bus)
-        async with Heartbeat(bus, row("a1")) as heartbeat, Heartbeat(bus, row("e1", "engine")) as engine:
+        async with HeartbeatPublisher(bus, row("a1")) as heartbeat, HeartbeatPublisher(bus, row("e1", "engine")) as engine:
             await until(lambda: heartbeat.written_s > 0)
             await until(lambda: engine.written_s > 0)
             assert await view.alive("actor") == [row("a1")]
@@ -132,7 +132,7 @@ async def test_a_row_that_stands_still_grows_old(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         view = LiveView(bus, dead_after_s=0.2)
         with pytest.raises(RuntimeError, match="killed"):
-            async with Heartbeat(bus, row("a1")) as heartbeat:
+            async with HeartbeatPublisher(bus, row("a1")) as heartbeat:
                 await until(lambda: heartbeat.written_s > 0)
                 raise RuntimeError("killed")
         assert [found.id for found in await view.alive()] == ["a1"], "seen for the first time counts as just changed"
@@ -142,7 +142,7 @@ async def test_a_row_that_stands_still_grows_old(open_bus: BusOpener) -> None:
 
 
 async def test_a_heartbeat_outlives_an_outage(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
-    async with open_bus() as bus, Heartbeat(bus, row("a1"), every_s=0.1) as heartbeat:
+    async with open_bus() as bus, HeartbeatPublisher(bus, row("a1"), every_s=0.1) as heartbeat:
         await until(lambda: heartbeat.written_s > 0)
         nats_server.kill()
         await until(lambda: heartbeat.last_error != "")
@@ -166,7 +166,7 @@ async def test_a_row_that_cannot_be_read_hides_no_other(open_bus: BusOpener) -> 
         for id, data in (("a", b"junk"), ("b", b"[" * 9999), ("c", b'{"role": "actor", "id": "c", "host": "h", "pid": 1, "phase": [1]}')):
             await bus.js.publish(f"$KV.TM_{bus.run}_live.actor.{id}", data)
         await bus.rows("live").put("actor.d", dataclasses.asdict(row("e")))  # a row of another process's id
-        async with Heartbeat(bus, row("e"), every_s=0.1):
+        async with HeartbeatPublisher(bus, row("e"), every_s=0.1):
             found: list[LiveRow] = []
             while not found or not found[0].unreadable:
                 found = await view.alive()
@@ -179,14 +179,14 @@ async def test_an_unreadable_row_is_replaced_passed_over_or_refused(open_bus: Bu
     async with open_bus() as bus:
         rows = bus.rows("run")
         revision = (await bus.js.publish(f"$KV.TM_{bus.run}_run.task_floor", b"{}")).seq
-        assert await rows.standing("task_floor") == (None, revision)
+        assert await rows.read("task_floor") == (None, revision)
         with pytest.raises(
             UnreadableRow, match=rf"row run.task_floor, revision {revision}: want floor: an integer >= 0, got 'nothing'; cure: "
         ):
             await rows.get("task_floor")
         await bus.tasks.raise_floor(5)
         assert await rows.get("task_floor") == ({"floor": 5}, revision + 1)
-        assert await rows.standing("another") == (None, 0)
+        assert await rows.read("another") == (None, 0)
         await rows.put("epoch", {"epoch": 1})
         watching = rows.watch("epoch", every_s=0.1)
         await take(watching, 1)
@@ -239,6 +239,6 @@ async def test_an_unreadable_row_is_changed_only_where_that_is_wanted(open_bus: 
         with pytest.raises(UnreadableRow):
             await rows.change("epoch", lambda value: {"epoch": 7})
         assert await rows.change("epoch", lambda value: None, replace_unreadable=True) == (None, None)
-        assert (await rows.standing("epoch"))[0] is None
+        assert (await rows.read("epoch"))[0] is None
         assert (await rows.change("epoch", lambda value: {"epoch": 7}, replace_unreadable=True)) == (None, {"epoch": 7})
-        assert (await rows.standing("epoch"))[0] == {"epoch": 7}
+        assert (await rows.read("epoch"))[0] == {"epoch": 7}

@@ -13,8 +13,8 @@ from nats.aio.msg import Msg
 from bus.config import BusConfig
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
-from bus.streams.samples import Received, headers_of, told_by
+from bus.streams.bus import Bus, connect
+from bus.streams.samples import Received, header_fields, headers_of
 from bus.wire import parts, subjects
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Cursor, Kind, Sample
@@ -47,7 +47,7 @@ async def test_what_is_published_is_read_in_order(open_bus: BusOpener) -> None:
         assert [received.seq for received in found] == sorted(seqs) == list(range(1, 9))
         assert sorted(map(place, found)) == [(4, index) for index in range(8)]
         assert [received.pending for received in found] == list(range(7, -1, -1))
-        assert told_by(found[0].headers)["task"] == "4"
+        assert header_fields(found[0].headers)["task"] == "4"
         assert found[0].size_bytes == len(encode_sample(samples[0]))
 
 
@@ -187,8 +187,8 @@ async def test_a_hole_opened_before_a_slow_reader_is_an_error(open_bus: BusOpene
         await publish(bus, *range(1, 6))
         stream = bus.samples.read(None)
         await take(stream, 5)
-        bus.jet.link._fall()  # as if the connection had broken: the reader opens again
-        bus.jet.link._rise()
+        bus.jet.connection._set_disconnected()  # as if the connection had broken: the reader opens again
+        bus.jet.connection._set_connected()
         await publish(bus, *range(6, 10))
         await bus.samples.trim(9)
         with pytest.raises(StreamTrimmed, match="message 6 is needed"):

@@ -8,10 +8,10 @@ import pytest
 from bus.errors import NotFound, WireError
 from bus.server.embedded import EmbeddedServer
 from bus.streams import tasks as bus_tasks
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.tasks import Lease
 from bus.wire.codec import encode_dead, encode_task
-from bus.wire.messages import Dead, Kind, Word
+from bus.wire.messages import Dead, DeadLetterDecision, Kind
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 
@@ -27,7 +27,7 @@ async def lease(bus: Bus, timeout_s: float = 5.0, kind: Kind = Kind.TRAIN) -> Le
     return found
 
 
-async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
+async def test_a_task_is_leased_once_and_acked(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         (id,) = await issue(bus, label={"answer": 4}, metadata={"a": 1})
         assert await bus.tasks.backlog() == (1, 0)
@@ -35,23 +35,23 @@ async def test_a_task_is_leased_once_and_settled(open_bus: BusOpener) -> None:
         assert (held.task.id, held.deliveries, held.task.label, held.task.offset) == (id, 1, {"answer": 4}, 0)
         assert await bus.tasks.backlog() == (0, 1)
         assert await bus.tasks.lease(0.05) is None
-        assert await held.settle()
+        assert await held.ack()
         assert await bus.tasks.backlog() == (0, 0)
 
 
-async def test_acks_are_heard_and_the_floor_stops_at_a_task_that_is_held(open_bus: BusOpener) -> None:
+async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: BusOpener) -> None:
     """Renewals and naks are no acks; neither is a forged ack on a similar subject."""
     heard: asyncio.Queue[int] = asyncio.Queue()
     async with open_bus() as bus, bus.tasks.acks(heard.put_nowait):
         first, second = await issue(bus, 2)
         held, over = await lease(bus), await lease(bus)
         await held.renew()
-        await bus.jet.link.send("$JS.ACK." + bus.jet.run.join(("TM_", "_TASKS")) + ".rollout.x.y.z.0.0", b"+ACK")
-        assert await over.settle()
+        await bus.jet.connection.send("$JS.ACK." + bus.jet.run.join(("TM_", "_TASKS")) + ".rollout.x.y.z.0.0", b"+ACK")
+        assert await over.ack()
         assert (await heard.get(), await bus.tasks.acked_to()) == (second, 0)
-        await held.hand_back()
+        await held.nak()
         again = await lease(bus)
-        assert await again.settle()
+        assert await again.ack()
         assert (await heard.get(), again.task.id) == (first, first)
         assert await bus.tasks.acked_to() >= second
         assert heard.empty()
@@ -74,20 +74,20 @@ async def test_many_wait_at_once_and_each_gets_another_task(open_bus: BusOpener)
         assert sorted([(await held).task.id for held in waiting]) == ids
 
 
-async def test_a_task_handed_back_comes_again_at_once(open_bus: BusOpener) -> None:
+async def test_a_task_returned_by_nak_is_redelivered_at_once(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         (id,) = await issue(bus)
         first = await lease(bus)
-        await first.hand_back()
+        await first.nak()
         again = await lease(bus)
         assert (again.task.id, again.deliveries) == (id, 2)
         assert again.attempt != first.attempt
 
 
-async def test_a_task_handed_back_with_a_delay_comes_later(open_bus: BusOpener) -> None:
+async def test_a_task_returned_with_a_delay_is_redelivered_later(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         await issue(bus)
-        await (await lease(bus)).hand_back(0.4)
+        await (await lease(bus)).nak(0.4)
         since = asyncio.get_running_loop().time()
         await lease(bus)
         assert 0.3 < asyncio.get_running_loop().time() - since < 3
@@ -107,11 +107,11 @@ async def test_a_lease_that_is_kept_does_not_run_out(open_bus: BusOpener) -> Non
         held = await lease(bus)
         async with held.kept():
             assert await bus.tasks.lease(4.5) is None
-        assert await held.settle()
+        assert await held.ack()
         assert await bus.tasks.backlog() == (0, 0)
 
 
-async def test_a_lease_given_up_while_waiting_loses_nothing(open_bus: BusOpener) -> None:
+async def test_a_cancelled_wait_for_a_lease_loses_no_task(open_bus: BusOpener) -> None:
     """A task that arrives for a cancelled lease request goes to the next actor at once, not after the lease time."""
     async with open_bus(lease_s=60) as bus:
         leaving = asyncio.create_task(lease(bus))
@@ -178,7 +178,7 @@ async def test_reports_of_failure_make_a_task_dead(open_bus: BusOpener) -> None:
         assert (dead.task, dead.reason, dead.attempts, dead.actor, dead.prompt) == (id, "tool broke again", 3, "a3", "1+1=")
 
 
-async def test_a_report_counts_once_and_a_death_is_told_once(open_bus: BusOpener) -> None:
+async def test_a_report_counts_once_and_a_death_is_logged_once(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         (id,) = await issue(bus)
         held = await lease(bus)
@@ -210,7 +210,7 @@ async def test_a_task_delivered_too_often_is_dead(open_bus: BusOpener) -> None:
     async with open_bus(lease_s=60) as bus:
         (id,) = await issue(bus)
         for _ in range(bus_tasks.MAX_DELIVERIES):
-            await (await lease(bus)).hand_back()
+            await (await lease(bus)).nak()
         assert await bus.tasks.lease(0.3) is None
         ((_, dead),) = [item async for item in bus.dead.scan()]
         assert (dead.task, dead.attempts) == (id, 51)
@@ -257,12 +257,12 @@ async def test_a_task_of_another_epoch_is_not_issued(open_bus: BusOpener) -> Non
             await bus.tasks.issue(make_task(bus.run, epoch=2))
 
 
-async def test_a_lease_says_when_the_bus_is_away(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_a_lease_returns_false_while_the_bus_is_away(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
     async with open_bus(lease_s=0.5) as bus:
         await issue(bus)
         held = await lease(bus)
         nats_server.kill()
-        assert not await held.settle()
+        assert not await held.ack()
         assert not await held.renew()
         assert await bus.tasks.lease(0.1) is None
         nats_server.start()
@@ -277,9 +277,9 @@ async def test_dead_letters_that_cannot_be_read_are_passed_over(open_bus: BusOpe
         await bus.js.publish(f"tm.{bus.run}.dead.task.3", encode_dead(dead))  # about another task than its subject
         await bus.js.publish(f"tm.{bus.run}.dead.task.4", encode_dead(replace(dead, task=4, offset=2**62)))
         await bus.dead.store(dead)
-        assert await bus.dead.say(Word(task=2, word="drop"))
+        assert await bus.dead.decide(DeadLetterDecision(task=2, word="drop"))
         assert [letter async for _, letter in bus.dead.scan()] == [dead]
-        assert list(await bus.dead.words()) == [2]
+        assert list(await bus.dead.decisions()) == [2]
         following = bus.dead.follow()
         assert [seq for seq, _ in await take(following, 2)] == [5, 6]
         await following.aclose()  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ import pytest
 from bus.server.embedded import EmbeddedServer
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
-from launch.run.roles import Own, config_on_bus
+from launch.run.roles import LocalSettings, config_on_bus
 from launch.settings.loader import changes, load, to_map
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run
@@ -44,7 +44,7 @@ def info(**fields: Any) -> bytes:
     return b"INFO " + json.dumps({"version": "2.11.0", "jetstream": True, **fields}).encode() + b"\r\n"
 
 
-def test_a_server_that_will_do_is_found(tmp_path: Path, nats_server: EmbeddedServer) -> None:
+def test_a_usable_server_is_found(tmp_path: Path, nats_server: EmbeddedServer) -> None:
     report = reached(tmp_path, f"nats://127.0.0.1:1,{nats_server.url}")
     assert not report.errors
     assert any("with JetStream" in finding.text for finding in report.findings)
@@ -61,7 +61,7 @@ def test_a_server_that_will_do_is_found(tmp_path: Path, nats_server: EmbeddedSer
     ],
     ids=["old", "no-jetstream", "http", "half", "number"],
 )
-def test_a_server_that_will_not_do_is_an_error(tmp_path: Path, line: bytes, complaint: str) -> None:
+def test_an_unusable_server_is_an_error(tmp_path: Path, line: bytes, complaint: str) -> None:
     with answering(line) as url:
         (error,) = reached(tmp_path, url).errors
     assert complaint in error.text
@@ -80,7 +80,7 @@ async def test_a_process_that_knows_only_the_bus_takes_set_and_environment(
     async with open_bus() as bus:
         await bus.rows("run").put("config", to_map(load(write_run(tmp_path), [f"run={bus.run}"]).config))
         found = await config_on_bus(
-            bus.run, nats_server.url, "engine", asyncio.Event(), Own(changed=changes(["engine.dtype=bfloat16"], environment))
+            bus.run, nats_server.url, "engine", asyncio.Event(), LocalSettings(changed=changes(["engine.dtype=bfloat16"], environment))
         )
     assert found is not None
     assert (found.engine.dtype, found.engine.max_running, found.actor.reward) == ("bfloat16", 3, "exact")

@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.liveness.keys import make_keys
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Capabilities, LiveRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
@@ -93,7 +93,7 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     do = asyncio.to_thread
-    async with open_bus() as bus, Heartbeat(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
         async with engine(bus, nats_server.url, models[0]):
             waiting = await row_until(bus.rows("live"), "engine.e1", lambda row: "memory" in row["waits_for"])
             assert waiting["phase"] == "starting" and not waiting["address"], "the learner builds first"
@@ -126,7 +126,7 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
             assert (await served(bus))["version"] == 1
 
 
-async def test_an_engine_that_does_not_answer_is_left_behind_and_the_step_goes_on(
+async def test_an_engine_that_does_not_answer_is_evicted_and_the_step_goes_on(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -148,7 +148,7 @@ async def test_an_engine_that_does_not_answer_is_left_behind_and_the_step_goes_o
         await do(publisher.resume)
         async with engine(bus, nats_server.url, models[0]):
             await served(bus)
-            async with Heartbeat(bus, hung), Heartbeat(bus, gone), Heartbeat(bus, elsewhere):
+            async with HeartbeatPublisher(bus, hung), HeartbeatPublisher(bus, gone), HeartbeatPublisher(bus, elsewhere):
                 await row_until(bus.rows("live"), "engine.elsewhere", bool)
                 for _ in range(2):
                     assert await do(publisher.release) == ("e1",), "nobody asks an engine elsewhere, nobody waits for these"
@@ -163,7 +163,7 @@ async def test_when_the_learner_dies_in_its_turn_the_engine_serves_again_and_not
     do = asyncio.to_thread
     async with open_bus() as bus, engine(bus, nats_server.url, models[0]):
         with pytest.raises(Died):
-            async with Heartbeat(bus, LEARNER):
+            async with HeartbeatPublisher(bus, LEARNER):
                 async with publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
                     await do(publisher.publish_initial, models[0])
                     await do(publisher.release)
@@ -219,7 +219,7 @@ async def test_the_learner_waits_for_an_engine_that_has_begun_to_load(
             super().load()
             order.append("loaded")
 
-    async with open_bus() as bus, Heartbeat(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)
@@ -249,7 +249,7 @@ async def test_a_turn_of_the_learner_in_the_middle_of_the_probe_is_waited_for(
             await may_probe.wait()
             await super().probe(timeout_s)
 
-    async with open_bus() as bus, Heartbeat(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)

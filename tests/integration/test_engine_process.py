@@ -14,10 +14,10 @@ from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
-from bus.client.patience import cancellable
+from bus.client.retries import cancellable
 from bus.liveness.keys import make_keys
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Sampling
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
@@ -84,7 +84,7 @@ async def test_from_waiting_to_serving_to_the_next_version_to_gone(
         assert await rows.get("engine.e1") is None, "a clean exit takes its row along"
 
 
-async def test_it_serves_the_weights_of_the_head_and_not_those_it_was_started_with(
+async def test_an_engine_serves_the_weights_of_the_head_and_not_those_of_its_start(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
     async with open_bus() as bus:
@@ -97,7 +97,7 @@ async def test_it_serves_the_weights_of_the_head_and_not_those_it_was_started_wi
         assert answers[0] == answers[1]
 
 
-async def test_it_waits_for_its_first_weights_as_long_as_it_takes(
+async def test_an_engine_waits_for_its_first_weights_without_a_limit(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
     async with open_bus() as bus, process(bus, nats_server, models[0], catch_up_s=0.5):
@@ -109,7 +109,7 @@ async def test_it_waits_for_its_first_weights_as_long_as_it_takes(
         assert row["version"] == 1
 
 
-async def test_it_obeys_the_learner_and_shows_what_it_has_refused(
+async def test_an_engine_obeys_the_learner_and_shows_refused_commands(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
     """This includes an engine that is started again, and a learner that starts later."""
@@ -136,14 +136,14 @@ async def test_it_obeys_the_learner_and_shows_what_it_has_refused(
                 await registry.set_snapshot(head.version, str(models[1]))
 
 
-async def test_it_can_be_drained_before_there_is_anything_to_serve(
+async def test_an_engine_without_weights_can_be_drained(
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path]
 ) -> None:
     async with open_bus() as bus, process(bus, nats_server, models[0]):
         await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))
 
 
-async def test_a_model_that_cannot_be_loaded_ends_it_with_the_reason(
+async def test_a_model_that_cannot_be_loaded_ends_the_engine_with_the_reason(
     open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
     async with open_bus() as bus:

@@ -83,7 +83,7 @@ def ask(url: str) -> Start:
 
 
 @pytest.mark.parametrize("keys", [None, foreign()], ids=["no key", "a key of its own"])
-async def test_a_peer_without_the_key_of_this_start_is_refused_before_it_says_anything(
+async def test_a_peer_without_the_key_of_this_start_is_refused_before_its_first_message(
     keys: FeedKeys | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as (server, running):
@@ -108,7 +108,7 @@ async def test_noise_on_the_port_is_refused() -> None:
         assert not running.done()
 
 
-async def test_what_holds_the_key_and_is_no_rank_yet_is_refused_whatever_it_sends() -> None:
+async def test_a_peer_with_the_key_that_is_no_rank_yet_is_refused_whatever_it_sends() -> None:
     """Peers without a handshake, and with handshakes of another layout, are no ranks."""
     rng = random.Random(11)
     async with serving() as (server, running):
@@ -151,7 +151,7 @@ async def test_a_rank_that_breaks_the_rules_ends_the_feeder(message: bytes) -> N
         assert caught.group_contains(FeedError)
 
 
-async def test_a_rank_that_fails_before_its_hello_ends_the_feeder_with_its_reason() -> None:
+async def test_a_rank_that_fails_before_its_handshake_ends_the_feeder_with_its_reason() -> None:
     async with serving() as (server, running):
         with FeedClient(server.url, keys=KEYS, rank=1, dp_rank=0, dp_size=1) as client:
             client.failed("no such model")

@@ -17,9 +17,9 @@ from bus.config import BusConfig
 from bus.errors import Fenced, StreamReplaced
 from bus.liveness.epoch import raise_epoch
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.streams.cursors import Cursors, Reader
-from bus.wire.messages import Dead, Done, Plan, Requeue, Sample, Settle, Task, Word
+from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
 from learner import checkpoints
 from learner.config import LearnerConfig, StalenessConfig
@@ -134,7 +134,7 @@ async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: 
         assert len(before) >= step
 
 
-async def test_recorded_batches_say_so_and_none_is_pushed_twice(open_world: OpenWorld) -> None:
+async def test_recorded_batches_are_marked_and_none_is_pushed_twice(open_world: OpenWorld) -> None:
     async with open_world(checkpoint_every=0) as world:
         async with world.actors():
             async with world.feeder() as (url, _):
@@ -215,7 +215,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("file", DAMAGES)
-async def test_corrupt_checkpoint_is_passed_over_aloud(open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str) -> None:
+async def test_a_corrupt_checkpoint_is_passed_over_and_logged(open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str) -> None:
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
@@ -274,8 +274,8 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
                 assert await lease.fail("it fails today", actor="clumsy")
             async with world.actors():
                 await training
-        assert await world.bus.dead.say(Word(task=lease.task.id, word="requeue", by="me"))
-        assert not await world.bus.dead.say(Word(task=lease.task.id, word="drop")), "the first word counts"
+        assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue", by="me"))
+        assert not await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="drop")), "the first decision counts"
         for stop in (2, 3, 4):
             async with world.feeder() as (url, _), world.actors():
                 await world.train(url, stop=lambda did, at, stop=stop: (did, at) == ("done", stop))  # type: ignore[misc]
@@ -298,8 +298,8 @@ async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(ope
                 lease = await bus.tasks.lease(10)
                 assert lease is not None
                 await bus.dead.store(Dead(task=lease.task.id, reason="r", attempts=1, actor="liar", prompt="p", root=1, offset=10**6))
-                await lease.settle()
-            assert await world.bus.dead.say(Word(task=lease.task.id, word="requeue"))
+                await lease.ack()
+            assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue"))
             async with asyncio.timeout(30):
                 refused = await row_until(world.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"])
             assert f"requeue of task {lease.task.id}" in refused["unreadable"]
@@ -322,12 +322,12 @@ async def test_a_task_that_is_over_without_samples_is_issued_again_at_once(open_
             async with connect(world.url, world.run, world.config, name="liar") as bus:
                 slow, over = await bus.tasks.lease(10), await bus.tasks.lease(10)
                 assert slow is not None and over is not None and slow.task.id < over.task.id
-                await over.settle()  # without a sample
+                await over.ack()  # without a sample
                 again = await bus.tasks.lease(10)
                 assert again is not None
                 assert (again.task.reissue_of, again.task.offset) == (over.task.id, over.task.offset)
-                await slow.hand_back()
-                await again.hand_back()
+                await slow.nak()
+                await again.nak()
             async with world.actors():
                 await training
                 await feeding
@@ -342,7 +342,7 @@ async def test_acks_sent_while_no_feeder_was_there_are_found(open_world: OpenWor
         await asyncio.gather(training, return_exceptions=True)
         for lease in leases:
             assert lease is not None
-            await lease.settle()
+            await lease.ack()
         async with world.actors():
             await finish(world)
         await check_history(world)
@@ -357,7 +357,7 @@ async def spoil(world: World, num_tasks: int) -> None:
         for index in range(lease.task.group_size):
             spans = ((lease.task.min_version, 3),)
             await world.bus.samples.publish(sample(lease.task, index, spans, rollout_log_probs=np.ones(3, np.float32), actor="broken"))
-        await lease.settle()
+        await lease.ack()
 
 
 async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_world: OpenWorld) -> None:
@@ -412,7 +412,7 @@ async def test_samples_that_name_versions_to_come_are_never_trained(open_world: 
                 lease = await world.bus.tasks.lease(10)
                 assert lease is not None
                 lies.add(await world.bus.samples.publish(lie(lease.task, index)))
-                await lease.hand_back()
+                await lease.nak()
             assert (await seen_row(world, lambda load: load.get("invalid", 0) >= 2))["invalid/version"] == 2
             async with world.actors():
                 await ranks
@@ -524,7 +524,7 @@ async def test_trimming_waits_for_a_registered_reader(open_world: OpenWorld) -> 
             break
 
 
-async def test_a_stream_too_full_waits_for_no_reader_and_says_so(
+async def test_a_stream_too_full_waits_for_no_reader_and_logs_it(
     open_bus: BusOpener, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_bus() as bus:
@@ -642,7 +642,7 @@ async def test_a_bus_that_has_lost_its_store_begins_no_run_beside_checkpoints(op
 
 
 @pytest.mark.parametrize(("lost", "error"), [("PLAN", "log PLAN at"), ("TASKS", "stream TASKS")])
-async def test_a_stream_that_was_made_anew_is_refused_with_the_way_on(open_world: OpenWorld, lost: str, error: str) -> None:
+async def test_a_recreated_stream_is_refused_with_a_cure(open_world: OpenWorld, lost: str, error: str) -> None:
     async with open_world() as world:
         await checkpointed(world)
         await remade(world, stream(world.run, lost))
@@ -653,7 +653,7 @@ async def test_a_stream_that_was_made_anew_is_refused_with_the_way_on(open_world
         assert "--from-checkpoint" in str(caught.value)
 
 
-async def test_samples_that_were_made_anew_are_refused_with_the_way_on(open_world: OpenWorld) -> None:
+async def test_a_recreated_stream_of_samples_is_refused_with_a_cure(open_world: OpenWorld) -> None:
     async with open_world() as world:
         await checkpointed(world)
         await remade(world, stream(world.run, "SAMPLES"))
@@ -662,7 +662,7 @@ async def test_samples_that_were_made_anew_are_refused_with_the_way_on(open_worl
                 await feeding
 
 
-async def test_checkpoints_that_are_gone_are_named_with_the_way_on(open_world: OpenWorld) -> None:
+async def test_missing_checkpoints_are_named_with_a_cure(open_world: OpenWorld) -> None:
     async with open_world() as world:
         await checkpointed(world)
         for one in checkpoints.listed(world.root):

@@ -14,9 +14,9 @@ import pytest
 
 from bus.liveness.live import LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
-from launch.run import wanted
+from launch.run import desired
 from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,24 +103,24 @@ async def host_row(bus: Bus, name: str, what: Callable[[LiveRow], bool]) -> Live
         await asyncio.sleep(0.05)
 
 
-async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_host_runs_the_desired_numbers_and_drains(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)
         host = hosts("h", "--run", bus.run)
         await host_row(bus, "h", lambda row: True)
-        await wanted.change(bus, wanted.ALL, {"actor": 3})
+        await desired.change(bus, desired.ALL, {"actor": 3})
         first = await until_actors(bus, "actor-h-0", "actor-h-1", "actor-h-2")
-        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await desired.change(bus, desired.ALL, {"actor": 1})
         left = await until_actors(bus, "actor-h-0")
         assert left["actor-h-0"] == first["actor-h-0"], "the oldest stays"
-        await wanted.change(bus, wanted.ALL, {"actor": 2})
+        await desired.change(bus, desired.ALL, {"actor": 2})
         await until_actors(bus, "actor-h-0", "actor-h-1")
         await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 2)
-        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await desired.change(bus, desired.ALL, {"actor": 1})
         await host_row(bus, "h", lambda row: row.load.get("actors_wanted") == 1)
-        await wanted.change(bus, wanted.ALL, {"actor": 2})  # scaled up while one drains: never two of one name
+        await desired.change(bus, desired.ALL, {"actor": 2})  # scaled up while one drains: never two of one name
         await host_row(bus, "h", lambda row: row.load["draining"] == 0 and row.load["actors"] == 2)
-        await wanted.change(bus, wanted.ALL, {"actor": 1})
+        await desired.change(bus, desired.ALL, {"actor": 1})
         await until_actors(bus, "actor-h-0")
         for how in (signal.SIGKILL, signal.SIGTERM):  # an actor that ended with code 0 is restarted, too
             os.kill(left["actor-h-0"], how)
@@ -132,7 +132,7 @@ async def test_it_runs_what_is_wanted_of_it_and_drains(open_bus: BusOpener, host
         assert await LiveView(bus).refresh("host") == [], "it leaves no row behind"
 
 
-async def test_killed_it_takes_its_children_with_it_and_started_again_it_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_killed_host_takes_its_children_with_it_and_a_restart_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)
         host = hosts("h", "--run", bus.run, "actors=2")
@@ -152,12 +152,12 @@ async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Ho
         there = await until_actors(bus, "actor-h-0")
         here, elsewhere = hosts("h", "--run", bus.run), hosts("h", "--run", bus.run, directory="elsewhere")
         assert await here.ended() == await elsewhere.ended() == 2
-        assert "host h is at work in" in here.log
-        assert f"host h of run {bus.run} lives on" in elsewhere.log
+        assert "host h is running in" in here.log
+        assert f"host h of run {bus.run} is running on" in elsewhere.log
         assert await actors(bus) == there
 
 
-async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus, reward="nobody.knows:it")
         host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
@@ -167,7 +167,7 @@ async def test_one_that_cannot_run_is_given_up_at_once_with_the_reason_until_the
         assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)
-        await wanted.change(bus, wanted.host_key("h"), {"actor": 2})
+        await desired.change(bus, desired.host_key("h"), {"actor": 2})
         await until_actors(bus, "actor-h-0", "actor-h-1")
         await host_row(bus, "h", lambda row: row.waits_for == "")
 
@@ -186,7 +186,7 @@ async def test_code_that_the_bus_names_is_not_run_unless_the_host_allows_it(open
 async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus() as bus:
         await configured(bus)
-        await wanted.change(bus, wanted.pool_key("p"), {"actor": 3})
+        await desired.change(bus, desired.pool_key("p"), {"actor": 3})
         hosts("a", "--run", bus.run, "--pool", "p")
         await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
         second = hosts("b", "--run", bus.run, "--pool", "p")
@@ -195,14 +195,14 @@ async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: Bu
         await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
 
 
-async def test_without_the_bus_all_stays_as_it_is(open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer) -> None:
+async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus:
         await configured(bus)
         hosts("a", "--run", bus.run)
         hosts("b", "--run", bus.run)
         await host_row(bus, "a", lambda row: True)
         await host_row(bus, "b", lambda row: True)
-        await wanted.change(bus, wanted.ALL, {"actor": 2})
+        await desired.change(bus, desired.ALL, {"actor": 2})
         before = await until_actors(bus, "actor-a-0", "actor-b-0")
         nats_server.kill()
         await asyncio.sleep(6)  # longer than the time after which a host counts as dead

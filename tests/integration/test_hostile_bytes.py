@@ -12,15 +12,15 @@ import pytest
 from actors.config import ActorConfig
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.streams.cursors import Cursors
 from bus.streams.history import History
 from bus.wire.messages import LiveRow
-from launch.run import wanted
+from launch.run import desired
 from launch.run.audit import audit
-from launch.run.watch import Watch
+from launch.run.watch import RunWatch
 from learner.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, take_over
 from tests.bus_fixtures import BusOpener
@@ -65,8 +65,8 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
     async with world(nats_server, run_id, tmp_path / "checkpoints") as run, AsyncExitStack() as stack:
         await hostile.write(500, hostile.everything)  # stored before the feeder starts
         row = LiveRow(role="host", id="here", host="h", pid=1, phase="working")
-        await stack.enter_async_context(Heartbeat(run.bus, row, 0.2))
-        watching = asyncio.create_task(Watch(run.bus, steps=8).run())
+        await stack.enter_async_context(HeartbeatPublisher(run.bus, row, 0.2))
+        watching = asyncio.create_task(RunWatch(run.bus, steps=8).run())
         stack.callback(watching.cancel)
         url, feeding = await stack.enter_async_context(run.feeder())
         await row_until(run.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"])
@@ -77,15 +77,15 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
             assert not feeding.done() or training.done(), feeding
             assert not watching.done(), watching
             assert [one.id for one in await LiveView(run.bus).alive("host") if one.id != "z"] == ["here"]
-            await wanted.read(run.bus)
+            await desired.read(run.bus)
             await Cursors(run.bus).all()
         await training
         await feeding
         assert [plan.step for plan in await run.plans()] == list(range(1, 9))
-        books, outcomes = await audit(run.bus)
-        assert (books.trained, books.lost, books.trained_twice, len(outcomes)) == (32, 0, 0, 8)
-        assert books.balance() and books.invalid > 20, books
-        letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.words()
+        accounting, outcomes = await audit(run.bus)
+        assert (accounting.trained, accounting.lost, accounting.trained_twice, len(outcomes)) == (32, 0, 0, 8)
+        assert accounting.balance() and accounting.invalid > 20, accounting
+        letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.decisions()
         assert all(dead.task > 0 for dead in letters) and words
         assert {"DEAD", "PLAN", "TASKS", "live", "run", "wanted"} <= run.bus.refusals.counts.keys(), run.bus.refusals
         watching.cancel()

@@ -9,9 +9,9 @@ import pytest
 
 from actors.engines.engine_client import HttpEngine
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_task
 from bus.wire.messages import Dead, Sample, Sampling, Status, Task
 from rewards.exact import exact
@@ -67,7 +67,7 @@ async def dead_until(bus: Bus, count: int) -> list[Dead]:
     return found
 
 
-async def test_what_cannot_be_worked_on_is_dead_and_the_rest_is_done(open_bus: BusOpener, js: Path) -> None:
+async def test_tasks_that_cannot_be_done_are_dead_and_the_others_are_done(open_bus: BusOpener, js: Path) -> None:
     """A prompt that the engine refuses gets three failure reports, an invalid task none; neither keeps the actor from the next one."""
     async with open_bus(lease_s=2.0) as bus, engine(bus), js_actor(js, url_of(bus), bus.run, "js-dead") as actor:
         epoch = await take_over(bus)
@@ -111,7 +111,7 @@ async def test_settled_and_void_tasks_are_passed_over(open_bus: BusOpener, js: P
         await assert_as_the_engine_tells(built.url, samples)
 
 
-async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: BusOpener, js: Path) -> None:
+async def test_a_task_that_finds_no_engine_is_returned_on_drain(open_bus: BusOpener, js: Path) -> None:
     async with open_bus(lease_s=60.0) as bus, engine(bus, version=3):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
@@ -123,7 +123,7 @@ async def test_a_task_that_finds_no_engine_is_handed_back_on_drain(open_bus: Bus
         assert {(sample.task, sample.spans[0].version) for sample in await all_samples(bus)} == {(done, 3)}
         lease = await bus.tasks.lease(30)
         assert lease is not None and lease.task.id == waits
-        await lease.settle()
+        await lease.ack()
 
 
 async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
@@ -157,7 +157,7 @@ async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js:
         assert len(await all_samples(bus)) == 4
 
 
-async def test_what_is_not_done_in_time_is_handed_back(open_bus: BusOpener, js: Path) -> None:
+async def test_tasks_not_done_in_time_are_returned(open_bus: BusOpener, js: Path) -> None:
     async with open_bus(lease_s=600.0) as bus, engine(bus) as built, paused(built):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
@@ -169,9 +169,9 @@ async def test_what_is_not_done_in_time_is_handed_back(open_bus: BusOpener, js: 
         assert lease is not None and (lease.task.id, lease.deliveries) == (task, 2)
 
 
-async def test_what_engines_break_off_is_asked_for_again(open_bus: BusOpener, js: Path) -> None:
+async def test_requests_broken_off_by_engines_are_repeated(open_bus: BusOpener, js: Path) -> None:
     """One engine does not exist, the other aborts all four requests once."""
-    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, Heartbeat(bus, engine_row(nobody(), id="e0"), every_s=0.2):
+    async with open_bus(lease_s=60.0) as bus, engine(bus) as built, HeartbeatPublisher(bus, engine_row(nobody(), id="e0"), every_s=0.2):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         async with js_actor(js, url_of(bus), bus.run, "js-again") as actor:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from nats.aio.msg import Msg
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire import parts
 from bus.wire.messages import Plan, Sample, Settle, Status, Task
 from launch.cli.looking import read_status
 from launch.run import audit_progress
-from launch.run.audit import Books, Claims, audit
+from launch.run.audit import CheckpointCursor, RunAccounting, audit
 from launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize
 from launch.samples.search import as_map
 from tests import data_kit
@@ -65,7 +65,7 @@ class Run:
         await self.bus.plans.append(Settle(epoch=EPOCH, reason=reason, tasks=tasks, seqs=np.array(seqs, np.int64), step=1))
 
 
-async def test_a_sound_run_has_sound_books(open_bus: BusOpener) -> None:
+async def test_the_accounting_of_a_sound_run_balances(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(3)
@@ -76,16 +76,16 @@ async def test_a_sound_run_has_sound_books(open_bus: BusOpener) -> None:
         await run.sample(2, 0)
         await run.settle(1, dropped, "stale")
         await run.plan(2, [0], first, steps={0: 0, 1: 1}, oldest=0)
-        books, _ = await audit(bus)
+        accounting, _ = await audit(bus)
         status = await read_status(bus)
-    assert books.balance(), books
-    assert (books.published, books.trained, books.lost, books.trained_twice) == (7, 2, 0, 0)
-    assert books.dropped == {"stale": 2, "failed": 1}
-    assert (books.duplicates, books.buffered, books.multi_version) == (1, 1, 1)
-    assert (books.tasks_issued, books.tasks_open) == (3, 1)
-    assert books.lag_tokens == {1: 2 + 3, 0: 1}
-    assert books.max_lag_trained == 1
-    assert books.problems == []
+    assert accounting.balance(), accounting
+    assert (accounting.published, accounting.trained, accounting.lost, accounting.trained_twice) == (7, 2, 0, 0)
+    assert accounting.dropped == {"stale": 2, "failed": 1}
+    assert (accounting.duplicates, accounting.buffered, accounting.multi_version) == (1, 1, 1)
+    assert (accounting.tasks_issued, accounting.tasks_open) == (3, 1)
+    assert accounting.lag_tokens == {1: 2 + 3, 0: 1}
+    assert accounting.max_lag_trained == 1
+    assert accounting.problems == []
     assert status["planned"] == 2
     assert status["samples"]["last_seq"] == 7
 
@@ -96,10 +96,10 @@ async def test_masked_tokens_have_no_lag(open_bus: BusOpener) -> None:
         await run.begin(1)
         seqs = [await run.sample(0, index, spans=((0, 2), (3, 1))) for index in (0, 1)]
         await run.plan(4, [0], seqs, steps={0: 0, 3: 3}, oldest=2)
-        books, _ = await audit(bus)
+        accounting, _ = await audit(bus)
         await run.plan(5, [0], seqs, steps={0: 0, 3: 3}, oldest=None)
         twice, _ = await audit(bus)
-    assert books.lag_tokens == {0: 2}
+    assert accounting.lag_tokens == {0: 2}
     assert twice.trained_twice == 2
     assert twice.max_lag_trained == 4
 
@@ -113,9 +113,9 @@ async def test_the_same_place_trained_twice_is_seen(open_bus: BusOpener) -> None
         again = [await run.sample(0, index, attempt="b") for index in (0, 1)]
         await run.plan(1, [0], first, steps={0: 0})
         await run.plan(2, [0], again, steps={0: 0})
-        books, _ = await audit(bus)
-    assert books.trained_twice == 2
-    assert any("both trained" in problem for problem in books.problems)
+        accounting, _ = await audit(bus)
+    assert accounting.trained_twice == 2
+    assert any("both trained" in problem for problem in accounting.problems)
 
 
 async def test_trained_and_given_up_is_seen(open_bus: BusOpener) -> None:
@@ -125,8 +125,8 @@ async def test_trained_and_given_up_is_seen(open_bus: BusOpener) -> None:
         seqs = [await run.sample(0, index) for index in (0, 1)]
         await run.plan(1, [0], seqs, steps={0: 0})
         await run.settle(0, seqs, "stale")
-        books, _ = await audit(bus)
-    assert books.trained_twice == 2
+        accounting, _ = await audit(bus)
+    assert accounting.trained_twice == 2
 
 
 async def test_a_sample_behind_the_cursor_without_a_record_is_lost(open_bus: BusOpener) -> None:
@@ -137,10 +137,10 @@ async def test_a_sample_behind_the_cursor_without_a_record_is_lost(open_bus: Bus
         forgotten = await run.sample(1, 0)
         waiting = await run.sample(1, 1)
         await run.plan(1, [0], trained, steps={0: 0})
-        books, _ = await audit(bus, Claims(forgotten, frozenset()))
-        above, _ = await audit(bus, Claims(0, frozenset({*trained, waiting})))
-    assert (books.lost, books.buffered) == (1, 1)
-    assert books.balance()
+        accounting, _ = await audit(bus, CheckpointCursor(forgotten, frozenset()))
+        above, _ = await audit(bus, CheckpointCursor(0, frozenset({*trained, waiting})))
+    assert (accounting.lost, accounting.buffered) == (1, 1)
+    assert accounting.balance()
     assert (above.lost, above.buffered) == (1, 1)
     assert any(f"sample {waiting} " in problem for problem in above.problems)
 
@@ -152,9 +152,9 @@ async def test_a_hole_in_the_stream_is_seen(open_bus: BusOpener) -> None:
         seqs = [await run.sample(task, index) for task in (0, 1) for index in (0, 1)]
         await run.plan(1, [0, 1], seqs, steps={0: 0})
         assert await bus.js.delete_msg(f"TM_{bus.run}_SAMPLES", seqs[1])
-        books, _ = await audit(bus)
-    assert books.lost == 2, "gone from the stream, and named by a plan"
-    assert any("gone from the middle" in problem for problem in books.problems)
+        accounting, _ = await audit(bus)
+    assert accounting.lost == 2, "gone from the stream, and named by a plan"
+    assert any("gone from the middle" in problem for problem in accounting.problems)
 
 
 async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: BusOpener) -> None:
@@ -164,25 +164,25 @@ async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: Bus
         await run.begin(1)
         seqs = [await run.sample(0, index) for index in (0, 1)]
         await run.plan(1, [0], seqs[:1], steps={0: 0}, size=1)
-        books, _ = await audit(bus)
-    assert (books.trained, books.lost, books.duplicates) == (1, 1, 0)
-    assert books.balance()
-    assert any("left out" in problem for problem in books.problems)
+        accounting, _ = await audit(bus)
+    assert (accounting.trained, accounting.lost, accounting.duplicates) == (1, 1, 0)
+    assert accounting.balance()
+    assert any("left out" in problem for problem in accounting.problems)
 
 
-async def test_what_comes_late_for_a_task_given_up_has_its_reason(open_bus: BusOpener) -> None:
+async def test_late_samples_of_a_task_given_up_have_its_drop_reason(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
         early = await run.sample(0, 0)
         await run.settle(0, [early], "dead")
         late = await run.sample(0, 1)
-        books, _ = await audit(bus, Claims(late, frozenset()))
-    assert books.dropped == {"dead": 2}
-    assert (books.lost, books.balance()) == (0, True)
+        accounting, _ = await audit(bus, CheckpointCursor(late, frozenset()))
+    assert accounting.dropped == {"dead": 2}
+    assert (accounting.lost, accounting.balance()) == (0, True)
 
 
-async def test_what_nobody_can_train_is_invalid_and_not_lost(open_bus: BusOpener) -> None:
+async def test_untrainable_samples_are_invalid_and_not_lost(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
@@ -193,10 +193,10 @@ async def test_what_nobody_can_train_is_invalid_and_not_lost(open_bus: BusOpener
         await run.sample(1, 0)
         await run.sample(0, 0, attempt="d", spans=((5, 3),), actor="seer")
         last = await run.sample(0, 1, tokens=np.array([1, 2, 3, 900, 5, 6], np.int32))
-        books, _ = await audit(bus, Claims(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100)
-    assert (books.invalid, books.lost, books.balance()) == (6, 0, True)
-    assert books.invalid_by_field == {"rollout_log_probs": 1, "version": 2, "group_size": 1, "task": 1, "tokens": 1}
-    assert books.invalid_by_actor == {"_": 5, "seer": 1}
+        accounting, _ = await audit(bus, CheckpointCursor(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100)
+    assert (accounting.invalid, accounting.lost, accounting.balance()) == (6, 0, True)
+    assert accounting.invalid_by_field == {"rollout_log_probs": 1, "version": 2, "group_size": 1, "task": 1, "tokens": 1}
+    assert accounting.invalid_by_actor == {"_": 5, "seer": 1}
 
 
 async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> None:
@@ -212,15 +212,15 @@ async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> N
         await run.settle(1, dropped, "stale")
         await run.plan(4, [2], kept, steps={0: 3})
         await bus.samples.trim(kept[0])
-        books, _ = await audit(bus, Claims(kept[1], frozenset(), 4))
-        forgotten, _ = await audit(bus, Claims(again - 1, frozenset(), 0))
+        accounting, _ = await audit(bus, CheckpointCursor(kept[1], frozenset(), 4))
+        forgotten, _ = await audit(bus, CheckpointCursor(again - 1, frozenset(), 0))
         nothing, _ = await audit(bus, None)
         await run.plan(5, [0], trained, steps={0: 1})
-        twice, _ = await audit(bus, Claims(kept[1], frozenset(), 4))
-    assert (books.trimmed, books.published, books.trained, books.lost, books.trained_twice) == (5, 6, 4, 0, 0)
-    assert books.dropped == {"stale": 2}
-    assert books.max_lag_trained == 1
-    assert (books.balance(), books.problems) == (True, [])
+        twice, _ = await audit(bus, CheckpointCursor(kept[1], frozenset(), 4))
+    assert (accounting.trimmed, accounting.published, accounting.trained, accounting.lost, accounting.trained_twice) == (5, 6, 4, 0, 0)
+    assert accounting.dropped == {"stale": 2}
+    assert accounting.max_lag_trained == 1
+    assert (accounting.balance(), accounting.problems) == (True, [])
     assert forgotten.lost == nothing.lost == 1
     assert twice.trained_twice == 2
 
@@ -231,21 +231,21 @@ async def test_a_trained_sample_that_the_cursor_would_give_again_is_seen(open_bu
         await run.begin(1)
         seqs = [await run.sample(0, index) for index in (0, 1)]
         await run.plan(1, [0], seqs, steps={0: 0})
-        books, _ = await audit(bus, Claims(seqs[0], frozenset(), 1))
-        later, _ = await audit(bus, Claims(0, frozenset(), 0))
-    assert books.trained_twice == 1
+        accounting, _ = await audit(bus, CheckpointCursor(seqs[0], frozenset(), 1))
+        later, _ = await audit(bus, CheckpointCursor(0, frozenset(), 0))
+    assert accounting.trained_twice == 1
     assert later.trained_twice == 0, "a plan behind the checkpoint is not in the model yet"
 
 
-async def test_a_plan_that_tells_other_things_than_stream_and_registry_is_seen(open_bus: BusOpener) -> None:
+async def test_a_plan_that_contradicts_stream_or_registry_is_reported(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
         seqs = [await run.sample(0, index, spans=((3, 3),)) for index in (0, 1)]
         await run.plan(5, [0], seqs[::-1], steps={3: 4})
-        books, _ = await audit(bus, versions={3: 2})
-    assert any("the registry says 2" in problem for problem in books.problems)
-    assert sum("its plan has it for" in problem for problem in books.problems) == 2
+        accounting, _ = await audit(bus, versions={3: 2})
+    assert any("the registry has 2" in problem for problem in accounting.problems)
+    assert sum("its plan lists it as" in problem for problem in accounting.problems) == 2
 
 
 def observed(**changes: Any) -> Observed:
@@ -253,42 +253,42 @@ def observed(**changes: Any) -> Observed:
     return Observed(**({**values, "restarts": {}} | changes))
 
 
-def result(books: Books, rewards: list[float]) -> dict[str, object]:
+def result(accounting: RunAccounting, rewards: list[float]) -> dict[str, object]:
     lines = [{"step": place + 1, "data/reward_mean": reward} for place, reward in enumerate(rewards)]
-    return summarize(books, lines, [], observed(loads={"engine.0": {}}))
+    return summarize(accounting, lines, [], observed(loads={"engine.0": {}}))
 
 
 @pytest.mark.parametrize(
-    ("books", "rewards", "complaint"),
+    ("accounting", "rewards", "complaint"),
     [
-        (Books(lost=1), [1.0], "samples_lost"),
-        (Books(trained_twice=1), [1.0], "samples_trained_twice"),
-        (Books(max_lag_trained=2), [1.0], "max_lag_trained"),
-        (Books(published=1), [1.0], "balance"),
-        (Books(problems=["step 3 was planned twice"]), [1.0], "step 3 was planned twice"),
-        (Books(), [1.0] * 20 + [0.2] * 10, "reward_last"),
-        (Books(), [], "reward_last"),
+        (RunAccounting(lost=1), [1.0], "samples_lost"),
+        (RunAccounting(trained_twice=1), [1.0], "samples_trained_twice"),
+        (RunAccounting(max_lag_trained=2), [1.0], "max_lag_trained"),
+        (RunAccounting(published=1), [1.0], "balance"),
+        (RunAccounting(problems=["step 3 was planned twice"]), [1.0], "step 3 was planned twice"),
+        (RunAccounting(), [1.0] * 20 + [0.2] * 10, "reward_last"),
+        (RunAccounting(), [], "reward_last"),
     ],
 )
-def test_broken_promises_are_named(books: Books, rewards: list[float], complaint: str) -> None:
-    (broken,) = broken_promises(result(books, rewards), require_reward=0.9)
+def test_broken_promises_are_named(accounting: RunAccounting, rewards: list[float], complaint: str) -> None:
+    (broken,) = broken_promises(result(accounting, rewards), require_reward=0.9)
     assert complaint in broken
 
 
 def test_skipped_minibatches_are_counted_and_break_no_promise() -> None:
     lines = [{"step": 1, "data/reward_mean": 1.0}, *({"step": step, "train/skipped_minibatches": 2.0} for step in (2, 3))]
-    summary = summarize(Books(), lines, [], observed())
+    summary = summarize(RunAccounting(), lines, [], observed())
     assert (summary["minibatches_skipped"], summary["reward_last"]) == (4, 1.0)
     assert broken_promises(summary, require_reward=0.9) == []
 
 
 def test_the_reward_counts_at_the_end_and_not_at_its_peak() -> None:
-    assert broken_promises(result(Books(), [0.1] * 20 + [0.95] * 10), require_reward=0.9) == []
+    assert broken_promises(result(RunAccounting(), [0.1] * 20 + [0.95] * 10), require_reward=0.9) == []
 
 
 def test_requests_that_a_push_aborted_break_a_promise() -> None:
     loads = {"actor.0": {"waiting_share": 0.5}, "feeder.feeder": {"prompts_too_long": 25.0}}
-    summary = summarize(Books(), [], [], observed(loads=loads, aborted_by_pushes=1))
+    summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=1))
     assert summary["requests_aborted_by_pushes"] == 1
     assert summary["actor_wait_share"] == 0.5
     assert summary["prompts_too_long"] == 25
@@ -300,7 +300,7 @@ def test_means_over_pushes_count_each_push_once() -> None:
         return {"step": step, "push/version": version, "push/seconds": seconds, "push/stall_seconds_max": stall}
 
     lines = [line(1, 1, 2, 0.2), line(2, 1, 2, 0.2), line(3, 3, 4, 0.6), {"step": 4}]
-    summary = summarize(Books(), lines, [], observed())
+    summary = summarize(RunAccounting(), lines, [], observed())
     assert summary["push_seconds_mean"] == 3
     assert summary["stall_seconds_mean"] == pytest.approx(0.4)
 
@@ -338,17 +338,17 @@ async def test_manifests_that_name_many_sequences_cost_the_audit_nothing(open_bu
 
         sub = await bus.nc.subscribe(f"$JS.API.STREAM.MSG.GET.TM_{bus.run}_SAMPLES", cb=note)
         seen: list[tuple[int, int]] = []
-        books, _ = await audit(bus, progress=lambda done, total: seen.append((done, total)))
+        accounting, _ = await audit(bus, progress=lambda done, total: seen.append((done, total)))
         await sub.unsubscribe()
         assert fetched == []
-        assert (books.published, books.trained, books.invalid, books.balance()) == (31, 2, 29, True)
+        assert (accounting.published, accounting.trained, accounting.invalid, accounting.balance()) == (31, 2, 29, True)
         assert seen == [(done, 31) for done in range(1, 32)]
 
 
 async def test_the_progress_of_the_audit_is_shown(open_bus: BusOpener) -> None:
     said: list[str] = []
     async with open_bus() as bus:
-        async with audit_progress.shown(bus, said.append, say_every_s=0, show_every_s=0) as note:
+        async with audit_progress.shown(bus, said.append, report_every_s=0, show_every_s=0) as note:
             note(34_000, 86_402)
             row = await row_until(bus.rows("live"), "up.up", lambda row: "SAMPLES" in row["waits_for"])
             assert (row["phase"], row["waits_for"]) == ("auditing", "34,000 of 86,402 messages of SAMPLES read")

@@ -19,7 +19,7 @@ from bus.server import readonly
 from bus.server.auth import ACCOUNT, credentials_file, read_credentials
 from bus.server.cluster import EmbeddedBus
 from bus.server.embedded import in_use
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from launch.run import ended
 from launch.run.access import AUTH_DIR
 from launch.run.up import directory_of_one
@@ -86,14 +86,14 @@ async def test_every_command_that_reads_answers_and_the_streams_stay_as_they_are
         code, out, errors = await tidemill(command, "--run-dir", str(run), *more)
         assert code == 0, f"{command}: {errors}"
         assert text in out + errors, f"{command}: {out}"
-        assert sum("the run is not at work; its bus is started" in line for line in errors.splitlines()) == 1, errors
+        assert sum("the run is not running; its bus is started" in line for line in errors.splitlines()) == 1, errors
         assert not in_use(run / "bus"), f"{command} left a server"
         assert contents(run) == before, f"{command} has written"
     assert not (run / "bus.url").exists()
     assert [path.suffix for path in (tmp_path / "archive").iterdir()] == [".tide"]
 
 
-async def test_what_changes_a_run_needs_one_that_is_at_work(tmp_path: Path) -> None:
+async def test_commands_that_change_a_run_need_a_running_one(tmp_path: Path) -> None:
     await make_ended(tmp_path)
     for words in (("scale", "actors=2"), ("cursors", "--forget", "x"), ("dead", "drop", "1")):
         code, _, errors = await tidemill(*words, "--run-dir", str(tmp_path))
@@ -131,27 +131,27 @@ async def test_a_run_with_users_and_an_address_that_was_left_behind(tmp_path: Pa
 
 
 @pytest.mark.slow
-async def test_a_cluster_is_looked_at_too(tmp_path: Path) -> None:
+async def test_the_streams_of_a_cluster_can_be_read_too(tmp_path: Path) -> None:
     await make_ended(tmp_path, cluster=3)
     code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
     assert code == 0, errors
     assert json.loads(out)["seq"] == 7
 
 
-async def test_the_second_of_two_looks_names_the_first(tmp_path: Path) -> None:
+async def test_the_second_of_two_reading_commands_names_the_first(tmp_path: Path) -> None:
     await make_ended(tmp_path)
     first = await looker(tmp_path)
     code, _, errors = await tidemill("tail", "--run-dir", str(tmp_path))
     first.kill()
     await first.communicate()
     assert code == 2
-    assert f"process {first.pid} looks at this run; end it first" in errors
+    assert f"process {first.pid} reads this run; end it first" in errors
     code, out, errors = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
     assert (code, json.loads(out)["seq"]) == (0, 7), errors
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-async def test_however_a_look_ends_its_server_ends_too(tmp_path: Path, how: signal.Signals) -> None:
+async def test_the_server_of_a_reading_command_ends_with_it_however_it_ends(tmp_path: Path, how: signal.Signals) -> None:
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     look.send_signal(how)
@@ -161,7 +161,7 @@ async def test_however_a_look_ends_its_server_ends_too(tmp_path: Path, how: sign
 
 
 @pytest.mark.parametrize("interrupt", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
-async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path, interrupt: signal.Handlers) -> None:
+async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(tmp_path: Path, interrupt: signal.Handlers) -> None:
     """This includes a look from a script in the background, where shells ignore SIGINT."""
     config = await make_ended(tmp_path)
     look = await looker(tmp_path, interrupt)
@@ -169,7 +169,7 @@ async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path,
     try:
         url = await asyncio.to_thread(servers.start)
         _, errors = await look.communicate()
-        assert b"ended by SIGTERM, which a run that is started again sends; look again" in errors
+        assert b"ended by SIGTERM: the run was started again; repeat the command" in errors
         assert look.returncode == 2
         (tmp_path / "bus.url").write_text(url)
         code, out, words = await tidemill("tail", "--run-dir", str(tmp_path), "--jsonl", "--last", "1")
@@ -179,7 +179,7 @@ async def test_a_run_that_goes_on_takes_its_bus_back_from_a_look(tmp_path: Path,
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-async def test_a_directory_in_which_up_begins_is_looked_at_by_nothing(tmp_path: Path, fresh: bool) -> None:
+async def test_a_directory_in_which_up_starts_is_not_read(tmp_path: Path, fresh: bool) -> None:
     """A server of the earlier run must not write into the new files."""
     await make_ended(tmp_path)
     look = await looker(tmp_path)
@@ -187,10 +187,10 @@ async def test_a_directory_in_which_up_begins_is_looked_at_by_nothing(tmp_path: 
         assert not readonly.holder(tmp_path / "bus")
         assert (tmp_path / "bus").exists() is not fresh
     _, errors = await look.communicate()
-    assert b"look again" in errors
+    assert b"repeat the command" in errors
 
 
-async def test_a_reader_of_the_output_that_ends_early_ends_the_look(tmp_path: Path) -> None:
+async def test_a_closed_output_pipe_ends_a_reading_command(tmp_path: Path) -> None:
     await make_ended(tmp_path)
     command = f"{sys.executable} -m launch tail --run-dir {tmp_path} --jsonl --last 6 | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
     child = await asyncio.create_subprocess_exec("bash", "-c", command, cwd=ROOT, stderr=subprocess.PIPE)

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bus.liveness.live import Heartbeat
-from bus.streams.connection import Bus
+from bus.liveness.live import HeartbeatPublisher
+from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from launch.cli.looking import find_run, print_status, read_status
 from launch.run.roles import BUS_URL_FILE
@@ -67,7 +67,7 @@ async def make_run(bus: Bus) -> None:
     )
 
 
-async def test_status_says_where_everything_is(open_bus: BusOpener) -> None:
+async def test_status_shows_where_every_sample_is(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await make_run(bus)
         where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
@@ -90,7 +90,7 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
     reason = "reward 'r:raises': ValueError('no judge')"
     row = LiveRow(role="actor", id="a-0", host="h", pid=1, phase="working", trouble=f"2 of 2 samples failed, the last: {reason}")
     feeder = LiveRow(role="feeder", id="feeder", host="h", pid=2, phase="working", load={"failed": 2.0, "buffered": 0.0})
-    async with open_bus() as bus, Heartbeat(bus, row, 0.2), Heartbeat(bus, feeder, 0.2):
+    async with open_bus() as bus, HeartbeatPublisher(bus, row, 0.2), HeartbeatPublisher(bus, feeder, 0.2):
         await make_run(bus)
         dead = replace(data_kit.task(4), run=bus.run)
         dead = replace(dead, id=await bus.tasks.issue(dead))
@@ -112,11 +112,11 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
     assert status["tasks"]["given_up"] == {"dead": 1, "stale": 1}
 
 
-async def test_status_says_which_samples_are_invalid_and_which_actor_sends_nothing_else(open_bus: BusOpener) -> None:
+async def test_status_shows_invalid_samples_and_refused_actors(open_bus: BusOpener) -> None:
     load = {"buffered": 3, "invalid": 744.0, "invalid/rollout_log_probs": 740.0, "invalid/version": 4.0, "invalid_of/[b]wire-bad": 744.0}
     row = LiveRow(role="feeder", id="feeder", host="h", pid=1, phase="waiting", load={**load, "refused/wire-bad": 1.0})
     shown = Console(file=io.StringIO(), width=160, color_system=None)
-    async with open_bus() as bus, Heartbeat(bus, row, 0.1):
+    async with open_bus() as bus, HeartbeatPublisher(bus, row, 0.1):
         status = await read_status(bus)
         print_status(shown, status)
     samples = status["samples"]
@@ -127,7 +127,7 @@ async def test_status_says_which_samples_are_invalid_and_which_actor_sends_nothi
     assert "actor wire-bad sends only invalid samples and is refused" in text, text
 
 
-async def test_tail_shows_the_newest_and_what_comes(open_bus: BusOpener) -> None:
+async def test_tail_shows_the_newest_samples_and_follows(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await make_run(bus)
         where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
@@ -149,7 +149,7 @@ async def test_tail_shows_the_newest_and_what_comes(open_bus: BusOpener) -> None
         await follower.communicate()
 
 
-async def test_a_bus_that_does_not_answer_is_said_in_one_line() -> None:
+async def test_a_bus_that_does_not_answer_is_reported_in_one_line() -> None:
     code, out, errors = await tidemill("status", "--bus", "nats://127.0.0.1:1", "--run", "r")
     assert (code, out) == (2, "")
     assert len(errors.splitlines()) == 1

@@ -158,7 +158,7 @@ async def test_a_program_that_the_bus_names_is_not_run(tmp_path: Path, open_bus:
         with pytest.raises(GaveUp) as error:
             await supervisor.keep("engine", ["engine", "--bus", nats_server.url, "--run", bus.run], always=True)
     assert str(error.value) == (
-        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; from the bus it is taken only where this "
+        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; not accepted from the bus unless this "
         "machine allows it: --allow engine.sglang.python=/tmp/x (or TIDEMILL_ALLOW)"
     )
     assert error.value.exit_code == 78
@@ -213,7 +213,7 @@ async def _until(reached: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_a_child_that_has_just_died_can_be_told_to_end(tmp_path: Path) -> None:
+async def test_a_child_that_has_just_died_can_be_asked_to_end(tmp_path: Path) -> None:
     """The process is already gone for the kernel, and not yet for the event loop."""
     child = Child("it", [], tmp_path / "log")
     child.process = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)

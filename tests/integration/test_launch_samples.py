@@ -21,22 +21,22 @@ from bus.client import discovery
 from bus.config import BusConfig
 from bus.errors import ConfigMismatch
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.streams.history import History
 from bus.wire import subjects
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
 from launch.cli import main as cli
-from launch.samples.fate import DIFFERENCE, fate_of
+from launch.samples.filter_arguments import filter_of
 from launch.samples.filters import Filter
 from launch.samples.recording import Recording
 from launch.samples.replay import replay_file, replay_run
+from launch.samples.sample_history import DIFFERENCE, history_of
 from launch.samples.search import Search
 from launch.samples.show import shade, shaded, show_sample, tokens_of
 from launch.samples.stats import show_stats
 from launch.samples.tail import show_tail, tail
 from launch.samples.tokens import Vocabulary
-from launch.samples.wanted import filter_of
 from tests import data_kit
 from tests.actor_kit import model_dir
 from tests.bus_fixtures import BusOpener
@@ -169,7 +169,7 @@ async def test_headers_of_another_program_are_not_needed(open_bus: BusOpener) ->
         assert await scene.found("--task", "2", "--tokens", "3") == [1, 2, 7]
 
 
-async def test_following_shows_what_fits_of_what_comes(open_bus: BusOpener) -> None:
+async def test_following_shows_the_new_samples_that_match(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         args = arguments("tail", "--last", "1", "--reward", "1", "--lag", "..3", "--follow")
@@ -183,7 +183,7 @@ async def test_following_shows_what_fits_of_what_comes(open_bus: BusOpener) -> N
         await following.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_search_is_bounded_and_says_so(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_search_is_bounded_and_reports_it(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         assert await scene.found("--actor", "w.2", "--search", "3") == [4]
@@ -231,7 +231,7 @@ async def printed(capsys: pytest.CaptureFixture[str], command: Callable[..., Awa
     return capsys.readouterr().out
 
 
-async def test_show_tells_tokens_versions_and_fate(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_show_prints_tokens_versions_and_outcome(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         probabilities = [1.0, 0.5, 0.25, 0.05, 0.001]
@@ -293,7 +293,7 @@ def test_tokens_read_as_the_model_reads_them() -> None:
     assert Vocabulary.read([Path("/nowhere")]).pieces([4, 5]) == ["⟨4⟩", "⟨5⟩"]
 
 
-async def test_every_fate(open_bus: BusOpener) -> None:
+async def test_every_outcome_of_a_sample(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).begin()
         await scene.act(((0, 3),))
@@ -304,17 +304,17 @@ async def test_every_fate(open_bus: BusOpener) -> None:
         await bus.plans.append(scene.plan([3], scene.tasks[1], step=1, version_steps={0: 0}, oldest_step=None))
         await bus.plans.append(Settle(epoch=1, reason="filtered", tasks=one + 77, seqs=one + 77, step=5))
         evaluated = data_kit.sample(replace(data_kit.eval_task(99), run=bus.run), 0)
-        fates = [await fate_of(bus, seq, sample) for seq, sample in enumerate(scene.samples, 1)]
-        assert [fate.state for fate in fates] == ["dropped", "dropped", "trained", "duplicate", "unplanned", "unplanned"]
-        assert [fate.reason for fate in fates[:2]] == ["stale, when step 1 was planned", "stale: its task was given up"]
-        assert (fates[2].step, fates[2].lags, fates[2].masked_tokens) == (1, (0, 0), 0)
-        assert (await fate_of(bus, 9, evaluated)).state == "evaluation"
+        histories = [await history_of(bus, seq, sample) for seq, sample in enumerate(scene.samples, 1)]
+        assert [history.state for history in histories] == ["dropped", "dropped", "trained", "duplicate", "unplanned", "unplanned"]
+        assert [history.reason for history in histories[:2]] == ["stale, when step 1 was planned", "stale: its task was given up"]
+        assert (histories[2].step, histories[2].lags, histories[2].masked_tokens) == (1, (0, 0), 0)
+        assert (await history_of(bus, 9, evaluated)).state == "evaluation"
         invalid = replace(scene.samples[5], rollout_log_probs=np.full(3, 1, np.float32))
-        assert (await fate_of(bus, 6, invalid)).state == "invalid"
+        assert (await history_of(bus, 6, invalid)).state == "invalid"
         await bus.tasks.trim(scene.tasks[1].id)  # the time of issue is gone: the whole log is read
-        assert (await fate_of(bus, 1, scene.samples[0])).state == "dropped"
+        assert (await history_of(bus, 1, scene.samples[0])).state == "dropped"
         await bus.plans.trim(await bus.plans.append(scene.plan([99], scene.tasks[1], tasks=np.array([99], np.int64), step=5)))
-        assert str(await fate_of(bus, 3, scene.samples[2])) == "unknown: no plan before step 5 is kept"
+        assert str(await history_of(bus, 3, scene.samples[2])) == "unknown: no plan before step 5 is kept"
 
 
 async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,7 +336,7 @@ async def test_stats_of_a_window(open_bus: BusOpener, capsys: pytest.CaptureFixt
     assert "pass@k   1: 0.5000, 2: 1.0000" in text
 
 
-async def test_stats_follow_what_comes(open_bus: BusOpener) -> None:
+async def test_stats_follow_new_samples(open_bus: BusOpener) -> None:
     """It runs as a process: its output grows with the stream, and a pipe that is closed ends it quietly."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
@@ -389,7 +389,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             ]
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
-            assert (await fate_of(other, 1, scene.samples[0])).state == "unplanned"
+            assert (await history_of(other, 1, scene.samples[0])).state == "unplanned"
             assert await discovery.find_run(scene.url, name="look", wait_s=5) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can use it as its own
@@ -430,7 +430,7 @@ async def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(open_bus: 
         Recording.open(file)
 
 
-async def test_looking_leaves_nothing_behind(open_bus: BusOpener, tmp_path: Path) -> None:
+async def test_reading_commands_leave_nothing_behind(open_bus: BusOpener, tmp_path: Path) -> None:
     """No durable consumer, no message and no ack is left; the consumers of the readings are gone."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()

@@ -16,13 +16,13 @@ from rich.console import Console
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from launch.run.up import Up
 from launch.settings.loader import load
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
 from tests.unhurried import UNHURRIED
-from tests.whole.running import ROOT, SMOKE, live, until_step, up
+from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
 
 
 def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["no-model", "no-prompts", "prepare", "bus"],
 )
-def test_what_cannot_work_is_said_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
+def test_errors_before_the_start_are_printed_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
     (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # not made by prepare, which refuses it
     result = run_up(tmp_path, *settings, "up.restarts=0")
     assert result.returncode == code, result.stdout + result.stderr
@@ -65,10 +65,10 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
     asyncio.run(leave_a_run())
     result = run_up(tmp_path, f"bus.url={nats_server.url}")
     assert result.returncode == 2, result.stdout + result.stderr
-    assert "holds a run named smoke already" in result.stdout
+    assert "has a run named smoke already" in result.stdout
 
 
-async def test_a_learner_that_somebody_drained_has_not_finished(tmp_path: Path) -> None:
+async def test_a_drained_learner_has_not_finished(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=5000", UNHURRIED) as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
@@ -90,7 +90,7 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
         only_bus = {name: value for name, value in settings.items() if name != "RUN"}
         with script("actor", tmp_path, only_bus) as actor, script("engine", tmp_path, settings) as engine:
             with script("learner", tmp_path, settings) as learner, script("bus", tmp_path, settings) as bus:
-                assert await asyncio.to_thread(learner.wait, 120) == 0, (tmp_path / "learner.log").read_text()
+                assert await asyncio.to_thread(learner.wait, UP_LIMIT_S) == 0, (tmp_path / "learner.log").read_text()
                 for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
                     process.terminate()
                     assert await asyncio.to_thread(process.wait, 60) == 0, (tmp_path / f"{name}.log").read_text()
@@ -111,7 +111,7 @@ def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subp
             process.wait()
 
 
-async def test_what_is_at_work_still_is_named_when_it_was_not_drained_in_time(tmp_path: Path) -> None:
+async def test_processes_not_drained_in_time_are_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 8, "max_position_embeddings": 8}')
     (tmp_path / "prompts.jsonl").touch()
     sets = [f"directory={tmp_path}/run", "run=r", f"model.path={tmp_path}", f"data.path={tmp_path}/prompts.jsonl"]
@@ -122,5 +122,5 @@ async def test_what_is_at_work_still_is_named_when_it_was_not_drained_in_time(tm
     work.cancel()  # as at the second SIGTERM, and at the deadline
     with pytest.raises(asyncio.CancelledError):
         await work
-    assert run.failure == "not drained in time; at work still: bus"
+    assert run.failure == "not drained in time; still running: bus"
     assert run._supervisor.running == {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from launch.cli.weights import show_weights
 from tests.engine_serving import serving
@@ -35,7 +35,7 @@ async def test_engines_that_differ_are_named(
         addresses |= {"gone": "http://127.0.0.1:9", "newer": other.engine.url}
         for id, address in addresses.items():
             row = LiveRow(role="engine", id=id, host="test", pid=1, phase="serving", version=4, address=address)
-            heartbeat = await stack.enter_async_context(Heartbeat(bus, row, every_s=0.2))
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, row, every_s=0.2))
             while heartbeat.written_s < 0:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

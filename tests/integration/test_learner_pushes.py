@@ -89,7 +89,7 @@ def test_a_push_that_failed_is_made_again_with_what_was_staged(bus_url: str, run
         assert feed.told[0] == (0, 0) and len(feed.told) == 3
 
 
-def test_a_bus_that_is_away_for_longer_than_a_push_bridges_is_waited_for(
+def test_an_outage_of_the_bus_longer_than_a_push_is_waited_for(
     nats_server: EmbeddedServer, bus_url: str, run_id: str, tmp_path: Path
 ) -> None:
     policy, feed = Sharded(), Feed()

@@ -73,7 +73,7 @@ async def test_bodies_are_bounded() -> None:
                 assert response.status == status
 
 
-def test_nobody_listens_otherwise() -> None:
+def test_only_the_listener_module_listens() -> None:
     """Deadlines, keys and bounds are in one place as long as there is no other server."""
     found = [
         str(path.relative_to(ROOT))

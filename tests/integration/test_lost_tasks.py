@@ -3,7 +3,7 @@
 import asyncio
 from dataclasses import replace
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.tasks import Lease
 from bus.wire.messages import Dead, Settle, Task
 from learner.data.datasource import DataSource
@@ -22,7 +22,7 @@ async def issued(bus: Bus, source: DataSource, number: int) -> Lease:
     return lease
 
 
-async def test_a_task_is_judged_when_what_was_stored_before_its_ack_has_been_read(open_bus: BusOpener) -> None:
+async def test_a_task_is_judged_when_everything_stored_before_its_ack_is_read(open_bus: BusOpener) -> None:
     found = asyncio.Event()
     async with open_bus() as bus, asyncio.TaskGroup() as group:
         await bus.tasks.fence(1)
@@ -35,7 +35,7 @@ async def test_a_task_is_judged_when_what_was_stored_before_its_ack_has_been_rea
         seqs = [await bus.samples.publish(data_kit.sample(done.task, index)) for index in (0, 1)]
         await bus.dead.store(Dead(task=dead.task.id, reason="it fails", attempts=3, actor="a", prompt=""))
         for lease in (done, dead, empty):
-            assert await lease.settle()
+            assert await lease.ack()
         while lost._wanted < seqs[-1]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         assert not found.is_set() and len(source.incomplete()) == 3, "its samples are stored, and not read yet"

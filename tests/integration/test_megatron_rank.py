@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
 from bus.server.ports import KeptPort
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task
 from learner.checkpoints import listed
 from learner.config import LearnerConfig, StalenessConfig

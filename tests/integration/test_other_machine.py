@@ -20,7 +20,7 @@ from actors.errors import EngineUnavailable
 from bus.config import BusConfig
 from bus.liveness.keys import api_keys
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Sampling
 from launch.settings.config import ModelConfig, RunConfig
 from launch.settings.loader import to_map

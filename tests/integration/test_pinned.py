@@ -78,7 +78,7 @@ def test_the_evaluation_is_greedy_and_of_the_present_weights(make: Make) -> None
     assert loop.evaluate() == present
 
 
-def test_looking_changes_nothing(make: Make) -> None:
+def test_evaluation_changes_nothing(make: Make) -> None:
     digests = []
     for looks in (False, True):
         loop = make(lag=2)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import aiohttp
 
-from bus.liveness.live import Heartbeat
+from bus.liveness.live import HeartbeatPublisher
 from bus.server.embedded import EmbeddedServer
 from launch.run.process import launched
 from tests.actor_kit import engine_row, row_until
@@ -25,7 +25,7 @@ async def test_a_router_finds_engines_on_the_bus_and_drains(
         try:
             row = await row_until(bus.rows("live"), "router.door", lambda row: bool(row["address"]))
             assert (row["phase"], row["waits_for"]) == ("waiting", "an engine that serves")
-            async with serving(model) as served, Heartbeat(bus, engine_row(served.engine.url), every_s=0.2):
+            async with serving(model) as served, HeartbeatPublisher(bus, engine_row(served.engine.url), every_s=0.2):
                 row = await row_until(bus.rows("live"), "router.door", lambda row: row["phase"] == "serving")
                 assert (row["load"]["workers"], row["load"]["serving"]) == (1, 1)
                 body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "ignore_eos": True}
@@ -38,11 +38,11 @@ async def test_a_router_finds_engines_on_the_bus_and_drains(
             await child.end(0)
 
 
-async def test_a_wrong_use_is_said_at_once(tmp_path: Path) -> None:
+async def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     for wrong, said in (
         ([], "want --bus URL, --worker URL, or both"),
         (["--worker", "http://h:1", "--host", "0.0.0.0"], "router.host: 0.0.0.0 can be reached by others"),
-        (["--worker", "http://h:1", "--host", "auto"], "--host: auto is the address of the way to the bus"),
+        (["--worker", "http://h:1", "--host", "auto"], "--host: auto needs --bus"),
         (["--worker", "nowhere"], "worker: want a URL like http://host:port, got 'nowhere'"),
         (["--worker", "http://h:1", "--exact", str(tmp_path)], "want a directory with a tokenizer.json"),
         (["--worker", "http://h:1", "--middleware", "no.module:f"], "middleware: want package.module:factory, got 'no.module:f'"),

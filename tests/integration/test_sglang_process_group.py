@@ -70,7 +70,7 @@ def test_a_part_that_dies_ends_all(keeper: "subprocess.Popen[str]", name: str) -
     assert alive == []
 
 
-def test_others_come_and_go_and_an_end_that_was_asked_for_is_no_failure(keeper: "subprocess.Popen[str]") -> None:
+def test_other_children_may_end_and_a_requested_end_is_no_failure(keeper: "subprocess.Popen[str]") -> None:
     whole = parts(keeper)
     whole["helper"].kill()
     with pytest.raises(subprocess.TimeoutExpired):

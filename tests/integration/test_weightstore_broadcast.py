@@ -120,7 +120,7 @@ def test_sglangs_way_of_making_the_group_meets_ours() -> None:
         assert told(pipe)
 
 
-def test_the_store_listens_only_where_it_was_told() -> None:
+def test_the_store_listens_only_at_its_address() -> None:
     group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 20)
     with pytest.raises(OSError):
         socket.create_connection(("127.0.0.2", group.port), timeout=1)
@@ -170,7 +170,7 @@ def test_a_dead_or_hung_sender_ends_the_receivers_wait(how: signal.Signals) -> N
         assert time.monotonic() - began < 15, "its own second, not the 20 of the group"
 
 
-def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
+def test_absent_peers_end_the_wait_with_an_error() -> None:
     began = time.monotonic()
     group = BroadcastGroup.host("127.0.0.1", "pair", 2, "gloo", 0.5)
     with pytest.raises(PeerLost, match="meeting 1 peers"):
@@ -186,7 +186,7 @@ def test_nobody_comes_nobody_is_there_nobody_answers() -> None:
     assert time.monotonic() - began < 9, "refused at once, not after 10 s"
 
 
-def test_who_waits_for_the_others_of_a_group_that_is_closed_is_told_at_once() -> None:
+def test_closing_a_group_ends_the_wait_for_its_members_at_once() -> None:
     """One member of three never joins: neither the learner's thread nor the member that joined waits for the deadline."""
     began, deadline_s = time.monotonic(), 300.0
     group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", deadline_s)

@@ -26,7 +26,7 @@ def push(publisher: Publisher, step: int) -> PushReport:
     return report
 
 
-def test_engines_are_put_together_as_the_setting_says(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_engines_are_grouped_by_the_setting(bus_url: str, run_id: str, tmp_path: Path) -> None:
     """This includes engines of several ranks; a later engine fills a gap, and one that leaves makes one."""
     with receivers(bus_url, run_id, {"a": GOOD, "b": Behaviour(ranks=2), "c": GOOD, "d": GOOD}) as engines:
         with publishing(bus_url, run_id, tmp_path, group="3") as publisher:
@@ -78,7 +78,7 @@ def _named(at: str, at_once: bool, *, alone: bool = False) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("how", "place", "at_once"), list(_cases()))
-def test_the_others_of_a_cohort_get_this_version_whoever_is_lost(
+def test_the_other_members_get_the_version_whichever_member_is_lost(
     bus_url: str, run_id: str, tmp_path: Path, how: str, place: str, at_once: bool
 ) -> None:
     """Rank 1 of a broadcast hands on to rank 3, so an engine can wait for a dead one without being at fault."""
@@ -121,7 +121,7 @@ def test_several_lost_in_several_phases_of_one_push(bus_url: str, run_id: str, t
                 assert state(engines[f"refuse-{at}"][0])["digest"] == digest(tiny_tensors(1))
 
 
-def test_one_that_refuses_in_a_cohort_is_asked_again_alone_and_not_twice(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_a_member_that_refuses_is_retried_alone_once(bus_url: str, run_id: str, tmp_path: Path) -> None:
     """Over a shared channel an error may be another's fault; alone it may not."""
     behaviours = {
         "a": GOOD,
@@ -136,6 +136,6 @@ def test_one_that_refuses_in_a_cohort_is_asked_again_alone_and_not_twice(bus_url
 
 
 @pytest.mark.parametrize("group", ["0", "-1", "pair", ""])
-def test_groups_that_there_are_not(group: str) -> None:
+def test_wrong_group_settings_are_refused(group: str) -> None:
     with pytest.raises(ValueError, match="group: want pairs, all or a number > 0, got"):
         WeightsConfig(group=group)

@@ -240,7 +240,7 @@ async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
     memory.close()
 
 
-async def test_what_comes_late_from_before_a_join_is_refused(directory: Path) -> None:
+async def test_late_messages_from_before_a_join_are_refused(directory: Path) -> None:
     """The same learner has evicted the engine and taken it in again: requests of the two sockets may arrive in any order."""
     memory = HostMemory()
     old_weights, staging = (staged(dict(tiny_model(seed=seed).state_dict()), memory) for seed in (1, 2))
@@ -278,7 +278,7 @@ async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
     assert not Path(served.engine.handles.removeprefix("ipc://")).parent.exists()
 
 
-async def test_what_is_not_understood_is_refused_and_the_socket_lives_on(directory: Path) -> None:
+async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(directory: Path) -> None:
     """Only the owner can enter the socket's directory, and a client that has not joined gets nothing."""
     context = zmq.asyncio.Context()
     async with serving(directory) as served:

@@ -17,9 +17,9 @@ from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.updates import WeightUpdates
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
-from bus.liveness.live import Heartbeat, LiveView
+from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.engine_push import joined
 from tests.engine_serving import serving
@@ -148,7 +148,7 @@ async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus
         }
         async with connect(bus_url, run_id, BusConfig(), name="torn", wait_s=10) as bus:
             assert (await VersionRegistry(bus).reserve(2, 1, digest="0" * 64)).state == "pushing"
-            async with Heartbeat(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
+            async with HeartbeatPublisher(bus, LiveRow(role="engine", id="torn", version=2, **row), every_s=0.1):  # type: ignore[arg-type]
                 await until(lambda: there(bus_url, run_id, "torn"))
                 loader = Loader(-1)
                 await asyncio.to_thread(catch_up, bus_url, run_id, tmp_path / "late", loader)
@@ -204,7 +204,7 @@ async def test_an_engine_that_differs_goes_on_with_what_it_served_and_rejoins_by
 
 
 @pytest.mark.parametrize("tied", [False, True])
-async def test_what_is_lent_is_a_model_directory_of_that_version_alone(tmp_path: Path, tied: bool) -> None:
+async def test_a_lent_snapshot_is_a_model_directory_of_its_version_alone(tmp_path: Path, tied: bool) -> None:
     directory = write_tiny_model(tmp_path / "model", tied=tied)
     async with serving(directory, version=7) as served:
         sent = weights(0, tied=tied)
@@ -258,7 +258,7 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
                 await asked
 
 
-async def test_what_nobody_reads_is_removed_and_only_so_many_are_kept(tmp_path: Path) -> None:
+async def test_unread_snapshots_are_removed_and_their_number_is_bounded(tmp_path: Path) -> None:
     directory, digest = write_tiny_model(tmp_path / "model"), digest_of(weights(0))
     async with serving(directory, version=0) as served:
         lending: PeerSnapshotServer = served.engine.peer_snapshots

@@ -18,7 +18,7 @@ from bus.client.reach import HERE
 from bus.config import BusConfig
 from bus.errors import Fenced
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.catchup import joining

@@ -41,7 +41,7 @@ async def test_a_number_is_never_used_twice(open_bus: BusOpener) -> None:
         assert await after_restart.steps() == {row.version: row.step for row in rows} | {17: 9}
 
 
-async def test_a_learner_at_work_goes_on_with_its_numbers_when_the_rows_are_lost(open_bus: BusOpener) -> None:
+async def test_a_running_learner_continues_its_numbers_when_the_rows_are_lost(open_bus: BusOpener) -> None:
     """This includes a learner that has taken none yet, but has seen those of the learner before it."""
     async with open_bus() as bus:
         first, second = VersionRegistry(bus), VersionRegistry(bus)

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from bus.config import BusConfig
 from bus.errors import Fenced
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
@@ -79,7 +79,7 @@ async def pushed(member: Member) -> Updated:
         ("/end_weight_update", {"body": b'{"stall_s": NaN}'}, "end: stall_s: want seconds, got nan"),
     ],
 )
-async def test_a_strange_answer_is_a_failure_of_its_engine_and_of_nobody_else(path: str, answer: dict[str, Any], why: str) -> None:
+async def test_a_strange_answer_is_a_failure_of_its_engine_alone(path: str, answer: dict[str, Any], why: str) -> None:
     async with member_of(path, answer) as member:
         with pytest.raises(ReceiverFailed, match=why):
             await pushed(member)
@@ -94,7 +94,7 @@ async def test_a_strange_answer_is_a_failure_of_its_engine_and_of_nobody_else(pa
         ({"body": b'{"stall_s": "long"}'}, "transfer: stall_s: want seconds, got 'long'"),
     ],
 )
-async def test_a_strange_answer_to_a_push_asked_for_at_once_too(answer: dict[str, Any], why: str) -> None:
+async def test_a_strange_answer_to_a_single_request_push_is_a_failure_of_its_engine(answer: dict[str, Any], why: str) -> None:
     async with member_of("/receive_push", answer) as member:
         with pytest.raises(ReceiverFailed, match=why):
             await member.receive(1, [], serve=True)
@@ -102,7 +102,7 @@ async def test_a_strange_answer_to_a_push_asked_for_at_once_too(answer: dict[str
         assert member.single_request and await member.receive(1, [], serve=True) == 0
 
 
-async def test_what_is_strange_and_does_no_harm_is_passed_over() -> None:
+async def test_strange_but_harmless_answers_are_passed_over() -> None:
     for path, answer in (("/end_weight_update", {"body": b'{"stall_s": null}'}), ("/begin_weight_update", LATIN)):
         async with member_of(path, answer) as member:
             assert (await pushed(member)).stall_s == 0

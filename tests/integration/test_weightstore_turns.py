@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, cast
 
 from bus.client.rows import Rows
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.bus_fixtures import BusOpener
 from weightstore.push.turns import AcceleratorLease
 
@@ -44,7 +44,7 @@ async def test_a_replaced_learner_gives_no_turn_away_that_it_has_read_before(ope
         assert found is not None and found[0] == {"whose": "learner", "epoch": 2}
 
 
-async def test_writes_that_cross_are_tried_again_and_a_lower_epoch_has_no_say(open_bus: BusOpener) -> None:
+async def test_conflicting_writes_are_retried_and_a_lower_epoch_is_refused(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         turns = AcceleratorLease(bus)
         await asyncio.gather(*[turns.acquire(1) for _ in range(8)])

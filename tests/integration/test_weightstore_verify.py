@@ -13,7 +13,7 @@ import torch
 from bus.client.reach import HERE
 from bus.config import BusConfig
 from bus.server.embedded import EmbeddedServer
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.engine_serving import Served, serving
 from tests.integration import test_weightstore_publisher
@@ -57,7 +57,9 @@ def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_
 
 
 @pytest.mark.parametrize(("verify", "caught"), [("always", True), ("first", False), ("never", False)])
-def test_what_the_setting_says(bus_url: str, run_id: str, tmp_path: Path, verify: str, caught: bool) -> None:
+def test_checksums_are_compared_as_often_as_the_setting_requires(
+    bus_url: str, run_id: str, tmp_path: Path, verify: str, caught: bool
+) -> None:
     with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path, verify=verify) as publisher:
         reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3, 4)]
         assert [report.engines for report in reports] == [("a",)] * 4  # copies are used again, their sums are not
@@ -69,7 +71,7 @@ def test_what_the_setting_says(bus_url: str, run_id: str, tmp_path: Path, verify
         assert ("b" in publisher.publish(6, tiny_tensors(6).items(), wait=True).result(0).evicted) == caught
 
 
-def test_an_engine_that_cannot_tell_serves_and_is_not_called_verified(
+def test_an_engine_without_checksums_serves_and_is_not_reported_as_verified(
     bus_url: str,
     run_id: str,
     tmp_path: Path,

@@ -33,7 +33,7 @@ def test_an_error_inside_counts_as_an_end() -> None:
     assert activity.busy == 0
 
 
-def test_failures_are_trouble_in_words() -> None:
+def test_failures_are_described_in_trouble() -> None:
     activity = Activity()
     activity.counters.samples_published = 386
     assert activity.trouble == ""
@@ -64,11 +64,11 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"retry": 5}, r"actor\.retry: unknown; there are \['drain_finish_s'.*'retries'"),
+        ({"retry": 5}, r"actor\.retry: unknown setting; known: \['drain_finish_s'.*'retries'"),
         ({"retries": 0}, "retries: want > 0, got 0"),
     ],
 )
-def test_a_wrong_section_says_what_was_wanted(told: dict[str, int], message: str) -> None:
+def test_a_wrong_section_names_the_expected_value(told: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         section({"actor": told}, "actor", ActorConfig)
 

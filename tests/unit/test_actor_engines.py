@@ -9,58 +9,58 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engines.pool import Engines, NoEngine
+from actors.engines.pool import EnginePool, NoEngine
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
 from bus.errors import BusUnavailable
-from tests.engine_scene import Scene, looking
+from tests.engine_scene import Scene, running_engines
 
 GONE = EngineGone("e", "connection reset")
 
 
-async def chosen(engines: Engines, **wanted: object) -> str:
-    async with engines.one(timeout_s=5, **wanted) as (id, _):  # type: ignore[arg-type]
+async def chosen(engines: EnginePool, **wanted: object) -> str:
+    async with engines.acquire(timeout_s=5, **wanted) as (id, _):  # type: ignore[arg-type]
         return id
 
 
-async def fail(engines: Engines, error: EngineError) -> str:
+async def fail(engines: EnginePool, error: EngineError) -> str:
     """Send a request that fails. Returns the id of its engine."""
     id = ""
     with pytest.raises(type(error)):
-        async with engines.one(timeout_s=5) as (id, _):
+        async with engines.acquire(timeout_s=5) as (id, _):
             raise error
     return id
 
 
 async def test_requests_spread_to_where_least_is_in_flight() -> None:
     scene = Scene({"a": (), "b": (), "c": ()})
-    async with looking(scene) as engines, AsyncExitStack() as requests:
-        ids = [(await requests.enter_async_context(engines.one(timeout_s=1)))[0] for _ in range(6)]
+    async with running_engines(scene) as engines, AsyncExitStack() as requests:
+        ids = [(await requests.enter_async_context(engines.acquire(timeout_s=1)))[0] for _ in range(6)]
         assert Counter(ids) == {"a": 2, "b": 2, "c": 2}
 
 
 async def test_engines_that_do_not_serve_or_are_too_old_are_passed_over() -> None:
     scene = Scene({"a": (), "b": (), "c": ()})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         scene.view["a"] = replace(scene.view["a"], serving=False, remark="stale")
         scene.view["b"] = replace(scene.view["b"], version=2)
         with pytest.raises(NoEngine, match=r"version 9 or newer \(a: stale, b: version 2, c: version 3\)"):
-            async with engines.one(min_version=9, timeout_s=0.3):
+            async with engines.acquire(min_version=9, timeout_s=0.3):
                 pass
         assert [await chosen(engines, min_version=3) for _ in range(3)] == ["c", "c", "c"]
 
 
 async def test_the_engine_to_avoid_is_taken_when_there_is_no_other() -> None:
     scene = Scene({"a": (), "b": ()})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         assert await chosen(engines, avoid="a") == "b"
         assert await chosen(engines, avoid="b") == "a"
-    async with looking(Scene({"a": ()})) as engines:
+    async with running_engines(Scene({"a": ()})) as engines:
         assert await chosen(engines, avoid="a") == "a"
 
 
 @pytest.mark.parametrize("error", [GONE, EngineUnavailable("e", "503"), EngineFailed("e", "500")])
-async def test_one_that_fails_is_left_alone_and_comes_back(error: EngineError) -> None:
-    async with looking(Scene({"a": (), "b": ()}), quarantine_s=(2.0, 4.0)) as engines:
+async def test_an_engine_that_fails_is_quarantined_and_returns(error: EngineError) -> None:
+    async with running_engines(Scene({"a": (), "b": ()}), quarantine_s=(2.0, 4.0)) as engines:
         assert await fail(engines, error) == "a"
         assert [await chosen(engines) for _ in range(3)] == ["b", "b", "b"]
         assert await fail(engines, error) == "b"
@@ -68,14 +68,14 @@ async def test_one_that_fails_is_left_alone_and_comes_back(error: EngineError) -
 
 
 @pytest.mark.parametrize("error", [VersionUnavailable("e", "not yet"), BadRequest("too long")])
-async def test_what_is_not_the_engines_fault_is_not_held_against_it(error: EngineError) -> None:
-    async with looking(Scene({"a": (), "b": ()}), quarantine_s=(60, 60)) as engines:
+async def test_errors_outside_the_engine_cause_no_quarantine(error: EngineError) -> None:
+    async with running_engines(Scene({"a": (), "b": ()}), quarantine_s=(60, 60)) as engines:
         assert await fail(engines, error) == "a"
         assert await chosen(engines) == "a"
 
 
-async def test_rests_grow_to_a_bound() -> None:
-    async with looking(Scene({"a": ()}), quarantine_s=(0.02, 0.05)) as engines:
+async def test_quarantines_grow_to_a_bound() -> None:
+    async with running_engines(Scene({"a": ()}), quarantine_s=(0.02, 0.05)) as engines:
         for least_s in (0.02, 0.04, 0.05, 0.05):
             begin = time.monotonic()
             await fail(engines, GONE)
@@ -83,15 +83,15 @@ async def test_rests_grow_to_a_bound() -> None:
             assert time.monotonic() - begin >= least_s
 
 
-async def _back(engines: Engines) -> None:
+async def _back(engines: EnginePool) -> None:
     """Wait until the only engine may be selected again, without counting a success for it."""
     with pytest.raises(BadRequest):
-        async with engines.one(timeout_s=5):
+        async with engines.acquire(timeout_s=5):
             raise BadRequest("so that it is no success")
 
 
-async def test_a_success_makes_the_next_rest_the_first_one_again() -> None:
-    async with looking(Scene({"a": ()}), quarantine_s=(0.01, 60.0)) as engines:
+async def test_a_success_resets_the_length_of_the_quarantine() -> None:
+    async with running_engines(Scene({"a": ()}), quarantine_s=(0.01, 60.0)) as engines:
         begin = time.monotonic()
         for _ in range(14):
             await fail(engines, GONE)
@@ -100,11 +100,11 @@ async def test_a_success_makes_the_next_rest_the_first_one_again() -> None:
 
 
 async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
-    async with looking(Scene({"a": ()}), quarantine_s=(0.05, 60.0)) as engines:
+    async with running_engines(Scene({"a": ()}), quarantine_s=(0.05, 60.0)) as engines:
         begin = time.monotonic()
 
         async def request() -> None:
-            async with engines.one(timeout_s=5):
+            async with engines.acquire(timeout_s=5):
                 await asyncio.sleep(0)
                 raise GONE
 
@@ -114,9 +114,9 @@ async def test_one_death_counts_once_however_many_requests_it_fails() -> None:
         assert time.monotonic() - begin < 5, "2 ** 19 times the first rest otherwise"
 
 
-async def test_one_that_serves_again_after_it_did_not_is_trusted_at_once() -> None:
+async def test_an_engine_that_serves_again_leaves_quarantine_at_once() -> None:
     scene = Scene({"a": ()})
-    async with looking(scene, quarantine_s=(60.0, 60.0)) as engines:
+    async with running_engines(scene, quarantine_s=(60.0, 60.0)) as engines:
         await fail(engines, GONE)
         serving = scene.view["a"]
         waiting = asyncio.create_task(chosen(engines))
@@ -126,9 +126,9 @@ async def test_one_that_serves_again_after_it_did_not_is_trusted_at_once() -> No
         assert await waiting == "a"
 
 
-async def test_who_waits_says_so_and_is_woken_by_a_new_engine() -> None:
+async def test_a_waiting_request_is_described_and_woken_by_a_new_engine() -> None:
     scene = Scene({})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         assert engines.waits_for() == ""
         waiting = asyncio.create_task(chosen(engines, min_version=3))
         await scene.seen()
@@ -141,7 +141,7 @@ async def test_who_waits_says_so_and_is_woken_by_a_new_engine() -> None:
 
 async def test_giving_up_ends_all_waits_now_and_later() -> None:
     scene = Scene({})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         waiting = asyncio.create_task(chosen(engines))
         await scene.seen()
         engines.give_up()
@@ -155,7 +155,7 @@ async def test_giving_up_ends_all_waits_now_and_later() -> None:
 
 async def test_a_cancelled_wait_is_forgotten() -> None:
     scene = Scene({})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         waiting = asyncio.create_task(chosen(engines))
         await scene.seen()
         waiting.cancel()
@@ -164,10 +164,10 @@ async def test_a_cancelled_wait_is_forgotten() -> None:
         assert engines.waits_for() == ""
 
 
-async def test_an_engine_that_goes_is_closed_when_its_last_request_is_done() -> None:
+async def test_an_engine_that_disappears_is_closed_after_its_last_request() -> None:
     scene = Scene({"a": (), "b": ()})
-    async with looking(scene) as engines:
-        async with engines.one(timeout_s=1) as (id, _):
+    async with running_engines(scene) as engines:
+        async with engines.acquire(timeout_s=1) as (id, _):
             assert id == "a"
             waiting = asyncio.create_task(chosen(engines, min_version=9))  # so that discovery polls often
             scene.view = {}
@@ -182,14 +182,14 @@ async def test_an_engine_that_goes_is_closed_when_its_last_request_is_done() -> 
 
 async def test_all_clients_are_closed_at_the_end() -> None:
     scene = Scene({"a": (), "b": ()})
-    async with looking(scene):
+    async with running_engines(scene):
         pass
     assert all(client.closed for client in scene.clients.values())
 
 
-async def test_what_was_seen_last_holds_while_the_bus_is_away() -> None:
+async def test_the_last_known_states_hold_while_the_bus_is_away() -> None:
     scene = Scene({"a": ()})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         scene.blind = BusUnavailable("live", "away")
         scene.view = {}
         assert await chosen(engines) == "a"

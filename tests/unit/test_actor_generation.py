@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.pool import Engines
+from actors.engines.pool import EnginePool
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.activity import Activity
 from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
 from bus.wire.messages import Kind, Partial, Sampling, Span, Status, Task, Timings
-from tests.engine_scene import Answer, Scene, generation, looking
+from tests.engine_scene import Answer, Scene, generation, running_engines
 
 TASK = Task(
     id=17,
@@ -36,7 +36,7 @@ TASK = Task(
 )
 
 
-def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[SingleTurn, Activity]:
+def turn(engines: EnginePool, *, retries: int = 3, timeout_s: float = 30.0, **options: float) -> tuple[SingleTurn, Activity]:
     activity = Activity()
     return SingleTurn(engines, timeout_s=timeout_s, retries=retries, activity=activity, **options), activity
 
@@ -44,7 +44,7 @@ def turn(engines: Engines, *, retries: int = 3, timeout_s: float = 30.0, **optio
 async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activity, list[Any]]:
     """Run one request on an engine with these answers. Returns (sample or error, activity, requests to the engine)."""
     scene = Scene({"a": answers})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         single, activity = turn(engines, **options)
         try:
             result: Any = await single.sample(TASK, 2, "n0")
@@ -74,7 +74,7 @@ async def test_an_answer_becomes_a_sample() -> None:
 
 async def test_without_a_seed_the_engine_chooses() -> None:
     scene = Scene({"a": ()})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         await turn(engines)[0].sample(replace(TASK, sampling=Sampling()), 1, "n")
     assert scene.clients["a"].asked[0][0].seed is None
 
@@ -106,21 +106,21 @@ async def test_a_request_that_is_broken_off_is_made_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-async def test_but_not_for_ever(name: str) -> None:
+async def test_repeated_requests_are_bounded(name: str) -> None:
     error, activity, asked = await outcome([BROKEN[name]], retries=3)
     assert isinstance(error, GenerationFailed)
     assert str(error).startswith("generation: 3 requests broken off, the last one: engine a: failed" if name != "died" else "generation: 3")
     assert (len(asked), activity.counters.requests_aborted) == (3, 3)
 
 
-async def test_the_next_try_goes_elsewhere() -> None:
+async def test_the_next_attempt_goes_to_another_engine() -> None:
     scene = Scene({"a": [EngineGone("a", "reset")], "b": ()})
-    async with looking(scene, quarantine_s=(0.0, 0.0)) as engines:
+    async with running_engines(scene, quarantine_s=(0.0, 0.0)) as engines:
         sample = await turn(engines)[0].sample(TASK, 0, "n")
     assert sample.engine == "b"
 
 
-async def test_an_engine_that_is_away_is_asked_until_it_is_back_and_that_is_no_broken_request() -> None:
+async def test_an_unavailable_engine_is_retried_and_counts_as_no_broken_request() -> None:
     away = EngineUnavailable("a", "connection refused")
     sample, activity, asked = await outcome([away] * 6 + [generation()], retries=1)
     assert sample.status is Status.COMPLETED
@@ -128,7 +128,7 @@ async def test_an_engine_that_is_away_is_asked_until_it_is_back_and_that_is_no_b
     assert sample.timings.queued_s > 0
 
 
-async def test_but_only_as_long_as_a_response_may_take() -> None:
+async def test_retries_end_at_the_time_limit_of_a_response() -> None:
     error, _, asked = await outcome([EngineUnavailable("a", "refused")], timeout_s=3.0)
     assert isinstance(error, GenerationFailed | Unfinished)
     assert len(asked) > 1
@@ -141,20 +141,20 @@ async def test_a_request_that_can_never_be_served_is_made_once() -> None:
     assert (len(asked), activity.counters.requests_aborted) == (1, 0)
 
 
-async def test_no_engine_at_all_is_not_the_tasks_fault() -> None:
-    async with looking(Scene({})) as engines:
+async def test_without_an_engine_a_sample_is_unfinished_and_not_failed() -> None:
+    async with running_engines(Scene({})) as engines:
         with pytest.raises(Unfinished):
             await turn(engines, timeout_s=0.05)[0].sample(TASK, 0, "n")
 
 
 async def test_giving_up_ends_a_wait() -> None:
     scene = Scene({})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         single, _ = turn(engines)
         waiting = asyncio.create_task(single.sample(TASK, 0, "n"))
         await scene.seen()
         assert "none known" in single.waits_for()
-        single.give_up_waiting()
+        single.stop_waiting()
         with pytest.raises(Unfinished):
             await waiting
 
@@ -213,12 +213,12 @@ WHOLE = generation(tokens=(5, 6, 7))
 async def continued(answers: Sequence[Answer], partial: Partial = BEGUN) -> tuple[Any, list[Any]]:
     """Continue a partial response. Returns (sample, tokens already begun that each request sent to the engine)."""
     scene = Scene({"a": answers})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         sample = await turn(engines)[0].sample(TASK, 2, "n1", partial)
         return sample, [None if asked["begun"] is None else asked["begun"].tokens.tolist() for _, asked in scene.clients["a"].asked]
 
 
-async def test_what_was_begun_is_continued_under_the_new_attempt() -> None:
+async def test_a_partial_is_continued_under_the_new_attempt() -> None:
     sample, begun = await continued([WHOLE])
     assert begun == [[5, 6]]
     assert (sample.attempt, sample.response_length) == ("n1", 3)
@@ -238,20 +238,20 @@ async def test_what_was_begun_is_continued_under_the_new_attempt() -> None:
         {"tokens": np.zeros(128, np.int32), "position": 131},
     ],
 )
-async def test_what_does_not_fit_is_not_used(change: dict[str, Any]) -> None:
+async def test_a_partial_that_does_not_fit_is_not_used(change: dict[str, Any]) -> None:
     _, begun = await continued([WHOLE], replace(BEGUN, **change))
     assert begun == [None]
 
 
 @pytest.mark.parametrize("refusal", [BadRequest("too long"), EngineFailed("a", "HTTP 500"), generation(tokens=(5, 6, 7), log_prob=0.5)])
-async def test_what_cannot_be_continued_is_made_anew(refusal: Answer) -> None:
+async def test_a_response_that_cannot_be_continued_is_generated_again(refusal: Answer) -> None:
     sample, begun = await continued([refusal, WHOLE])
     assert begun == [[5, 6], None]
     assert sample.status is Status.COMPLETED
     assert sample.timings.generating_s < 40
 
 
-async def test_what_an_engine_breaks_off_is_gone_on_from() -> None:
+async def test_a_response_broken_off_is_continued() -> None:
     _, begun = await continued([generation(tokens=(5, 6, 7, 8), finish="abort"), EngineGone("a", "died"), WHOLE])
     assert begun == [[5, 6], [5, 6, 7, 8], [5, 6, 7, 8]]
 
@@ -259,14 +259,14 @@ async def test_what_an_engine_breaks_off_is_gone_on_from() -> None:
 async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[str]]:
     """Leave while the engine continues a partial response. Returns the error with which it ends, and the aborted requests."""
     scene = Scene({"a": [answer]})
-    async with looking(scene) as engines:
+    async with running_engines(scene) as engines:
         client = scene.clients["a"]
         client.hold = asyncio.Event()
         single, _ = turn(engines, **options)
         work = asyncio.create_task(single.sample(TASK, 2, "n1", BEGUN))
         while not client.asked:  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
-        await single.leave()
+        await single.cut_short()
         with pytest.raises(Unfinished) as caught:
             await work
         with pytest.raises(Unfinished):
@@ -275,7 +275,7 @@ async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[st
         return caught.value, client.aborted
 
 
-async def test_who_leaves_has_the_engines_last_word() -> None:
+async def test_cutting_short_keeps_the_engines_last_answer() -> None:
     unfinished, aborted = await leaving(generation(tokens=(5, 6, 7), finish="abort"))
     assert len(aborted) == 1
     assert aborted[0].startswith("17.2.n1.")
@@ -287,7 +287,7 @@ async def test_who_leaves_has_the_engines_last_word() -> None:
     assert partial.timings.generating_s > 40
 
 
-async def test_who_leaves_does_not_wait_for_an_engine_that_hangs() -> None:
+async def test_cutting_short_does_not_wait_for_a_hung_engine() -> None:
     unfinished, aborted = await leaving(EngineUnavailable("a", "never said"), cut_short_s=2.0)
     assert len(aborted) > 1, "said again and again"
     assert unfinished.partial is not None

@@ -19,7 +19,7 @@ input()
 """
 
 
-def test_what_the_killed_have_left_goes_and_what_the_living_use_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_dead_processes_are_removed_and_those_in_use_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = PROGRAM.format(directory=str(tmp_path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

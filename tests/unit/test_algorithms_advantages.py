@@ -191,7 +191,7 @@ def test_two_samples_right_and_wrong() -> None:
     assert maxrl(rewards, groups).tolist() == [-1, 1]
 
 
-def test_the_leave_one_out_baseline_does_not_know_its_own_reward() -> None:
+def test_the_leave_one_out_baseline_excludes_the_samples_own_reward() -> None:
     """Property 42."""
     rewards, groups = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64), torch.tensor([0, 0, 0])
     changed = rewards.clone()
@@ -201,7 +201,7 @@ def test_the_leave_one_out_baseline_does_not_know_its_own_reward() -> None:
     assert float(rloo(rewards, groups).sum()) == pytest.approx(0, abs=1e-12)
 
 
-def test_opo_is_the_mean_baseline_where_lengths_are_equal_and_listens_to_the_longer_elsewhere() -> None:
+def test_opo_is_the_mean_baseline_where_lengths_are_equal_and_weighs_longer_ones_more_elsewhere() -> None:
     """Property 44."""
     rewards, groups = torch.tensor([0.0, 1.0, 5.0, 9.0], dtype=torch.float64), torch.tensor([3, 3, 3, 8])
     _close(opo(rewards, groups, lengths_N=torch.tensor([4, 4, 4, 1])), grpo_no_std(rewards, groups))
@@ -356,7 +356,7 @@ def test_whitening_counts_a_sample_as_often_as_it_has_tokens(values: list[tuple[
 
 @settings(deadline=None)
 @given(values=VALUES, shards=st.integers(2, 5), seed=st.integers(0, 1000))
-def test_whitening_by_added_moments_does_not_see_the_shards(values: list[tuple[float, int]], shards: int, seed: int) -> None:
+def test_whitening_by_added_moments_does_not_depend_on_the_shards(values: list[tuple[float, int]], shards: int, seed: int) -> None:
     """Property 48."""
     rewards = torch.tensor([value if count else math.nan for value, count in values], dtype=torch.float64)
     mask = torch.tensor([bool(count) for _, count in values])

@@ -202,7 +202,7 @@ def test_what_makes_no_sense_is_refused() -> None:
 
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
-def test_a_token_that_the_denominators_do_not_know_is_no_finite_loss(mode: str) -> None:
+def test_a_token_missing_in_the_denominators_has_no_finite_loss(mode: str) -> None:
     step = _step([3, 2], masked_share=0.0)
     nothing = _denominators(torch.zeros_like(step.mask_T), step.sample_T, 2)
     assert not bool(torch.isfinite(replace(step, denominators=nothing).number(mode)))

@@ -173,7 +173,7 @@ def test_what_is_just_enough_to_mean_something_is_judged() -> None:
         assert [name for name, _ in names(bad | few)] == without_gap
 
 
-def test_a_step_that_tells_no_lag_is_judged_as_fresh() -> None:
+def test_a_step_without_a_lag_metric_is_judged_as_fresh() -> None:
     name = next(name for name, row in THRESHOLDS.items() if row.ages)
     row = THRESHOLDS[name]
     metrics = {key: value for key, value in HEALTHY.items() if key != "offpolicy/lag_mean"} | {row.metric: 1.5 * row.error}

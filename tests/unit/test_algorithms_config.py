@@ -17,7 +17,7 @@ DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_fills_what_is_not_said_and_nothing_else(name: str) -> None:
+def test_a_preset_fills_unset_values_and_nothing_else(name: str) -> None:
     plain = AlgorithmConfig(correction=name)
     assert not [field for field in unset_names() if getattr(plain, field) is None]
     assert {field: getattr(plain, field) for field in PRESETS[name]} == dict(PRESETS[name])
@@ -136,7 +136,7 @@ def test_a_divergence_that_makes_no_sense_is_refused(settings: dict[str, Any], r
         ({"correction": "sft"}, False),
     ],
 )
-def test_what_trains_old_data_as_if_it_were_fresh_is_known(changes: dict[str, Any], wanted: bool) -> None:
+def test_corrections_that_train_stale_data_as_fresh_are_known(changes: dict[str, Any], wanted: bool) -> None:
     assert AlgorithmConfig(**changes).uncorrected is wanted
 
 
@@ -157,7 +157,7 @@ def test_where_a_setting_ends_to_be_good(good: dict[str, Any], bad: dict[str, An
         AlgorithmConfig(correction="decoupled", **bad)
 
 
-def test_settings_are_taken_where_something_looks_at_them() -> None:
+def test_settings_are_accepted_only_where_they_have_an_effect() -> None:
     AlgorithmConfig(correction="dppo_tv", dppo_penalty=0.1)
     AlgorithmConfig(correction="sapo", sapo_tau_positive=2.0)
     AlgorithmConfig(aggregation="constant", loss_constant=100.0)

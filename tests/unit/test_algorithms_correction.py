@@ -350,7 +350,7 @@ def test_the_second_moment_of_what_is_kept_is_below_its_limit(squares: list[floa
     assert not beyond(delta_T, ~mask_T, cut).any()
 
 
-def test_the_binary_divergence_knows_how_probable_a_token_is() -> None:
+def test_the_binary_divergence_depends_on_the_probability_of_a_token() -> None:
     """The divergence agrees with its definition, both ways; the same ratio contributes nothing where both probabilities are tiny."""
 
     def kl(p: float, q: float) -> float:

@@ -269,7 +269,7 @@ def test_equal_policies_have_no_mismatch_and_constant_ones_no_correlation() -> N
     assert "offpolicy/pearson" not in finalize(replace(tokens, start_T=flat_T, rollout_T=flat_T).sums())
 
 
-def test_a_step_with_nothing_to_train_says_only_that() -> None:
+def test_a_step_with_nothing_to_train_reports_only_that() -> None:
     tokens = make()
     assert finalize(replace(tokens, mask_T=torch.zeros_like(tokens.mask_T)).sums()) == {"train/tokens": 0.0}
 

@@ -118,7 +118,7 @@ def test_a_setting_that_is_named_exists() -> None:
     assert [path for path in paths if not resolves(path)] == []
 
 
-def test_a_row_says_a_setting_of_ours_first() -> None:
+def test_a_row_begins_with_a_setting_of_ours() -> None:
     rows = [row for table in tables() if table[0][0] == "here" for row in table[1:]]
     assert len(rows) > 60
     for row in rows:

@@ -82,7 +82,7 @@ def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
 
 @settings(deadline=None)
 @given(ratio=st.floats(0.05, 20), advantage=st.floats(-3, 3), dual=st.sampled_from([0.0, 3.0]))
-def test_ppo_takes_the_gradient_where_it_says(ratio: float, advantage: float, dual: float) -> None:
+def test_ppo_has_no_gradient_exactly_where_it_reports_clipping(ratio: float, advantage: float, dual: float) -> None:
     """09, 10."""
     edges = (0.8, 1.28, 3.0)
     if min(abs(ratio - edge) for edge in edges) < 1e-6 or abs(advantage) < 1e-6:
@@ -375,7 +375,7 @@ def test_the_sums_for_the_learning_rate_are_of_whole_samples() -> None:
     assert sequence_weight_sums(PI.log_probs_T, far).tolist() == pytest.approx([27 * math.exp(20), 27 * math.exp(40), 27.0])
 
 
-def test_log_probs_are_wanted_before_the_step_only_where_they_differ() -> None:
+def test_log_probs_are_computed_before_the_step_only_where_they_differ() -> None:
     def wanted(minibatches: int, published_every: int, **settings: Any) -> bool:
         return Objective(AlgorithmConfig(**settings)).needs_old(minibatches=minibatches, published_every=published_every)
 

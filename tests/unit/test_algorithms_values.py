@@ -193,7 +193,7 @@ def test_vtrace_on_policy_is_the_discounted_return(row: Row, gamma: float) -> No
 
 @settings(deadline=None)
 @given(row=_rows())
-def test_vtrace_believes_the_values_where_the_weights_vanish(row: Row) -> None:
+def test_vtrace_relies_on_the_values_where_the_weights_vanish(row: Row) -> None:
     """Property 46."""
     for log_weight in (-60.0, -math.inf):
         got = vtrace(torch.full_like(row.rewards_T, log_weight), row.rewards_T, row.values_T, *row.place, gamma=0.9)

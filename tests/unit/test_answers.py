@@ -6,7 +6,7 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.client.outbox import STREAM_FULL, Stored, _read
+from bus.client.outbox import STREAM_FULL, PublishAck, _read
 from bus.errors import BusUnavailable, Refused
 
 
@@ -18,13 +18,13 @@ def error(code: int, err_code: int) -> Msg:
     return answer(error={"code": code, "err_code": err_code, "description": "why"})
 
 
-def test_stored() -> None:
-    assert _read("s", answer(seq=7)) == Stored(7, False)
-    assert _read("s", answer(seq=7, duplicate=True)) == Stored(7, True)
+def test_a_stored_message_is_acknowledged() -> None:
+    assert _read("s", answer(seq=7)) == PublishAck(7, False)
+    assert _read("s", answer(seq=7, duplicate=True)) == PublishAck(7, True)
 
 
 @pytest.mark.parametrize(("code", "err_code"), [(503, 10008), (503, 10118), (409, 10158), (500, 10008)])
-def test_a_cluster_between_two_leaders_says_not_now(code: int, err_code: int) -> None:
+def test_a_cluster_between_two_leaders_is_unavailable(code: int, err_code: int) -> None:
     with pytest.raises(BusUnavailable, match=rf"why \({err_code}\)"):
         _read("s", error(code, err_code))
 

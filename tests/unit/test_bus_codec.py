@@ -332,7 +332,7 @@ def test_an_unknown_sampling_parameter_is_refused() -> None:
         ({"sampling": Sampling(top_k="all")}, "sampling.top_k"),  # type: ignore[arg-type]
     ],
 )
-def test_what_cannot_be_written_is_named_by_the_writer(change: dict[str, Any], field: str) -> None:
+def test_a_field_that_cannot_be_written_is_named(change: dict[str, Any], field: str) -> None:
     with pytest.raises(WireError) as caught:
         codec.encode_sample(make_sample(**change))
     assert caught.value.field == field
@@ -453,7 +453,7 @@ def test_what_msgspec_encodes_is_what_the_table_encodes(sample: Sample, data: st
     assert _or_reason(codec.encode_sample, changed) == _or_reason(_written_by_table, changed)
 
 
-def test_the_usual_sample_takes_the_short_way() -> None:
+def test_the_usual_sample_is_decoded_by_msgspec() -> None:
     compiled = codec._SAMPLE._compiled
     assert compiled is not None
     sample = make_sample()

@@ -61,7 +61,7 @@ def test_verify_names_the_first_bad_file(tmp_path: Path, damage: object, file: s
     assert (caught.value.directory, caught.value.file) == (str(path), file)
 
 
-def test_latest_valid_passes_over_corrupt_ones_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_latest_valid_passes_over_corrupt_ones_and_logs_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     old, new = write(tmp_path, 1), write(tmp_path, 2)
     (new / "rank-1.bin").write_bytes(b"x")
     with caplog.at_level(logging.ERROR):

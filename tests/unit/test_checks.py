@@ -52,8 +52,11 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     long, short = {"prompt": "one " * 300, "label": "3"}, {"prompt": "what is one", "label": "3"}
     write_prompts(tmp_path / "prompts.jsonl", short, *[long, short] * 25)
     (warning,) = check(load(file), Purpose()).warnings
-    assert f"{tmp_path}/prompts.jsonl:2: want prompts of <= 240 tokens, got 300 tokens there, 25 too long of 51 looked at" in warning.text
-    assert "these are left out" in warning.text
+    assert (
+        f"{tmp_path}/prompts.jsonl:2: want prompts of <= 240 tokens, got 300 tokens there; 25 of 51 checked prompts are too long"
+        in warning.text
+    )
+    assert "these are skipped" in warning.text
 
 
 @pytest.mark.parametrize(("length", "fits"), [(240, True), (241, False)])
@@ -182,7 +185,7 @@ def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> N
     assert not check(load(file), Purpose()).errors, "a run that begins"
 
 
-def test_a_checkpoint_that_does_not_know_its_model_is_no_other_one(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_model_identity_is_accepted(tmp_path: Path) -> None:
     """Checkpoints from before models were recorded, and checkpoints with a tokenizer or model that cannot be read."""
     known = DataRules(run="r", steps=5, groups_per_step=1, model="qwen2")
     state = DataSource(known, epoch=1).snapshot()

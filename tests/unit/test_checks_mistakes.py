@@ -95,7 +95,7 @@ MISTAKES: dict[str, Mistake] = {
         "model/config.json: model_type",
         "one of llama, qwen2, qwen3",
         "got qwen3_moe",
-        "train another model",
+        "use another model",
         (),
         lambda root, _: write_config(root, "qwen3_moe"),
     ),
@@ -110,13 +110,13 @@ MISTAKES: dict[str, Mistake] = {
         "--set: sampling.max_new_tokens", "< 256", "got 5000", "set sampling.max_new_tokens to", ("sampling.max_new_tokens=5000",)
     ),
     "a data file that is not there": Mistake("no.jsonl", "a file of prompts", "no such file", "--set: data.path", ("data.path=no.jsonl",)),
-    "an empty data file": Mistake("prompts.jsonl", "at least one prompt", "got none", "mend the file", (), empty),
-    "broken JSON": Mistake("prompts.jsonl:2", "a JSON map", "Expecting value", "mend the file", (), prompts(GOOD, '{"prompt": ')),
+    "an empty data file": Mistake("prompts.jsonl", "at least one prompt", "got none", "fix the file", (), empty),
+    "broken JSON": Mistake("prompts.jsonl:2", "a JSON map", "Expecting value", "fix the file", (), prompts(GOOD, '{"prompt": ')),
     "a key of prompts that is not there": Mistake(
         "prompts.jsonl:1",
         "key 'nope' (data.prompt_key)",
         "['label', 'prompt']",
-        "mend the file, or data.prompt_key",
+        "fix the file, or data.prompt_key",
         ("data.prompt_key=nope",),
     ),
     "a nested key that is not there": Mistake(
@@ -127,10 +127,10 @@ MISTAKES: dict[str, Mistake] = {
         ("data.label_key=reward_model.gold",),
     ),
     "a row without a label": Mistake(
-        "prompts.jsonl:2", "key 'label' (data.label_key)", "['prompt']", "mend the file", (), prompts(GOOD, {"prompt": "what"})
+        "prompts.jsonl:2", "key 'label' (data.label_key)", "['prompt']", "fix the file", (), prompts(GOOD, {"prompt": "what"})
     ),
     "prompts that are all too long": Mistake(
-        "prompts.jsonl:1", "prompts of <= 240 tokens", "2 too long of 2", "a larger context", (), prompts(LONG, LONG)
+        "prompts.jsonl:1", "prompts of <= 240 tokens", "2 of 2 checked prompts are too long", "a larger context", (), prompts(LONG, LONG)
     ),
     "a chat template that is not there": Mistake(
         "--set: data.apply_chat_template",
@@ -152,7 +152,7 @@ MISTAKES: dict[str, Mistake] = {
         "actor.reward", "a reward: one of digits, exact, math_answer", "got none", "actor: {reward: exact}", ("actor.reward=''",)
     ),
     "a reward that is not known": Mistake(
-        "--set: actor.reward", "one of ['digits', 'exact', 'math_answer']", "'nosuch'", "mend the name", ("actor.reward=nosuch",)
+        "--set: actor.reward", "one of ['digits', 'exact', 'math_answer']", "'nosuch'", "fix the name", ("actor.reward=nosuch",)
     ),
     "a reward in a module that is not there": Mistake(
         "--set: actor.reward", "a reward that can be loaded", "cannot import nomod", "PYTHONPATH", ("actor.reward=nomod:fn",)
@@ -161,7 +161,7 @@ MISTAKES: dict[str, Mistake] = {
         "--set: actor.reward",
         "a reward that can be loaded",
         "mistake_name has no 'nofn'",
-        "mend the name",
+        "fix the name",
         ("actor.reward=mistake_name:nofn",),
         module("mistake_name", "def word(request):\n    return 1.0\n"),
     ),
@@ -169,7 +169,7 @@ MISTAKES: dict[str, Mistake] = {
         "--set: actor.reward_options.bonos",
         "an option of",
         "there are ['bonus', 'in_thread']",
-        "mend it",
+        "fix it",
         ("actor.reward=mistake_option:word", "actor.reward_options.bonos=1"),
         module("mistake_option", "def word(request, bonus=0):\n    return 1.0\n"),
     ),
@@ -177,7 +177,7 @@ MISTAKES: dict[str, Mistake] = {
         "--set: actor.reward",
         "a number for row 1",
         "RuntimeError: no judge",
-        "mend mistake_call:word",
+        "fix mistake_call:word",
         ("actor.reward=mistake_call:word",),
         module("mistake_call", "def word(request):\n    raise RuntimeError('no judge')\n"),
         ("check", "--check-reward"),
@@ -193,7 +193,7 @@ MISTAKES: dict[str, Mistake] = {
     "an engine that is not known": Mistake(
         "--set: engine.kind", "builtin or sglang", "got vllm", "there are no others", ("engine.kind=vllm",)
     ),
-    "an address of the bus that is none": Mistake("--set: bus.url", "nats://host:port", "'foo'", "leave it out", ("bus.url=foo",)),
+    "an address of the bus that is none": Mistake("--set: bus.url", "nats://host:port", "'foo'", "remove it", ("bus.url=foo",)),
     "a model and prompts beside `prepare`": Mistake(
         "run.yaml:3: model.path", "or prepare, which makes both", "all of them", "--set prepare=null", ("prepare.kind=digits",)
     ),
@@ -202,7 +202,7 @@ MISTAKES: dict[str, Mistake] = {
         "--set: model.path",
         "qwen2 of 1 layers of 16",
         "llama of 1 layers of 16",
-        "begin another run",
+        "start another run",
         ("model.path=llama",),
         other_run,
         ("up", "--resume"),
@@ -275,7 +275,7 @@ def test_nothing_is_wrong_with_what_the_mistakes_are_made_in(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["config", str(write_run(tmp_path))]) == 0
     out, err = capsys.readouterr()
-    assert "good" in out and not err
+    assert "valid" in out and not err
 
 
 def test_every_mistake_is_in_the_docs() -> None:

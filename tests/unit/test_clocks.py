@@ -17,8 +17,8 @@ READ_FOR = {
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
     "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/text/chat_template.py": "strftime_now of chat templates, as transformers has it",
-    "actors/router/exact.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
-    "actors/serving/builtin/server.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
+    "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
+    "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
 ONLOOKERS = ("bus/streams/history.py", "launch/samples/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on them."""
@@ -54,7 +54,7 @@ def test_stamps_of_the_wall_clock_are_not_calculated_with() -> None:
                 assert not inside, f"{file}:{node.lineno}: calculates with {inside[0]}"
 
 
-def test_files_are_not_told_apart_by_their_times() -> None:
+def test_files_are_not_compared_by_their_times() -> None:
     times = {"st_mtime", "st_ctime", "st_atime", "st_mtime_ns", "st_ctime_ns", "getmtime", "getctime", "getatime"}
     for file, tree in _modules():
         names = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in times]

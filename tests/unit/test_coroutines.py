@@ -7,7 +7,7 @@ import pytest
 from bus.system.coroutines import first_error, first_of
 
 
-async def test_the_first_end_cancels_the_others_and_tells_which() -> None:
+async def test_the_first_end_cancels_the_others_and_is_reported() -> None:
     cancelled: list[str] = []
 
     async def endless() -> None:

@@ -335,14 +335,14 @@ def test_a_step_goes_without_after_the_deadline() -> None:
     assert pond.take_settle().reason == "stale"
 
 
-def test_the_last_step_waits_for_nobody() -> None:
+def test_the_last_step_waits_for_no_group() -> None:
     pond = Pond(max_lag=0, steps=1, groups_per_step=1)
     _, fast = pond.issue(1, 2)
     pond.complete(fast)
     assert pond.take_plan().tasks.tolist() == [2]
 
 
-def test_waits_say_what_for_and_since_when() -> None:
+def test_a_wait_has_its_reason_and_its_begin() -> None:
     pond = Pond()
     pond.waits()
     pond.issue(3, 4)
@@ -581,7 +581,7 @@ def letter(of: Task, **changes: Any) -> Dead:
     return Dead(task=of.id, reason="", attempts=3, actor="a", prompt="", **({"root": of.id, "offset": of.offset} | changes))
 
 
-def test_a_dead_task_that_is_asked_for_again_is_owed_one_task_more() -> None:
+def test_a_requeued_dead_task_is_issued_once_more() -> None:
     pond = Pond()
     (first, *_) = pond.issue(*range(1, 5))
     pond.source.requeue(letter(first))
@@ -599,7 +599,7 @@ def test_a_dead_task_that_is_asked_for_again_is_owed_one_task_more() -> None:
     assert pond.source.wanted() is None or pond.source.wanted().reissue_of is None  # type: ignore[union-attr]
 
 
-def test_a_dead_task_without_a_place_cannot_be_asked_for() -> None:
+def test_a_dead_task_without_a_prompt_position_cannot_be_requeued() -> None:
     pond = Pond()
     (first, *_) = pond.issue(*range(1, 5))
     pond.source.dead(1)

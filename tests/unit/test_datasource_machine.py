@@ -367,5 +367,5 @@ def test_long_histories_reach_every_outcome() -> None:
         assert REACHED[outcome], (outcome, REACHED)
 
 
-def test_fates_are_words() -> None:
+def test_dispositions_have_fixed_names() -> None:
     assert {name.value for name in Disposition} == {"buffered", "duplicate", "invalid", "dropped", "eval", "seen"}

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from actors.engines.batching import RequestBatcher
 from actors.engines.engine_client import _whole
-from actors.engines.joined import Joined
 from actors.engines.port import Generation
 from actors.openai import openai_api
 from bus.wire.messages import Sampling, Span
@@ -28,12 +28,12 @@ NOT_BEGUN = {
 """Answer of SGLang (0.5.23) to a request that was aborted while it waited there."""
 
 
-def test_one_that_was_aborted_before_it_was_begun_has_been_aborted() -> None:
+def test_a_request_aborted_before_its_start_is_aborted() -> None:
     made = _whole("http://e", NOT_BEGUN, Sampling(), None)
     assert (made.finish, len(made.tokens), made.prompt_tokens) == ("abort", 0, 0)
 
 
-def test_what_was_begun_elsewhere_is_kept_when_its_continuation_is_not_begun() -> None:
+def test_a_partial_is_kept_when_its_continuation_does_not_start() -> None:
     begun = Generation(
         id="0",
         tokens=np.array([4, 5], np.int32),
@@ -47,23 +47,23 @@ def test_what_was_begun_elsewhere_is_kept_when_its_continuation_is_not_begun() -
     assert (made.finish, made.tokens.tolist(), made.spans) == ("abort", [4, 5], begun.spans)
 
 
-def test_openais_answer_to_one_that_was_not_begun() -> None:
-    asked = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
-    answer = openai_api.Told(asked, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
+def test_the_openai_answer_to_a_request_that_did_not_start() -> None:
+    parsed = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
+    answer = openai_api.ResponseBuilder(parsed, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
     assert answer["usage"]["total_tokens"] == 0
 
 
-async def test_who_asks_when_everything_is_closed_is_not_kept_waiting() -> None:
+async def test_a_request_is_cancelled_when_the_batcher_is_closed() -> None:
     """The task that carries the request is cancelled before it has run at all."""
 
     async def send(body: Any) -> Any:
         await asyncio.sleep(60)
 
-    joined = Joined()
-    asking = asyncio.create_task(joined.ask({"input_ids": [1]}, send))
-    while not joined._sending:  # noqa: ASYNC110
+    batcher = RequestBatcher()
+    asking = asyncio.create_task(batcher.request({"input_ids": [1]}, send))
+    while not batcher._sending:  # noqa: ASYNC110
         await asyncio.sleep(0)
-    await joined.close()
+    await batcher.close()
     async with asyncio.timeout(5):
         await asyncio.wait({asking})
     assert asking.cancelled()

@@ -129,7 +129,7 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, family: str)
         assert ModelShape.read(tmp_path).tensors() == want
 
 
-def test_an_answer_of_sglang_is_understood_and_a_broken_one_refused() -> None:
+def test_an_answer_of_sglang_is_parsed_and_a_broken_one_refused() -> None:
     """An answer of SGLang 0.5.23, as recorded."""
     meta = {
         "id": "5b34",

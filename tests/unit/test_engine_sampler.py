@@ -34,7 +34,7 @@ def test_uniforms_are_splitmix64() -> None:
         assert uniforms(np.array([seed], np.uint64), np.array([position]))[0] == want
 
 
-def test_uniforms_are_uniform_and_neighbours_are_strangers() -> None:
+def test_uniforms_are_uniform_and_neighbours_independent() -> None:
     count = 100_000
     by_seed = uniforms(np.arange(count, dtype=np.uint64), np.zeros(count, np.int64))
     by_position = uniforms(np.full(count, 3, np.uint64), np.arange(count))
@@ -58,7 +58,7 @@ def test_draws_follow_the_distribution() -> None:
     np.testing.assert_allclose(log_probs, probabilities.log().numpy()[tokens], rtol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_company() -> None:
+def test_a_row_does_not_depend_on_other_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(6, 50, generator=generator) * 3
     params = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.7}, {"temperature": 2.0}, {"top_k": 9, "top_p": 0.9}]
@@ -114,7 +114,7 @@ def test_the_ends_of_the_distribution_can_be_drawn_and_nothing_beyond() -> None:
     assert set(tokens.tolist()) <= {400, 401}
 
 
-def test_scores_that_are_not_finite_are_told_by_their_log_prob() -> None:
+def test_scores_that_are_not_finite_show_in_their_log_prob() -> None:
     scores = torch.zeros(2, 5)
     scores[1, 2] = float("nan")
     tokens, log_probs = draw(scores, [{}, {}], [1, 2])

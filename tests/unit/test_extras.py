@@ -39,7 +39,7 @@ def test_all_names_every_role_and_the_tests_install_all() -> None:
 def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
     """A fresh interpreter in which every package of every extra is blocked."""
     modules = _base_modules()
-    assert {"actors.rollout.actor_process", "bus.streams.connection", "launch.samples.tail", "rewards.registry"} <= set(modules)
+    assert {"actors.rollout.actor_process", "bus.streams.bus", "launch.samples.tail", "rewards.registry"} <= set(modules)
     code = (
         f"import importlib, sys\nsys.modules.update(dict.fromkeys({NOT_IN_BASE!r}))\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
@@ -66,7 +66,7 @@ def _base_modules() -> list[str]:
         (["router", "--worker", "http://127.0.0.1:1", "--exact", "model"], "router"),
     ],
 )
-def test_a_command_without_its_extra_says_what_to_install(
+def test_a_command_without_its_extra_names_the_extra_to_install(
     words: list[str], extra: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     package = extras.EXTRAS[extra][0]

@@ -26,7 +26,7 @@ def test_what_cannot_be_written_leaves_the_old_one_and_is_written_over_next_time
     assert file.read_text() == "two"
 
 
-def test_a_private_file_is_its_owners_whatever_was_there(tmp_path: Path) -> None:
+def test_a_private_file_is_readable_by_its_owner_only_whatever_was_there(tmp_path: Path) -> None:
     file = tmp_path / "f"
     file.write_text("of all")
     file.with_name(".f.new").write_text("left by a kill, for all to read")

@@ -22,13 +22,13 @@ def test_nothing_opens_what_has_no_key() -> None:
     assert Keys.of("") == Keys() and Keys().headers == {}
 
 
-def test_keys_are_not_shown_and_one_does_not_tell_the_other() -> None:
+def test_keys_are_not_shown_and_one_does_not_reveal_the_other() -> None:
     assert "s3cret" not in repr(KEYS) and KEYS.api not in repr(KEYS) and "s3cret" not in KEYS.api
     assert KEYS.headers == {"Authorization": "Bearer s3cret"}
     assert Keys(api="a").headers == {"Authorization": "Bearer a"}
 
 
-async def test_wrong_keys_do_not_make_it_ask_the_bus_again_and_again() -> None:
+async def test_wrong_keys_cause_no_repeated_reads_of_the_bus() -> None:
     reads = list[int]()
 
     async def read() -> Keys:
@@ -40,7 +40,7 @@ async def test_wrong_keys_do_not_make_it_ask_the_bus_again_and_again() -> None:
     assert len(reads) == 1
 
 
-async def test_a_bus_that_is_away_leaves_what_is_known_and_is_asked_again() -> None:
+async def test_known_keys_stay_while_the_bus_is_away_and_are_read_again() -> None:
     answers: list[Keys | None] = [None, KEYS]
 
     async def read() -> Keys:

@@ -39,7 +39,7 @@ def processor_s() -> float:
     ],
     ids=["help", "print-config", "config", "config-error", "no-file"],
 )
-def test_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int) -> None:
+def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int) -> None:
     """The best of five: the machine is shared, the imports are not."""
     times = []
     for _ in range(5):
@@ -53,7 +53,7 @@ def test_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["config", "launch/configs/digits.yaml", "--print-config"]], ids=["help", "print-config"]
 )
-def test_loads_nothing_heavy(arguments: list[str]) -> None:
+def test_the_command_line_loads_no_heavy_package(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom launch.cli.main import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
@@ -71,7 +71,7 @@ def test_errors_go_to_stderr_with_path_and_cure() -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_looking_needs_a_run() -> None:
+def test_reading_commands_need_a_run() -> None:
     result = tidemill("tail")
     assert result.returncode == 2
     assert "--run-dir" in result.stderr
@@ -81,7 +81,7 @@ def test_looking_needs_a_run() -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["nothing"]], ids=["help", "wrong command"])
-def test_commands_that_are_not_for_people_are_not_offered(words: list[str]) -> None:
+def test_internal_commands_are_not_in_the_help(words: list[str]) -> None:
     result = tidemill(*words)
     shown = result.stdout + result.stderr
     assert "archive" in shown

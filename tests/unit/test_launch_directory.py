@@ -41,7 +41,7 @@ def test_fresh_leaves_nothing_of_the_old_run(tmp_path: Path) -> None:
         assert [path.name for path in (tmp_path / "r").iterdir()] == [LOCK_FILE]
 
 
-def test_fresh_removes_no_stranger_and_no_target_of_a_link(tmp_path: Path) -> None:
+def test_fresh_removes_no_foreign_directory_and_no_target_of_a_link(tmp_path: Path) -> None:
     strange, kept = tmp_path / "strange", tmp_path / "kept"
     for directory in (strange, kept):
         directory.mkdir()
@@ -62,13 +62,13 @@ def test_a_start_that_was_cut_short_can_be_begun_again(tmp_path: Path) -> None:
     opened(tmp_path / "r", fresh=True)
 
 
-def test_nothing_to_resume(tmp_path: Path) -> None:
+def test_resume_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(CannotBegin, match="there is none"):
         opened(tmp_path / "r", resume=True)
     assert not (tmp_path / "r").exists()
 
 
-def test_a_directory_at_work_is_not_touched_until_its_process_is_gone(tmp_path: Path) -> None:
+def test_a_directory_in_use_is_not_touched_until_its_process_is_gone(tmp_path: Path) -> None:
     """The lock also ends with kill -9: the kernel releases it."""
     root = tmp_path / "r"
     command = [sys.executable, "-c", HOLDS_IT, str(root)]
@@ -77,7 +77,7 @@ def test_a_directory_at_work_is_not_touched_until_its_process_is_gone(tmp_path: 
         assert holder.stdout.readline() == "held\n"
         (root / CONFIG_FILE).write_text("{}")
         for how in ({"fresh": True}, {"resume": True}, {}):
-            with pytest.raises(CannotBegin, match=rf"process {holder.pid}.*is at work"):
+            with pytest.raises(CannotBegin, match=rf"process {holder.pid}.*is running"):
                 opened(root, **how)
         assert (root / CONFIG_FILE).exists()
         holder.kill()

@@ -40,7 +40,7 @@ def test_of_several_files_the_later_one_wins(tmp_path: Path) -> None:
     assert f"steps: 3{' ' * 38} # {second}:1" in render(loaded)
 
 
-def test_every_value_knows_where_it_came_from(tmp_path: Path) -> None:
+def test_every_value_has_its_origin(tmp_path: Path) -> None:
     file = write(tmp_path, "seed: 7\nlearner:\n  steps: 1\n")
     text = render(load(file, ["up.actors=3"], {"TIDEMILL_BUS__LEASE_S": "4"}))
     line = {match[1]: match[2] for match in re.finditer(r"^ *(\w+): .* # (.*)$", text, re.MULTILINE)}
@@ -63,7 +63,7 @@ def test_what_is_printed_can_be_loaded_again(tmp_path: Path) -> None:
     assert from_map(yaml.safe_load(yaml.safe_dump(to_map(config))), "test") == config
 
 
-def test_seed_and_places_follow_unless_said(tmp_path: Path) -> None:
+def test_seed_and_directories_are_derived_unless_set(tmp_path: Path) -> None:
     config = load(write(tmp_path, "seed: 5\nprepare: {task: sort}\n"), ["learner.seed=8"]).config
     assert (config.data.seed, config.prepare and config.prepare.seed, config.learner.seed) == (5, 5, 8)
     assert config.run == "digits"
@@ -71,7 +71,7 @@ def test_seed_and_places_follow_unless_said(tmp_path: Path) -> None:
     assert config.data.path == "runs/digits/prepared/prompts.jsonl"
 
 
-def test_one_word_makes_learner_and_engines_share(tmp_path: Path) -> None:
+def test_one_setting_makes_learner_and_engines_share(tmp_path: Path) -> None:
     config = load(write(tmp_path, ""), ["learner.colocated=true"]).config
     assert config.engine.colocated and not config.weights.overlap
     alone = load(write(tmp_path, "")).config
@@ -92,7 +92,7 @@ def test_one_word_makes_learner_and_engines_share(tmp_path: Path) -> None:
         ("learner: {steps: 0}", "learner.steps: want > 0, got 0"),
         ("learner: {optimizer: {lr: -1}}", "learner.optimizer.lr: want > 0, got -1"),
         ("sampling: {stop: [1, {}]}", r"sampling.stop\[1\]: want text, in quotes .*, got {}"),
-        ("learner: {steps: 1}\nlearner: {group_size: 2}", "learner: stands twice, first in line 2"),
+        ("learner: {steps: 1}\nlearner: {group_size: 2}", "learner: given twice, first in line 2"),
         ("learner: {optimizer: {lr: .inf}}", "learner.optimizer.lr: want a finite number, got inf"),
         ("a: [", "not YAML"),
     ],
@@ -138,7 +138,7 @@ def test_a_name_made_of_the_file_is_fit_for_the_bus(tmp_path: Path) -> None:
     assert load(file).config.run == "my-run-v1-2"
 
 
-def test_the_digest_tells_training_apart_and_places_not(tmp_path: Path) -> None:
+def test_the_digest_depends_on_training_settings_and_not_on_directories(tmp_path: Path) -> None:
     file = write(tmp_path, "prepare: {}")
     digest = load(file).config.digest()
     for same in ("directory=elsewhere", "bus.port=4333", "up.actors=3", "run=other", "learner.colocated=true"):
@@ -196,7 +196,7 @@ def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: li
         load(write(tmp_path, ""), settings)
 
 
-def test_training_without_correction_needs_saying_twice_only_when_asynchronous(tmp_path: Path) -> None:
+def test_training_without_correction_needs_a_second_setting_only_when_asynchronous(tmp_path: Path) -> None:
     file = write(tmp_path, "learner: {algorithm: {correction: none}}")
     load(file, ["staleness.max_lag=0"])
     load(file, ["learner.algorithm.train_without_correction=true"])

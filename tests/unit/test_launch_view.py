@@ -9,8 +9,8 @@ from rich.console import Console
 
 from bus.wire.messages import Done, LiveRow
 from launch.run.curves import draw, reward_limits, smooth
-from launch.run.view import picture, plot, waiting_words
-from launch.run.watch import Watch
+from launch.run.view import picture, plot, waits
+from launch.run.watch import RunWatch
 from tests import data_kit
 
 
@@ -18,8 +18,8 @@ class NoBus:
     """A watch that has seen everything needs no bus."""
 
 
-def watch_of(rewards: list[float], steps: int) -> Watch:
-    watch = Watch(NoBus(), steps=steps)  # type: ignore[arg-type]
+def watch_of(rewards: list[float], steps: int) -> RunWatch:
+    watch = RunWatch(NoBus(), steps=steps)  # type: ignore[arg-type]
     for place, reward in enumerate(rewards):
         metrics = {"data/reward_mean": reward, "offpolicy/lag_max": 2.0, "offpolicy/lag_share/0": 0.25, "offpolicy/lag_share/1": 0.75}
         watch.outcomes[place + 1] = Done(epoch=1, step=place + 1, metrics=metrics)
@@ -62,7 +62,7 @@ def test_time_left_follows_the_pace() -> None:
 
 def test_time_left_after_a_resume_is_by_the_steps_since() -> None:
     """56 steps of 0.1 s each, a pause of 20 s, and four more: 244 are left."""
-    watch = Watch(NoBus(), steps=304, earlier={step: 0.1 * step for step in range(1, 57)})  # type: ignore[arg-type]
+    watch = RunWatch(NoBus(), steps=304, earlier={step: 0.1 * step for step in range(1, 57)})  # type: ignore[arg-type]
     watch.reached_s |= {56 + step: 25.6 + 0.1 * step for step in range(1, 5)}
     watch.outcomes = {step: Done(epoch=1, step=step, metrics={}) for step in watch.reached_s}
     assert watch.left_s() == pytest.approx(24.4)
@@ -81,7 +81,7 @@ def test_tokens_generated_and_trained_are_both_per_second_of_the_clock() -> None
     assert "550 made, 500 trained" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def test_the_picture_says_what_a_person_asks_for() -> None:
+def test_the_picture_shows_the_main_numbers() -> None:
     watch = watch_of([0.1, 0.5, 0.9], steps=10)
     row = LiveRow(role="engine", id="e-0", host="h", pid=1, phase="serving", version=7, waits_for="nothing")
     watch.rows = [(row, 0.0), (LiveRow(role="actor", id="a-0", host="h", pid=2, phase="working"), 9.0)]
@@ -104,7 +104,7 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
         console = Console(file=io.StringIO(), width=120, force_terminal=False, color_system=None)
         console.print(picture(watch, "tidemill test"))
         assert "99 of 99 samples failed" in console.file.getvalue()  # type: ignore[attr-defined]
-        assert waiting_words(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
+        assert waits(watch).startswith("actor-0: 99 of 99 samples failed, the last: no judge; starting: ")
         (event,) = watch.events
         assert "actor-0: 9 of 9 samples failed" in event, "once a process, at the first"
         assert watch.troubles == {"actor-0": "99 of 99 samples failed, the last: no judge"}
@@ -142,11 +142,11 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
         assert "and more" in text
 
 
-def test_before_the_first_step_it_says_who_waits_for_what() -> None:
+def test_before_the_first_step_the_wait_of_each_process_is_shown() -> None:
     watch = watch_of([], steps=5)
-    assert "no process" in waiting_words(watch)
+    assert "no process" in waits(watch)
     watch.rows = [(LiveRow(role="engine", id="e", host="h", pid=1, phase="joining", waits_for="a snapshot"), 0.0)]
-    assert "engine joining (a snapshot)" in waiting_words(watch)
+    assert "engine joining (a snapshot)" in waits(watch)
 
 
 def test_an_actor_that_is_refused_is_an_event_once() -> None:

@@ -21,7 +21,7 @@ def test_a_kept_port_is_for_servers_alone(host: str) -> None:
         KeptPort(number=server.getsockname()[1])
 
 
-def test_it_is_kept_for_nobody_when_it_is_closed() -> None:
+def test_a_closed_port_is_released() -> None:
     with KeptPort() as kept:
         pass
     with KeptPort(number=kept.number) as again:

@@ -153,7 +153,7 @@ def test_a_changed_config_is_refused_and_names_what_differs(tmp_path: Path) -> N
         prepare(replace(SMALL, count=21, task="copy"), tmp_path)
 
 
-def test_a_directory_made_by_someone_else_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(PreparedOtherwise, match="not made by this program"):
         prepare(SMALL, tmp_path)
@@ -186,6 +186,6 @@ def test_a_half_made_directory_is_made_anew(tmp_path: Path) -> None:
         ({"kind": "gsm8k", "vocab_size": 257}, "vocab_size: want 0 or >= 258 for kind gsm8k, got 257"),
     ],
 )
-def test_a_wrong_setting_says_what_was_wanted(wrong: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_names_the_expected_value(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PrepareConfig(**wrong)

@@ -123,7 +123,7 @@ def test_keys_can_be_chosen(tmp_path: Path) -> None:
         ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or chat messages"),
     ],
 )
-def test_errors_say_file_line_wanted_and_got(tmp_path: Path, text: str, message: str) -> None:
+def test_errors_name_file_line_expected_and_actual(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(text)
     with pytest.raises(PromptError, match=message):
@@ -183,7 +183,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         open_file(write(tmp_path, ROWS), template="no place for it")
 
 
-def test_digest_knows_content_order_and_template(tmp_path: Path) -> None:
+def test_the_digest_depends_on_content_order_and_template(tmp_path: Path) -> None:
     path = write(tmp_path, ROWS)
     digests = {open_file(path, **changes).digest for changes in ({}, {"seed": 1}, {"shuffle": False}, {"template": "{prompt}!"})}
     digests.add(open_file(write(tmp_path, ROWS[:-1])).digest)

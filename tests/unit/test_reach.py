@@ -30,7 +30,7 @@ def test_an_address(host: str, advertise: str, route: Route, want: Reach) -> Non
     ("host", "advertise"), [("127.0.0.1", ""), ("::1", ""), ("localhost", ""), ("auto", "0.0.0.0"), ("auto", "[::1]:80")]
 )
 def test_nothing_is_advertised_that_the_machine_of_the_bus_cannot_reach(host: str, advertise: str) -> None:
-    with pytest.raises(ValueError, match=r"engine\.host: want an address that others reach .* cure: auto, or --advertise"):
+    with pytest.raises(ValueError, match=r"engine\.host: want an address that other machines reach .* cure: auto, or --advertise"):
         reach(host, advertise, ELSEWHERE, name="engine.host")
 
 

@@ -151,12 +151,12 @@ async def test_a_reward_in_a_thread_cannot_end_the_process(error: BaseException)
         await load(f"{HERE}:raises")(RewardRequest(prompt="", response="", label=error, status=Status.COMPLETED))
 
 
-async def test_only_foreign_plain_rewards_run_in_a_thread_unless_told() -> None:
+async def test_only_foreign_plain_rewards_run_in_a_thread_by_default() -> None:
     assert await load(f"{HERE}:where")(REQUEST) == 0.0
     assert await load(f"{HERE}:where", {"in_thread": False})(REQUEST) == 1.0
 
 
-async def test_a_reward_that_hangs_in_its_thread_blocks_nobody() -> None:
+async def test_a_reward_that_hangs_in_its_thread_blocks_no_other_call() -> None:
     score = load(f"{HERE}:hangs")
     try:
         with pytest.raises(TimeoutError):

@@ -96,7 +96,7 @@ def test_what_is_no_range_is_refused(text: str) -> None:
         Range.parse("--reward", text)
 
 
-def test_headers_that_say_nothing_leave_it_open() -> None:
+def test_headers_without_a_field_leave_the_match_open() -> None:
     bare = Headline(seq=1, stored_s=0, kind="train", actor="a_b")
     assert Filter().of(bare) is True
     assert Filter(reward=Range(0, 1)).of(bare) is None
@@ -109,7 +109,12 @@ def test_headers_that_say_nothing_leave_it_open() -> None:
 
 def test_text_is_sought_in_prompt_and_response() -> None:
     sample = replace(data_kit.sample(data_kit.task(1), 0), prompt=[{"role": "user", "content": "how many?"}], response="seven")
-    assert [Filter(text=re.compile(text)).said(sample) for text in ("many", "^seven$", "user: how", "eight")] == [True, True, True, False]
+    assert [Filter(text=re.compile(text)).matches_text(sample) for text in ("many", "^seven$", "user: how", "eight")] == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_times() -> None:

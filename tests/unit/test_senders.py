@@ -26,7 +26,7 @@ def test_an_actor_is_refused_after_so_many_invalid_samples_in_a_row() -> None:
     assert not senders.refused
 
 
-def test_tasks_are_issued_slowly_while_nobody_sends_anything_usable() -> None:
+def test_tasks_are_issued_slowly_while_no_usable_sample_arrives() -> None:
     senders = Senders()
     for actor in range(INVALID_IN_A_ROW):
         assert senders.pause_s == 0
@@ -36,7 +36,7 @@ def test_tasks_are_issued_slowly_while_nobody_sends_anything_usable() -> None:
     assert senders.pause_s == 0
 
 
-def test_a_flood_of_names_takes_no_memory_and_hides_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_flood_of_names_takes_bounded_memory_and_hides_no_actor(caplog: pytest.LogCaptureFixture) -> None:
     senders = Senders()
     spoil(senders, "broken", INVALID_IN_A_ROW - 1)
     for number in range(10 * MAX_ACTORS):

@@ -36,7 +36,7 @@ def kept_by_sglang(sent: Mapping[str, Tensor], *, tied: bool) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", False), ("qwen2", True)])
-def test_every_tensor_is_spoken_of_and_one_bit_shows(family: str, tied: bool) -> None:
+def test_every_tensor_is_covered_and_one_bit_shows(family: str, tied: bool) -> None:
     sent = {name: tensor.detach() for name, tensor in tiny_model(family, seed=3, tied=tied).state_dict().items()}
     vocab_size, hidden_size = sent["model.embed_tokens.weight"].shape
     assert vocab_size % VOCAB_ROWS
@@ -61,5 +61,5 @@ def test_every_tensor_is_spoken_of_and_one_bit_shows(family: str, tied: bool) ->
         ({}, "on None"),
     ],
 )
-def test_what_cannot_be_compared_is_said(info: Mapping[str, object], reason: str) -> None:
+def test_tensors_that_cannot_be_compared_are_reported(info: Mapping[str, object], reason: str) -> None:
     assert reason in layout_of(info, vocab_size=300, hidden_size=8).not_comparable

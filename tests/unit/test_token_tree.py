@@ -49,7 +49,7 @@ def test_a_piece_that_begins_elsewhere_is_not_taken_for_one_that_begins_here() -
     assert (end, [token for token, *_ in columns(pieces)]) in ((4, [3, 4]), (1, [3])), "the ids of one way to cut it, never of two"
 
 
-def test_what_was_not_used_longest_goes_first_and_never_what_others_stand_on() -> None:
+def test_the_longest_unused_pieces_are_evicted_first_and_never_their_prefixes() -> None:
     tree = TokenTree(42)
     for name in "pqr":
         tree.remember([given_(f"{name}----", 1), sampled(f"{name}++++", 2)])  # 12 each

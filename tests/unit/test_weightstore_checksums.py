@@ -30,7 +30,7 @@ def slow(data: bytes) -> str:
 
 
 @given(st.lists(st.binary(max_size=70), min_size=1, max_size=4))
-def test_sum64_is_what_its_docstring_says(parts: list[bytes]) -> None:
+def test_sum64_follows_its_definition(parts: list[bytes]) -> None:
     tensors = [torch.frombuffer(bytearray(part), dtype=torch.uint8) if part else torch.empty(0) for part in parts]
     assert sum64(tensors) == slow(b"".join(parts))
     assert sha256(tensors) == hashlib.sha256(b"".join(parts)).hexdigest()[:16]
@@ -70,7 +70,7 @@ def test_views_anywhere_in_a_buffer_have_the_sum_of_their_bytes() -> None:
     assert sum64([matrix.t()]) == sum64([matrix.t().contiguous()]) != sum64([matrix])
 
 
-def test_what_differs_is_named_and_silence_counts() -> None:
+def test_differing_tensors_are_named_and_missing_answers_count() -> None:
     sent = tiny_tensors(1)
 
     def want(part: Part) -> str:
@@ -101,7 +101,7 @@ def test_strange_answers_are_refused() -> None:
             ChecksumReport.parse(answer)
 
 
-def test_a_comparison_that_outlives_its_push_says_nothing_of_the_next_weights() -> None:
+def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() -> None:
     """The thread has read a copy that is refilled before its sum is complete: that sum is not kept for the new weights."""
     one, two = {"w": torch.full((100,), 1.0)}, {"w": torch.full((100,), 2.0)}
     read, filled = threading.Event(), threading.Event()

@@ -55,7 +55,7 @@ def test_a_bucket_is_the_plain_concatenation_of_its_tensors() -> None:
     assert bytes(staging.buckets[0][1].tolist()) == tensors["a"].numpy().tobytes() + tensors["b"].numpy().tobytes()
 
 
-def test_the_digest_tells_names_shapes_and_dtypes_apart_but_not_their_order() -> None:
+def test_the_digest_depends_on_names_shapes_and_dtypes_but_not_on_their_order() -> None:
     a, b = TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(), dtype="bfloat16")
     assert Manifest([a, b]).digest == Manifest([b, a]).digest
     others = [

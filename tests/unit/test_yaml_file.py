@@ -63,7 +63,7 @@ PIECES = (
         ("run: x\nactor: {reward_options: {a: !!set {b}}}\n", ":2", "could not determine a constructor"),
         ("run: x\nseed: !!int x\n", ":1", "not YAML: invalid literal"),
         ("? [a]\n: 3\n", ":1", "want names as keys"),
-        ("[" * 5000, ":1", "without end"),
+        ("[" * 5000, ":1", "nested too deeply"),
         ("seed: 3\nrun: a\x00b\n", ":2", "printable text"),
         ("learner: {steps: 3\n", ":1", "not YAML: while parsing a flow mapping"),
         ("learner:\n  steps: 3\n oops: 4\n", ":3", "not YAML"),
@@ -98,7 +98,7 @@ def test_a_date_stays_text(tmp_path: Path) -> None:
     assert (config.run, config.actor.reward_options) == ("2020-01-01", {"since": "2020-01-01"})
 
 
-def test_anchors_and_merges_are_for_those_who_use_them(tmp_path: Path) -> None:
+def test_anchors_and_merges_are_supported(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("learner: &x {steps: 3}\nactor: {reward_options: {<<: *x, more: 1}}\n")
     assert load(file).config.actor.reward_options == {"steps": 3, "more": 1}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus, connect
+from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, LiveRow, Plan
 from tests.whole.prepared import put_prepared
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
 
 COLOCATED = ("learner.colocated=true", "bus.lease_s=3")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import Dead, Plan, Requeue
 from tests.chaos.storm import drained_and_judged
 from tests.whole.running import ROOT, up
@@ -46,8 +46,8 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
             assert f"task {second.task}: drop\n" in await dead(run.directory, "drop", str(second.task))
             mended.touch()
             said = await dead(run.directory, "requeue", str(first.task))
-            assert re.search(f"task {first.task}: requeue\n(the learner has recorded it|not recorded yet)", said), said
-            assert "requeue was said before" in await dead(run.directory, "drop", str(first.task))
+            assert re.search(f"task {first.task}: requeue\n(recorded by the learner|not recorded yet)", said), said
+            assert "already decided: requeue" in await dead(run.directory, "drop", str(first.task))
             left = await dead(run.directory, "--json")
             assert not {first.task, second.task} & {json.loads(line)["task"] for line in left.splitlines()}
             assert f"task {second.task} [drop]: 2 attempts" in await dead(run.directory, "--all")

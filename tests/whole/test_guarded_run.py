@@ -47,7 +47,7 @@ def test_a_run_pushes_by_handles(ended: Up) -> None:
     assert not any("no handles for this engine" in log for log in logs.values())
 
 
-def test_who_looks_into_a_run_is_its_viewer(tmp_path: Path) -> None:
+def test_reading_commands_use_the_viewers_login(tmp_path: Path) -> None:
     """No bus is running: only the address is made."""
     (tmp_path / "auth").mkdir()
     credentials_file(tmp_path / "auth", "viewer").write_text("TIDEMILL_BUS_USER=viewer\nTIDEMILL_BUS_PASSWORD=p\n")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from tests.chaos.storm import drained_and_judged
 from tests.unhurried import UNHURRIED
 from tests.whole.running import ROOT, assert_books_balance, live, until_step, up
@@ -44,7 +44,7 @@ async def until(seen: Counter[str], *names: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_actors_come_and_go_by_a_word_and_by_hand(tmp_path: Path) -> None:
+async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=1000000", UNHURRIED) as run:
         async with run.bus() as bus, senders(bus) as seen:
             await until_step(bus, 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bus.errors import BusError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import VersionRow
 from weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
 from weightstore.errors import CatchUpTimeout
@@ -109,7 +109,7 @@ async def keep_up(
     while True:
         await asyncio.sleep(min(1.0, grace_s / 4))  # several looks within any grace period
         try:
-            found, _ = await rows.standing(HEAD)
+            found, _ = await rows.read(HEAD)
             head = -1 if found is None else int(found.get("version", -1))
             if joiner.version() >= head or (allowed is not None and not await allowed()):
                 behind_since = 0.0

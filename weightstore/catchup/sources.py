@@ -13,10 +13,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
-from bus.client.nonce import nonce
+from bus.client.ids import nonce
 from bus.liveness.keys import api_keys
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import VersionRow
 from weightstore.catchup.download import fetch
 from weightstore.errors import SnapshotBroken, SnapshotUnavailable

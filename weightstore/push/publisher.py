@@ -27,7 +27,7 @@ from torch import Tensor
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.errors import Fenced
-from bus.streams.connection import connect
+from bus.streams.bus import connect
 from bus.system.coroutines import first_error
 from bus.system.loop import new_event_loop
 from bus.wire.messages import VersionRow

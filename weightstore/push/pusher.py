@@ -21,7 +21,7 @@ from bus.client.reach import HERE, Reach
 from bus.errors import BusError, Fenced
 from bus.liveness.keys import admin_keys, make_keys
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed, ReceiverFailed

@@ -13,7 +13,7 @@ import time
 from bus.client.rows import Value
 from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class AcceleratorLease:
 
         A learner counts as dead when its live row has not changed since an earlier call, for the time that ``LiveView`` allows.
         """
-        found, _ = await self._rows.standing(_KEY)
+        found, _ = await self._rows.read(_KEY)
         if found is None:
             return False
         return bool(found["whose"] == _ENGINES) or not await self._view.alive("learner")

@@ -19,7 +19,7 @@ from typing import Any
 
 from bus.client.rows import Value
 from bus.errors import Fenced, NotFound, RowConflict, WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.messages import VersionRow
 from bus.wire.subjects import natural
 
@@ -46,7 +46,7 @@ class VersionRegistry:
 
     async def row(self, version: int) -> VersionRow | None:
         """Return the row of a version; None if it is not registered, or the row cannot be read."""
-        found, _ = await self._rows.standing(_key(version))
+        found, _ = await self._rows.read(_key(version))
         return None if found is None else _parse(_key(version), found)
 
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
@@ -204,7 +204,7 @@ class VersionRegistry:
 
     async def snapshot(self) -> VersionRow | None:
         """Return the row of the newest version that has a snapshot."""
-        found, _ = await self._rows.standing(SNAPSHOT)
+        found, _ = await self._rows.read(SNAPSHOT)
         row = None if found is None else _parse(SNAPSHOT, found)
         return row if row is not None and row.snapshot else None
 

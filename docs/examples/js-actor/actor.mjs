@@ -171,7 +171,7 @@ class Actor {
 
   /** Not drained in time: others shall have what is held, once no request of ours can be waiting for a task any more. */
   giveUp() {
-    for (const lease of this.leases.keys()) lease.handBack(LEASE_WAIT_MS);
+    for (const lease of this.leases.keys()) lease.nak(LEASE_WAIT_MS);
   }
 
   async leaseAll(kind) {
@@ -197,7 +197,7 @@ class Actor {
     } catch (error) {
       return this.burying(lease, error.message, null);
     }
-    if (lease.deliveries > MAX_DELIVERIES) return this.burying(lease, `delivered ${lease.deliveries} times, never settled`, task);
+    if (lease.deliveries > MAX_DELIVERIES) return this.burying(lease, `delivered ${lease.deliveries} times, never acknowledged`, task);
     return this.hold(lease, task.group_size, () => this.work(lease, task)); // not awaited: the next lease need not wait for it
   }
 
@@ -229,10 +229,10 @@ class Actor {
       await lease.fail(`${reasons.length} of ${task.group_size} samples: ${failed.message}`, this.id, task);
     } else if (reasons.length) {
       this.counters.tasks_handed_back += 1;
-      log("task handed back", { task: lease.id, reason: reasons[0].message });
-      lease.handBack(this.draining ? 0 : 1000);
+      log("task returned to the queue", { task: lease.id, reason: reasons[0].message });
+      lease.nak(this.draining ? 0 : 1000);
     } else {
-      await lease.settle();
+      await lease.ack();
       this.counters.tasks_done += 1;
     }
   }
@@ -344,7 +344,7 @@ async function main() {
   await actor.run();
   clearInterval(beating);
   if (bus.connected) {
-    await bus.api(`STREAM.PURGE.KV_TM_${bus.run}_live`, { filter: live }).catch((error) => log("live row left behind", { error }));
+    await bus.api(`STREAM.PURGE.KV_TM_${bus.run}_live`, { filter: live }).catch((error) => log("live row not removed", { error }));
   }
   log("drained", actor.counters);
   process.exit(0);

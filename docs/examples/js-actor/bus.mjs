@@ -147,17 +147,17 @@ export class Lease {
     clearInterval(this.renewing);
   }
 
-  handBack(delayMs = 0) {
+  nak(delayMs = 0) {
     this.bus.say(this.reply, delayMs ? `-NAK ${JSON.stringify({ delay: delayMs * 1e6 })}` : "-NAK");
   }
 
   /** Tried for one lease; if the server never hears it, the task comes again, and what is made twice is a duplicate. */
-  async settle() {
+  async ack() {
     for (const deadline = now() + this.config.lease_s * 1000; now() < deadline; await sleep(100)) {
       try {
         return void (await this.bus.request(this.reply, "+ACK"));
       } catch (error) {
-        log("task not settled yet", { task: this.id, error: error.message });
+        log("task not acknowledged yet", { task: this.id, error: error.message });
       }
     }
   }
@@ -169,7 +169,7 @@ export class Lease {
     await this.bus.store(subject, report, { "Nats-Msg-Id": `report.${this.id}.${this.attempt}` });
     const { state } = await this.bus.api(`STREAM.INFO.TM_${this.bus.run}_DEAD`, { subjects_filter: subject });
     const attempts = state.subjects?.[subject] ?? 0;
-    if (attempts < this.config.max_attempts) return this.handBack();
+    if (attempts < this.config.max_attempts) return this.nak();
     return this.bury(reason, attempts, actor, of);
   }
 
@@ -185,7 +185,7 @@ export class Lease {
     } catch (error) {
       if (error.code !== 10071 && error.code !== 10164) throw error; // else it is dead already
     }
-    await this.settle();
+    await this.ack();
   }
 }
 

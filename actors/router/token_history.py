@@ -22,9 +22,9 @@ from actors.errors import BadRequest, EngineError
 from actors.events import DONE, data_of, event
 from actors.http_api import json_map
 from actors.openai import openai_api
-from actors.router.called import CalledTexts
 from actors.router.config import RouterConfig
 from actors.router.exchange import Answer, Handler, Request
+from actors.router.tool_call_cache import ToolCallCache
 from actors.router.tree import Piece, TokenTree, columns
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
@@ -35,7 +35,7 @@ CONTEXT_S = 60.0
 """Seconds for which the context length reported by an engine is used."""
 
 
-class TokenExact:
+class TokenHistory:
     """A ``Middleware``; one for all requests of a router. Texts of different sessions are kept apart."""
 
     def __init__(self, config: RouterConfig) -> None:
@@ -46,9 +46,9 @@ class TokenExact:
             raise ValueError(f"router.model: want a directory with a tokenizer.json, got {config.model!r}")
         self._text, self._template, self._model = text, ChatTemplate.read(directory), directory.resolve().name
         self._max_context = _max_context(directory)
-        self._told_context, self._told_until = 0, float("-inf")
+        self._engine_context, self._engine_context_until_s = 0, float("-inf")
         self.tree = TokenTree(config.max_text)
-        self._called = CalledTexts(config.max_text)
+        self._call_cache = ToolCallCache(config.max_text)
 
     async def __call__(self, request: Request, handler: Handler) -> Answer:
         paths = {
@@ -83,18 +83,18 @@ class TokenExact:
         prompts = [self.pieces(each, request.session) for each in texts]
         owners = _Owners(prompts, body.get("sampling_params"))
         ids = [_ids(prompt) for prompt in prompts]
-        asking = request.asking({**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True})
-        answer = await handler(asking)
+        changed = request.with_body({**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True})
+        answer = await handler(changed)
         async with answer:
             if answer.status != 200:
                 return answer.with_(answer.chunks)
             if answer.streamed:
-                return answer.with_(self._listening(answer.chunks, owners, request.session))
+                return answer.with_(self._remember_stream(answer.chunks, owners, request.session))
             raw = await answer.read()
             self._note(json.loads(raw), owners, request.session)
             return answer.with_(raw)
 
-    async def _listening(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
+    async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
         rest = b""
         async for chunk in chunks:
@@ -149,61 +149,61 @@ class TokenExact:
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
         try:
-            asked = openai_api.parse(json_map(request.body), chat=request.path == "/v1/chat/completions")
-            if asked.chat:
-                prompts = [self.pieces(self._chat_text(asked), request.session, add_special=False)]
+            parsed = openai_api.parse(json_map(request.body), chat=request.path == "/v1/chat/completions")
+            if parsed.chat:
+                prompts = [self.pieces(self._chat_text(parsed), request.session, add_special=False)]
             else:
-                prompts = [self._prompt(each, request.session) for each in asked.prompts]
+                prompts = [self._prompt(each, request.session) for each in parsed.prompts]
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
-        owners = _Owners(prompts, asked.sampling)
-        context = await self._context(request, handler) if asked.chat and "max_new_tokens" not in asked.sampling else self._max_context
+        owners = _Owners(prompts, parsed.sampling)
+        context = await self._context(request, handler) if parsed.chat and "max_new_tokens" not in parsed.sampling else self._max_context
         if isinstance(context, Answer):
             return context
-        generate = asked.generate([_ids(prompt) for prompt in prompts], max_context=context)
-        told = openai_api.Told(
-            asked,
+        generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
+        builder = openai_api.ResponseBuilder(
+            parsed,
             id=secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
-            form_of_calls=openai_api.form_of_calls(asked, self._template),
+            form_of_calls=openai_api.form_of_calls(parsed, self._template),
         )
-        answer = await handler(request.asking(generate, "/generate"))
+        answer = await handler(request.with_body(generate, "/generate"))
         async with answer:
             if answer.status != 200:
                 return await _refused(answer)
             if answer.streamed:
-                return answer.with_(self._told_parts(answer.chunks, told, owners, request.session))
+                return answer.with_(self._openai_events(answer.chunks, builder, owners, request.session))
             read = json.loads(await answer.read())
             answers = read if isinstance(read, list) else [read]
             self._note(answers, owners, request.session)
             for place, each in enumerate(answers):
-                self._note_calls({**each, "index": place}, told)
-            return answer.with_(json.dumps(told.whole(answers)).encode())
+                self._note_calls({**each, "index": place}, builder)
+            return answer.with_(json.dumps(builder.whole(answers)).encode())
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
-        if time.monotonic() < self._told_until:
-            return self._told_context
+        if time.monotonic() < self._engine_context_until_s:
+            return self._engine_context
         answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b""))
         async with answer:
             if answer.status == HTTPStatus.SERVICE_UNAVAILABLE:
                 return await _refused(answer)
             try:
-                told = json.loads(await answer.read())["data"][0]["max_model_len"]
+                length = json.loads(await answer.read())["data"][0]["max_model_len"]
             except (EngineError, ValueError, LookupError, TypeError):
-                told = None
-        if not isinstance(told, int) or told < 1:
+                length = None
+        if not isinstance(length, int) or length < 1:
             return self._max_context
-        self._told_context, self._told_until = told, time.monotonic() + CONTEXT_S
-        return told
+        self._engine_context, self._engine_context_until_s = length, time.monotonic() + CONTEXT_S
+        return length
 
     def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
         return self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
 
-    async def _told_parts(
-        self, chunks: AsyncIterator[bytes], told: openai_api.Told, owners: "_Owners", session: str
+    async def _openai_events(
+        self, chunks: AsyncIterator[bytes], builder: openai_api.ResponseBuilder, owners: "_Owners", session: str
     ) -> AsyncIterator[bytes]:
         rest = b""
         async for chunk in chunks:
@@ -215,18 +215,18 @@ class TokenExact:
                     continue
                 if state["meta_info"].get("finish_reason") is not None:
                     self._note_one(state.get("index", 0), state, owners, session)
-                    self._note_calls(state, told)
-                for part in told.parts(state):
+                    self._note_calls(state, builder)
+                for part in builder.parts(state):
                     yield event(part)
-        for part in told.last():
+        for part in builder.last():
             yield event(part)
         yield DONE
 
-    def _chat_text(self, asked: openai_api.Asked) -> str:
-        return openai_api.chat_text(replace(asked, messages=self._called.as_said(asked.messages)), self._template)
+    def _chat_text(self, parsed: openai_api.ParsedRequest) -> str:
+        return openai_api.chat_text(replace(parsed, messages=self._call_cache.with_original_text(parsed.messages)), self._template)
 
-    def _note_calls(self, answer: Mapping[str, Any], told: openai_api.Told) -> None:
-        self._called.note(told.message(answer), str(answer.get("text") or ""))
+    def _note_calls(self, answer: Mapping[str, Any], builder: openai_api.ResponseBuilder) -> None:
+        self._call_cache.remember(builder.message(answer), str(answer.get("text") or ""))
 
     # -- /retrieve_from_text --------------------------------------------------------------------------------------------
 
@@ -296,10 +296,10 @@ async def _refused(answer: Answer) -> Answer:
     """Return an engine's refusal in OpenAI's format."""
     raw = await answer.read()
     try:
-        told = json.loads(raw)["error"]["message"]
+        message = json.loads(raw)["error"]["message"]
     except (ValueError, KeyError, TypeError):
-        told = raw[:500].decode(errors="replace")
-    return answer.with_(json.dumps(openai_api.error(str(told), answer.status)).encode())
+        message = raw[:500].decode(errors="replace")
+    return answer.with_(json.dumps(openai_api.error(str(message), answer.status)).encode())
 
 
 def _max_context(directory: Path) -> int:

@@ -12,22 +12,22 @@ import time
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
+from bus.client.connection import FOREIGN
 from bus.client.jetstream import JetStream
-from bus.client.link import FOREIGN
-from bus.client.patience import RETRY_S, before_retry
+from bus.client.retries import RETRY_S, before_retry
 from bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
 """Payloads of acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""
 
-_ASK_S = 2.0
+_REQUEST_S = 2.0
 """Seconds for which a request lives at the server, and the most that a request lost with the server costs."""
 _GRACE_S = 0.5
 """Time that the answer to an expired request has to arrive."""
 _NS = 1_000_000_000
 
 
-class Slots:
+class FetchSlots:
     """The slots of one consumer."""
 
     def __init__(self, jet: JetStream, stream: str, consumer: str) -> None:
@@ -49,24 +49,24 @@ class _Slot:
     def __init__(self, jet: JetStream, subject: str) -> None:
         self._jet, self._subject = jet, subject
         self._sub: Subscription | None = None
-        self._asked_until_s = 0.0
+        self._requested_until_s = 0.0
         self._answer: asyncio.Future[Msg | None] | None = None
-        jet.link.on_lost(self._lost)
+        jet.connection.on_lost(self._lost)
 
     async def take(self, deadline: float) -> Msg | None:
         """Return the next message; None at ``deadline`` (monotonic clock)."""
         while (left := deadline - time.monotonic()) > 0:
             try:
-                await self._jet.link.wait_up(left)
-                message = await self._ask(left)
+                await self._jet.connection.wait_up(left)
+                message = await self._request(left)
             except BusUnavailable as error:
-                await before_retry(self._jet.link, error, pause_s=min(RETRY_S, left))
+                await before_retry(self._jet.connection, error, pause_s=min(RETRY_S, left))
                 continue
             if message is not None:
                 return message
         return None
 
-    async def _ask(self, left: float) -> Msg | None:
+    async def _request(self, left: float) -> Msg | None:
         """Wait for the answer to one request, or to the one that an earlier caller left."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Msg | None] = loop.create_future()
@@ -74,14 +74,14 @@ class _Slot:
         now = time.monotonic()
         timer = None
         try:
-            if now >= self._asked_until_s:
-                await self._send(min(left, _ASK_S))
-            timer = loop.call_later(max(0.0, self._asked_until_s - now), self._resolve, None)
+            if now >= self._requested_until_s:
+                await self._send(min(left, _REQUEST_S))
+            timer = loop.call_later(max(0.0, self._requested_until_s - now), self._resolve, None)
             message = await answer
         except BaseException:
             # The caller has left (cancelled) in the moment in which its message arrived: another actor gets it at once.
             if answer.done() and not answer.cancelled() and (late := answer.result()) is not None:
-                await self._jet.link.tell(late.reply, NAK)
+                await self._jet.connection.try_send(late.reply, NAK)
             raise
         finally:
             self._answer = None
@@ -92,22 +92,22 @@ class _Slot:
     async def _send(self, expires_s: float) -> None:
         if self._sub is None:
             try:
-                inbox = self._jet.link.nc.new_inbox()
-                self._sub = await self._jet.link.nc.subscribe(inbox, cb=self._arrived)
+                inbox = self._jet.connection.nc.new_inbox()
+                self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message)
             except FOREIGN as error:
-                raise self._jet.link.unavailable(self._subject, error) from None
-        self._asked_until_s = time.monotonic() + expires_s + _GRACE_S
+                raise self._jet.connection.unavailable(self._subject, error) from None
+        self._requested_until_s = time.monotonic() + expires_s + _GRACE_S
         request = {"batch": 1, "expires": int(expires_s * _NS)}
-        await self._jet.link.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
+        await self._jet.connection.send(self._subject, json.dumps(request).encode(), reply=self._sub.subject)
 
-    async def _arrived(self, message: Msg) -> None:
+    async def _on_message(self, message: Msg) -> None:
         """Handle a message, or a status that ends the request (expired, limits, consumer gone)."""
         is_status = not message.reply.startswith("$JS.ACK.")
         if is_status and (message.headers or {}).get("Status") == "100":
             return
-        self._asked_until_s = 0.0
+        self._requested_until_s = 0.0
         if not self._resolve(None if is_status else message) and not is_status:
-            await self._jet.link.tell(message.reply, NAK)
+            await self._jet.connection.try_send(message.reply, NAK)
 
     def _resolve(self, message: Msg | None) -> bool:
         if self._answer is None or self._answer.done():
@@ -116,5 +116,5 @@ class _Slot:
         return True
 
     def _lost(self) -> None:
-        self._asked_until_s = 0.0
+        self._requested_until_s = 0.0
         self._resolve(None)

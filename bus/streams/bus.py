@@ -9,11 +9,11 @@ from typing import Any, TypeVar
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from bus.client.connection import Connection, open_connection
 from bus.client.jetstream import JetStream
 from bus.client.layout import create_layout
-from bus.client.link import Link, linked
-from bus.client.patience import retry
 from bus.client.refusals import Refusals
+from bus.client.retries import retry
 from bus.client.rows import Rows
 from bus.config import BusConfig
 from bus.errors import BusUnavailable
@@ -39,10 +39,10 @@ T = TypeVar("T")
 class Bus:
     """An open connection of one process to one run; everything else is reached through it."""
 
-    def __init__(self, link: Link, run: str, config: BusConfig, name: str) -> None:
+    def __init__(self, connection: Connection, run: str, config: BusConfig, name: str) -> None:
         self.run, self.name, self.config = run, name, config
-        self._link = link
-        self.jet = JetStream(link, run, config)
+        self._connection = connection
+        self.jet = JetStream(connection, run, config)
         self.dead = DeadLetters(self.jet)
         self.tasks = TaskQueue(self.jet, self.dead)
         self.samples = SampleStream(self.jet)
@@ -53,17 +53,17 @@ class Bus:
     @property
     def nc(self) -> Client:
         """The client library's connection. For tests and benchmarks: every use of the program has a method of its own."""
-        return self._link.nc
+        return self._connection.nc
 
     @property
     def js(self) -> JetStreamContext:
         """The client library's JetStream context; also for tests and benchmarks."""
-        return self._link.nc.jetstream()
+        return self._connection.nc.jetstream()
 
     @property
     def connected_url(self) -> str:
         """URL of the present server; empty while there is none."""
-        return self._link.connected_url
+        return self._connection.connected_url
 
     @property
     def refusals(self) -> Refusals:
@@ -73,11 +73,11 @@ class Bus:
     @property
     def connected(self) -> bool:
         """True while the connection is up."""
-        return self._link.connected
+        return self._connection.connected
 
     async def wait_connected(self, timeout_s: float) -> None:
         """Wait until the bus is connected. Raises BusUnavailable."""
-        await self._link.wait_up(timeout_s)
+        await self._connection.wait_up(timeout_s)
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``ask``, called again while the bus is away.
@@ -89,7 +89,7 @@ class Bus:
             """Log the error that another try follows."""
             _log.warning("bus: still trying error=%s", error)
 
-        return await retry(self._link, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
+        return await retry(self._connection, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
 
     def rows(self, bucket: str) -> Rows:
         """Return one of the buckets ``weights``, ``run``, ``live``, ``wanted``, ``keys``. Raises ValueError."""
@@ -99,7 +99,7 @@ class Bus:
 
     async def announce(self, source: str, metric: dict[str, Any]) -> None:
         """Publish live metrics of a process; they are not stored, and may be lost. Raises BusUnavailable."""
-        await self._link.send(subjects.metric(self.run, source), json.dumps(metric).encode())
+        await self._connection.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 
     async def create_layout(self) -> None:
         """Create the streams, consumers and buckets of this run that are missing.
@@ -116,5 +116,5 @@ async def connect(url: str, run: str, config: BusConfig = _DEFAULT, *, name: str
     Raises BusUnavailable naming url and reason, BusError for a server that is too old, ValueError for a bad run id.
     """
     check_run(run)
-    async with linked(url, name, wait_s) as link:
-        yield Bus(link, run, config, name)
+    async with open_connection(url, name, wait_s) as connection:
+        yield Bus(connection, run, config, name)

@@ -11,19 +11,19 @@ from typing import Any
 
 Send = Callable[[dict[str, Any]], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""
-Waiting = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
+Pending = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
 _BY_REQUEST = ("rid", "input_ids", "sampling_params")
 """Fields that are lists in the batch form; the others must be the same for all."""
 
 
-class Joined:
+class RequestBatcher:
     """Collects requests for one engine and sends them in batches."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Any, Waiting] = {}
+        self._waiting: dict[Any, Pending] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def ask(self, body: dict[str, Any], send: Send) -> Any:
+    async def request(self, body: dict[str, Any], send: Send) -> Any:
         """Return the answer to ``body``. An exception of ``send`` is raised in every caller of the batch."""
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
@@ -44,7 +44,7 @@ class Joined:
         waiting = [(body, answer) for body, answer in self._waiting.pop(key) if not answer.done()]
         if not waiting:
             return
-        task = asyncio.get_running_loop().create_task(_carry(waiting, send), name="joined request")
+        task = asyncio.get_running_loop().create_task(_send_batch(waiting, send), name="request batch")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
         task.add_done_callback(lambda _: [answer.cancel() for _, answer in waiting])  # for a batch that was cancelled before it began
@@ -52,7 +52,7 @@ class Joined:
             answer.add_done_callback(lambda _: task.cancel() if all(other.cancelled() for _, other in waiting) else None)
 
 
-async def _carry(waiting: Waiting, send: Send) -> None:
+async def _send_batch(waiting: Pending, send: Send) -> None:
     """Send a batch and give each caller its part of the answer."""
     first = waiting[0][0]
     body = first if len(waiting) == 1 else first | {name: [one[name] for one, _ in waiting] for name in _BY_REQUEST}

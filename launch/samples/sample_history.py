@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bus.errors import WireError
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.streams.history import History
 from bus.wire import subjects
 from bus.wire.codec import check_sample
@@ -16,7 +16,7 @@ DIFFERENCE = "offpolicy/logprob_diff_abs"
 
 
 @dataclass(slots=True, kw_only=True)
-class Fate:
+class SampleHistory:
     """The disposition of one sample; the fields below ``reason`` describe the step that trained it and count for ``trained`` only."""
 
     state: str
@@ -59,32 +59,36 @@ class Fate:
         return "no log-prob difference recorded" if mean is None else f"mean |log-prob difference| of the whole step {mean:.4g}"
 
 
-async def fate_of(bus: Bus, seq: int, sample: Sample) -> Fate:
+async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
     """Return the disposition of a sample, by reading PLAN from the time at which its task was issued."""
     if sample.kind is not Kind.TRAIN:
-        return Fate(state="evaluation", reason="not for training")
+        return SampleHistory(state="evaluation", reason="not for training")
     try:
         check_sample(sample)
     except WireError as error:
-        return Fate(state="invalid", reason=str(error))
-    fate: Fate | None = None
+        return SampleHistory(state="invalid", reason=str(error))
+    history: SampleHistory | None = None
     start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
     async for _, record in bus.plans.scan(start):
-        if isinstance(record, Plan | Settle) and (fate is None or fate.state != "trained"):
-            fate = (_planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)) or fate
-        elif isinstance(record, Done) and fate is not None and record.step == fate.step and fate.state == "trained":
-            fate.done = record
+        if isinstance(record, Plan | Settle) and (history is None or history.state != "trained"):
+            history = (_planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)) or history
+        elif isinstance(record, Done) and history is not None and record.step == history.step and history.state == "trained":
+            history.done = record
             break
-    return fate or await _unplanned(bus, sample, start)
+    return history or await _unplanned(bus, sample, start)
 
 
-def _planned(plan: Plan, seq: int, sample: Sample) -> Fate | None:
+def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
     places = (plan.seqs == seq).nonzero()[0]
     if not len(places):
-        return Fate(state="duplicate", reason=f"step {plan.step} trained another of this place") if sample.task in plan.tasks else None
+        return (
+            SampleHistory(state="duplicate", reason=f"step {plan.step} trained another sample of this task and index")
+            if sample.task in plan.tasks
+            else None
+        )
     steps = [plan.version_steps[span.version] for span in sample.spans if span.version in plan.version_steps]
     old = [plan.oldest_step is not None and plan.version_steps.get(span.version, 0) < plan.oldest_step for span in sample.spans]
-    return Fate(
+    return SampleHistory(
         state="trained",
         step=plan.step,
         rank=int(plan.ranks[places[0]]),
@@ -94,15 +98,15 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> Fate | None:
     )
 
 
-def _settled(record: Settle, seq: int, task: int) -> Fate | None:
+def _settled(record: Settle, seq: int, task: int) -> SampleHistory | None:
     if seq in record.seqs:
-        return Fate(state="dropped", reason=f"{record.reason}, when step {record.step} was planned")
-    return Fate(state="dropped", reason=f"{record.reason}: its task was given up") if task in record.tasks else None
+        return SampleHistory(state="dropped", reason=f"{record.reason}, when step {record.step} was planned")
+    return SampleHistory(state="dropped", reason=f"{record.reason}: its task was given up") if task in record.tasks else None
 
 
-async def _unplanned(bus: Bus, sample: Sample, start: int) -> Fate:
+async def _unplanned(bus: Bus, sample: Sample, start: int) -> SampleHistory:
     async with aclosing(bus.plans.scan()) as records:  # type: ignore[type-var]
         first = await anext(((seq, record.step) async for seq, record in records if isinstance(record, Plan)), None)
     if first is not None and start <= first[0] and first[1] > 1:
-        return Fate(state="unknown", reason=f"no plan before step {first[1]} is kept")
-    return Fate(state="unplanned", reason="in no plan yet: it waits in the stream or in the learner's buffer")
+        return SampleHistory(state="unknown", reason=f"no plan before step {first[1]} is kept")
+    return SampleHistory(state="unplanned", reason="in no plan yet: it waits in the stream or in the learner's buffer")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-class CalledTexts:
+class ToolCallCache:
     """Original texts by call id, at most ``max_text`` characters; the oldest are evicted first."""
 
     def __init__(self, max_text: int) -> None:
@@ -14,29 +14,29 @@ class CalledTexts:
         self._by_id: OrderedDict[str, tuple[Any, str]] = OrderedDict()
         """Id of the first call -> the message sent to the client, normalised, and the text it was parsed from."""
 
-    def note(self, message: Mapping[str, Any], text: str) -> None:
+    def remember(self, message: Mapping[str, Any], text: str) -> None:
         """Remember a finished response; one without calls is ignored."""
         if not message.get("tool_calls"):
             return
-        self._by_id[message["tool_calls"][0]["id"]] = (_understood(message), text)
+        self._by_id[message["tool_calls"][0]["id"]] = (_comparable(message), text)
         self._size += len(text)
         while self._size > self._max_text and len(self._by_id) > 1:
             _, (_, oldest) = self._by_id.popitem(last=False)
             self._size -= len(oldest)
 
-    def as_said(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    def with_original_text(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """Return the messages; those that the client sent back unchanged have the original text and no ``tool_calls``."""
-        return tuple(map(self._one, messages))
+        return tuple(map(self._original, messages))
 
-    def _one(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _original(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls = message.get("tool_calls")
-        told, text = self._by_id.get(str(calls[0].get("id")), (None, "")) if calls else (None, "")
-        if told is None or told != _understood(message):
+        sent, text = self._by_id.get(str(calls[0].get("id")), (None, "")) if calls else (None, "")
+        if sent is None or sent != _comparable(message):
             return message
         return {"role": message["role"], "content": text}
 
 
-def _understood(message: Mapping[str, Any]) -> Any:
+def _comparable(message: Mapping[str, Any]) -> Any:
     """Return the parts of a message that must be equal; formatting of JSON and other fields may differ."""
     calls = [(call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message["tool_calls"]]
     return message.get("role"), message.get("content") or "", calls

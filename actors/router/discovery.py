@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from actors.engines.pool import LiveLookout, Sighting
+from actors.engines.pool import BusDiscovery, EngineStatus
 from actors.errors import EngineError, EngineUnavailable
 from actors.router.config import RouterConfig
 from bus.errors import BusError
@@ -14,7 +14,7 @@ from bus.liveness.live import LiveView
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+READ_S = 1.0
 """Time limit in seconds of one read from the bus. After it, the last known rows and the health checks are used."""
 Ask = Callable[[str], Awaitable[int]]
 """Function that returns the version served at a URL. Raises NotServing when the engine reports that it does not serve, EngineError when it
@@ -33,20 +33,20 @@ class _Health:
     """Version at the last answer; -1 = it has never answered."""
     failures: int = 0
     """Number of checks in a row without an answer."""
-    said: str = ""
+    reason: str = ""
     """Reported reason for which it does not serve; else empty."""
 
 
-class WorkerLookout:
-    """A Lookout (``actors.engines.pool``). ``check_for_ever`` must be running."""
+class WorkerDiscovery:
+    """An EngineDiscovery (``actors.engines.pool``). ``check_for_ever`` must be running."""
 
     def __init__(self, config: RouterConfig, ask: Ask, view: LiveView | None = None) -> None:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
         self._removed: dict[str, str] = {}
         """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may disappear and return."""
-        self._on_bus = LiveLookout(view) if view is not None else None
-        self._rows: dict[str, Sighting] = {}
+        self._on_bus = BusDiscovery(view) if view is not None else None
+        self._rows: dict[str, EngineStatus] = {}
         """Last known rows by URL."""
         self._health: dict[str, _Health] = {}
         self._wake: Callable[[], None] = lambda: None
@@ -71,24 +71,24 @@ class WorkerLookout:
         """Return the URLs of all known engines."""
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
-    async def look(self) -> list[Sighting]:
+    async def discover(self) -> list[EngineStatus]:
         if self._on_bus is not None:
             try:
-                async with asyncio.timeout(LOOK_S):
-                    self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.look()}
+                async with asyncio.timeout(READ_S):
+                    self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.discover()}
             except (BusError, TimeoutError) as error:  # the last known rows are still the best guess, and the checks go on
-                log.debug("engines on the bus not seen error=%s", error or "time-out")
+                log.debug("live rows of engines not read error=%s", error or "time-out")
         self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
-        return [self._sighting(url) for url in self.urls()]
+        return [self._status(url) for url in self.urls()]
 
     def _another(self, url: str, process: str) -> bool:
         """Return whether another process than this one is at a URL."""
         return bool(process) and url in self._rows and self._rows[url].process != process
 
     @asynccontextmanager
-    async def noticing(self, wake: Callable[[], None]) -> AsyncIterator[None]:
+    async def watch(self, wake: Callable[[], None]) -> AsyncIterator[None]:
         self._wake = wake
-        on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.noticing(wake)
+        on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.watch(wake)
         async with on_bus:
             yield
 
@@ -110,9 +110,9 @@ class WorkerLookout:
         try:
             async with asyncio.timeout(self._config.health_timeout_s):
                 health.version = await self._ask(url)
-            health.failures, health.said = 0, ""
+            health.failures, health.reason = 0, ""
         except NotServing as error:
-            health.version, health.failures, health.said = max(health.version, 0), 0, error.reason
+            health.version, health.failures, health.reason = max(health.version, 0), 0, error.reason
         except (EngineError, TimeoutError) as error:
             health.failures += 1
             if health.failures == self._config.health_failures:
@@ -122,15 +122,15 @@ class WorkerLookout:
             self._wake()
 
     def _serves(self, health: _Health) -> bool:
-        return health.version >= 0 and health.failures < self._config.health_failures and not health.said
+        return health.version >= 0 and health.failures < self._config.health_failures and not health.reason
 
-    def _sighting(self, url: str) -> Sighting:
+    def _status(self, url: str) -> EngineStatus:
         row, health = self._rows.get(url), self._health.get(url, _Health())
-        remark = f"{health.failures} health checks without an answer" if health.failures else health.said
+        remark = f"{health.failures} health checks without an answer" if health.failures else health.reason
         if row is None:
             version = max(health.version, 0)
-            return Sighting(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not asked yet")
-        well = health.failures < self._config.health_failures and not health.said
-        return Sighting(
+            return EngineStatus(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet")
+        well = health.failures < self._config.health_failures and not health.reason
+        return EngineStatus(
             url=url, id=row.id, serving=row.serving and well, version=row.version, remark=row.remark if not row.serving else remark
         )

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from bus.client.link import Link
+from bus.client.connection import Connection
 from bus.errors import BusUnavailable
 
 RETRY_S = 0.1
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def retry(
-    link: Link,
+    connection: Connection,
     ask: Callable[[], Awaitable[T]],
     *,
     pause_s: float = 0.0,
@@ -34,19 +34,19 @@ async def retry(
         try:
             return await ask()
         except BusUnavailable as error:
-            await before_retry(link, error, pause_s=pause_s, deadline=deadline)
+            await before_retry(connection, error, pause_s=pause_s, deadline=deadline)
             if report is not None:
                 report(error)
         if outage_s is not None:
-            await link.wait_up(outage_s)
+            await connection.wait_up(outage_s)
 
 
-async def before_retry(link: Link, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf) -> None:
+async def before_retry(connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf) -> None:
     """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be past ``deadline``.
 
     ``deadline`` is a time of the monotonic clock.
     """
-    if link.closed or time.monotonic() + pause_s >= deadline:
+    if connection.closed or time.monotonic() + pause_s >= deadline:
         raise error
     await asyncio.sleep(pause_s)
 

@@ -1,4 +1,4 @@
-"""Wanted numbers of engines and actors: the rows of the bucket ``wanted``, and the share of each host.
+"""Desired numbers of engines and actors: the rows of the bucket ``wanted``, and the share of each host.
 
 A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the other hosts
 together. For each role the first row that names it counts, in this order; a total is shared evenly among the live hosts.
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bus.client.rows import Row, Value
-from bus.streams.connection import Bus
+from bus.streams.bus import Bus
 from bus.wire.subjects import token
 
 ROLES = ("engine", "actor")
@@ -18,7 +18,7 @@ MOST = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LiveHost:
     """A live host."""
 
     name: str
@@ -26,12 +26,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredRoles:
     """All rows, read together."""
 
     rows: Mapping[str, Row]
 
-    def of(self, host: Place, hosts: Sequence[Place]) -> dict[str, int]:
+    def of(self, host: LiveHost, hosts: Sequence[LiveHost]) -> dict[str, int]:
         """Return the number of processes that ``host`` is to run, by role; ``hosts`` are the live ones, itself included."""
         return {role: self._of(role, host, hosts) for role in ROLES}
 
@@ -40,15 +40,15 @@ class Wanted:
         """Largest revision of the rows; it increases with every change."""
         return max((revision for _, revision in self.rows.values()), default=0)
 
-    def _of(self, role: str, host: Place, hosts: Sequence[Place]) -> int:
+    def _of(self, role: str, host: LiveHost, hosts: Sequence[LiveHost]) -> int:
         row = self._row_for(role, host)
         if row == host_key(host.name):
             return self._count(row, role)
         sharing = sorted((one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name))
-        total, place = self._count(row, role), sharing.index(host.name)
-        return total // len(sharing) + (place < total % len(sharing))
+        total, position = self._count(row, role), sharing.index(host.name)
+        return total // len(sharing) + (position < total % len(sharing))
 
-    def _row_for(self, role: str, host: Place) -> str:
+    def _row_for(self, role: str, host: LiveHost) -> str:
         for key in (host_key(host.name), pool_key(host.pool)):
             if key in self.rows and role in self.rows[key][0]:
                 return key
@@ -67,9 +67,9 @@ def pool_key(pool: str) -> str:
     return f"pool.{token(pool)}"
 
 
-async def read(bus: Bus) -> Wanted:
+async def read(bus: Bus) -> DesiredRoles:
     """Return the wanted numbers as they are now. Raises BusUnavailable."""
-    return Wanted(await bus.rows("wanted").all())
+    return DesiredRoles(await bus.rows("wanted").all())
 
 
 async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:

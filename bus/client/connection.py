@@ -26,16 +26,16 @@ _RECONNECT_S = 0.2
 """Pause between two attempts to reconnect to the same server."""
 _PING_S = 5.0
 """Seconds between two pings; a silently cut network is detected after three."""
-_SAY_EVERY_S = 5.0
+_LOG_EVERY_S = 5.0
 """Interval of the log lines about one outage."""
 _CLOSE_S = 1.0
 _FORBIDDEN_S = 10.0
 """Seconds for which a forbidden subject is not tried again; permissions may have changed afterwards."""
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 """The server's error for a forbidden subject, which has no code."""
-_TIDYING = "$js.api.consumer.delete."
+_CLEANUP = "$js.api.consumer.delete."
 """Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself, too."""
-_NO_ENTRY = ("authorization violation", "authentication", "user credentials")
+_LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 """Parts of the server's errors for a wrong user or password, in lower case."""
 
 FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
@@ -60,22 +60,22 @@ class _Client(Client):
             return None
 
 
-class Link:
+class Connection:
     """One connection, which reconnects for ever."""
 
     def __init__(self) -> None:
         self.nc: Client = _Client()
         self._up = asyncio.Event()
-        self._turn = asyncio.Event()
+        self._up_or_closed = asyncio.Event()
         """Set when the connection is up or closed: the two conditions that end a wait."""
         self._listeners: set[Callable[[], None]] = set()
-        self._refusals: set[Callable[[Forbidden], bool]] = set()
+        self._forbidden_listeners: set[Callable[[Forbidden], bool]] = set()
         self._forbidden: dict[str, tuple[Forbidden, float]] = {}
         """Recent refusals with their time, by subject in lower case, as the client library reports it."""
         self.user = ""
         self._opening: Address | None = None
         self.last_error = ""
-        self._said_s = 0.0
+        self._logged_s = 0.0
         self._closing = False
         self._what = "bus"
 
@@ -107,7 +107,7 @@ class Link:
                 while not self._up.is_set():
                     if self.closed:
                         raise BusUnavailable(where, "the connection was closed")
-                    await self._turn.wait()
+                    await self._up_or_closed.wait()
         except TimeoutError:
             raise BusUnavailable(where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})") from None
 
@@ -121,8 +121,8 @@ class Link:
 
         ``subject`` of the error is in lower case. The listener returns whether the publish was its own; an unclaimed one is logged.
         """
-        self._refusals.add(listener)
-        return lambda: self._refusals.discard(listener)
+        self._forbidden_listeners.add(listener)
+        return lambda: self._forbidden_listeners.discard(listener)
 
     def check_allowed(self, subject: str) -> None:
         """Raise Forbidden for a subject that the server refused within the last 10 s."""
@@ -184,7 +184,7 @@ class Link:
         except FOREIGN as error:
             raise self.unavailable(subject, error) from None
 
-    async def tell(self, subject: str, payload: bytes) -> bool:
+    async def try_send(self, subject: str, payload: bytes) -> bool:
         """Publish a message that may be lost. Returns False when the bus is away."""
         try:
             await self.send(subject, payload)
@@ -194,10 +194,10 @@ class Link:
         return True
 
     @asynccontextmanager
-    async def subscribed(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """While entered, call ``hear`` with every message on a subject, except those published while the connection is broken."""
+    async def subscribed(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
+        """While entered, call ``on_message`` with every message on a subject, except those published while the connection is broken."""
         try:
-            sub = await self.nc.subscribe(subject, cb=hear)
+            sub = await self.nc.subscribe(subject, cb=on_message)
         except FOREIGN as error:
             raise self.unavailable(subject, error) from None
         try:
@@ -241,7 +241,7 @@ class Link:
             raise BusError(
                 f"connecting {name} to {address}: want nats-server >= {want}, got {version.major}.{version.minor}.{version.patch}"
             )
-        self._rise()
+        self._set_connected()
 
     async def close(self) -> None:
         """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for ever."""
@@ -255,55 +255,55 @@ class Link:
             async with asyncio.timeout(_CLOSE_S):
                 await self.nc.close()
         except FOREIGN as error:  # the library tries to send pending messages over a connection that is gone
-            _log.info("bus: closed while it was away error=%r", error)
+            _log.info("bus: closed while disconnected error=%r", error)
 
     async def _on_error(self, error: Exception) -> None:
         """Handle a refused publish, which the client library reports only here: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
         if self._opening is not None:
-            _refuse_to_wait(self._what, self._opening, error)
+            _raise_if_denied(self._what, self._opening, error)
         if (violation := _VIOLATION.search(self.last_error)) is not None:
             self._on_violation(violation[1].lower(), violation[2])
             return
         now = time.monotonic()
-        if now - self._said_s > _SAY_EVERY_S:
-            self._said_s = now
+        if now - self._logged_s > _LOG_EVERY_S:
+            self._logged_s = now
             _log.warning("bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error)
 
     def _on_violation(self, verb: str, subject: str) -> None:
         error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
-        if subject.lower().startswith(_TIDYING):
-            _log.debug("bus: left to the server: %s", error)
+        if subject.lower().startswith(_CLEANUP):
+            _log.debug("bus: cleanup request refused, the server removes idle consumers itself: %s", error)
             return
-        heard = False
+        claimed = False
         if error.verb == "publish":
             self._forbidden[subject.lower()] = (error, time.monotonic())
-            heard = any([listener(error) for listener in list(self._refusals)])
-        if not heard:
+            claimed = any([listener(error) for listener in list(self._forbidden_listeners)])
+        if not claimed:
             _log.error("bus: %s", error)
 
     async def _on_disconnected(self) -> None:
         if self._closing or not self._up.is_set():
             return
         _log.warning("bus: disconnected, reconnecting for ever")
-        self._fall()
+        self._set_disconnected()
 
     async def _on_reconnected(self) -> None:
         _log.info("bus: connected again")
-        self._rise()
+        self._set_connected()
 
     async def _on_closed(self) -> None:
-        self._fall()
-        self._turn.set()
+        self._set_disconnected()
+        self._up_or_closed.set()
 
-    def _rise(self) -> None:
+    def _set_connected(self) -> None:
         self._forbidden.clear()
         self._up.set()
-        self._turn.set()
+        self._up_or_closed.set()
 
-    def _fall(self) -> None:
+    def _set_disconnected(self) -> None:
         self._up.clear()
-        self._turn.clear()
+        self._up_or_closed.clear()
         for listener in list(self._listeners):
             listener()
 
@@ -331,22 +331,22 @@ def _login(address: Address) -> dict[str, Any]:
     return options
 
 
-def _refuse_to_wait(what: str, address: Address, error: Exception) -> None:
+def _raise_if_denied(what: str, address: Address, error: Exception) -> None:
     """Raise Denied for an error that waiting does not cure."""
     reason = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         raise Denied(what, f"the certificate of the bus: {error.verify_message}", "give the file that signed it (bus.tls_ca, or ?ca=FILE)")
-    if any(text in reason.lower() for text in _NO_ENTRY):
+    if any(text in reason.lower() for text in _LOGIN_ERRORS):
         missing = "no user given" if not address.user else "wrong name or password"
         raise Denied(what, missing, "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)")
 
 
 @asynccontextmanager
-async def linked(url: str, name: str, wait_s: float) -> AsyncIterator[Link]:
-    """Yield a connected link, and close it at the end of the block. Raises as ``Link.open``."""
-    link = Link()
+async def open_connection(url: str, name: str, wait_s: float) -> AsyncIterator[Connection]:
+    """Yield an open connection, and close it at the end of the block. Raises as ``Connection.open``."""
+    connection = Connection()
     try:
-        await link.open(url, name, wait_s)
-        yield link
+        await connection.open(url, name, wait_s)
+        yield connection
     finally:
-        await link.close()
+        await connection.close()

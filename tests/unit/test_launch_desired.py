@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.run.wanted import ALL, Place, Wanted, parse
+from launch.run.desired import ALL, DesiredRoles, LiveHost, parse
 
-A, B, C, UP = Place("a"), Place("b", "gpu"), Place("c", "gpu"), Place("up")
+A, B, C, UP = LiveHost("a"), LiveHost("b", "gpu"), LiveHost("c", "gpu"), LiveHost("up")
 
 
-def wanted(**rows: dict[str, int]) -> Wanted:
-    return Wanted({key.replace("_", "."): (value, place + 1) for place, (key, value) in enumerate(rows.items())})
+def wanted(**rows: dict[str, int]) -> DesiredRoles:
+    return DesiredRoles({key.replace("_", "."): (value, place + 1) for place, (key, value) in enumerate(rows.items())})
 
 
 def test_a_row_of_the_host_counts_before_its_pools_and_that_before_all_for_each_role() -> None:
@@ -30,20 +30,20 @@ def test_the_run_itself_comes_first_where_a_total_does_not_divide() -> None:
     ]
 
 
-def test_nothing_wanted_is_none_and_a_number_that_is_none_counts_as_none() -> None:
+def test_without_a_row_or_with_an_invalid_number_the_count_is_zero() -> None:
     assert wanted().of(A, [A]) == {"engine": 0, "actor": 0}
-    assert Wanted({ALL: ({"actor": "many", "engine": -3}, 1)}).of(A, [A]) == {"engine": 0, "actor": 0}
+    assert DesiredRoles({ALL: ({"actor": "many", "engine": -3}, 1)}).of(A, [A]) == {"engine": 0, "actor": 0}
 
 
 @given(total=st.integers(0, 50), names=st.sets(st.sampled_from("abcdefgh"), min_size=1))
 def test_shares_add_up_to_the_total_and_differ_by_one_at_most(total: int, names: set[str]) -> None:
-    hosts = [Place(name) for name in names]
+    hosts = [LiveHost(name) for name in names]
     shares = [wanted(all={"actor": total}).of(host, hosts)["actor"] for host in hosts]
     assert sum(shares) == total
     assert max(shares) - min(shares) <= 1
 
 
-def test_words() -> None:
+def test_role_counts_are_parsed() -> None:
     assert parse(["actors=8", "engine=1"]) == {"actor": 8, "engine": 1}
     for bad in ("actors", "actors=-1", "actors=x", "learners=1", "actors=10001"):
         with pytest.raises(ValueError, match=r"want actors=N and/or engines=N .*, got '" + bad):

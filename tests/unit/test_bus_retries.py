@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.client.link import Link
-from bus.client.patience import before_retry, retry
+from bus.client.connection import Connection
+from bus.client.retries import before_retry, retry
 from bus.errors import BusUnavailable, NotFound
 
 
-class FakeLink(Link):
-    """A link without a server: ``up`` and ``closed`` are set by the test."""
+class FakeConnection(Connection):
+    """A connection without a server: ``up`` and ``closed`` are set by the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,10 +46,10 @@ class Asked:
 
 def test_a_call_is_repeated_while_the_bus_is_away_and_each_failure_is_reported() -> None:
     errors: list[str] = []
-    link, asked = FakeLink(), Asked(3)
-    assert asyncio.run(retry(link, asked, report=lambda error: errors.append(str(error)))) == 4
+    connection, asked = FakeConnection(), Asked(3)
+    assert asyncio.run(retry(connection, asked, report=lambda error: errors.append(str(error)))) == 4
     assert [error.rpartition(" ")[2] for error in errors] == ["1", "2", "3"]
-    assert link.waits == [], "without outage_s the call itself waits for the connection"
+    assert connection.waits == [], "without outage_s the call itself waits for the connection"
 
 
 def test_any_other_error_ends_it() -> None:
@@ -57,45 +57,45 @@ def test_any_other_error_ends_it() -> None:
         raise NotFound("stream", "x")
 
     with pytest.raises(NotFound):
-        asyncio.run(retry(FakeLink(), missing))
+        asyncio.run(retry(FakeConnection(), missing))
 
 
 def test_a_closed_connection_ends_it_with_the_last_error() -> None:
-    link = FakeLink()
+    connection = FakeConnection()
 
     def close(call: int) -> None:
-        link.is_closed = call == 2
+        connection.is_closed = call == 2
 
     asked = Asked(5, close)
     with pytest.raises(BusUnavailable, match="failure 2"):
-        asyncio.run(retry(link, asked, outage_s=1.0))
-    assert (asked.calls, link.waits) == (2, [1.0])
+        asyncio.run(retry(connection, asked, outage_s=1.0))
+    assert (asked.calls, connection.waits) == (2, [1.0])
 
 
 def test_no_try_begins_behind_the_deadline() -> None:
     asked, begin = Asked(10**6), time.monotonic()
     with pytest.raises(BusUnavailable):
-        asyncio.run(retry(FakeLink(), asked, pause_s=0.02, deadline=begin + 0.07))
+        asyncio.run(retry(FakeConnection(), asked, pause_s=0.02, deadline=begin + 0.07))
     assert 2 <= asked.calls <= 4
     asked = Asked(1)
     with pytest.raises(BusUnavailable, match="failure 1"):
-        asyncio.run(retry(FakeLink(), asked, pause_s=5.0, deadline=time.monotonic() + 1.0))
+        asyncio.run(retry(FakeConnection(), asked, pause_s=5.0, deadline=time.monotonic() + 1.0))
     assert asked.calls == 1, "a pause that would outlast the deadline is not begun"
 
 
 def test_an_outage_that_is_too_long_ends_it() -> None:
-    link, asked = FakeLink(), Asked(3)
-    assert asyncio.run(retry(link, asked, outage_s=9.0)) == 4
-    assert link.waits == [9.0] * 3
-    link.comes_back = False
+    connection, asked = FakeConnection(), Asked(3)
+    assert asyncio.run(retry(connection, asked, outage_s=9.0)) == 4
+    assert connection.waits == [9.0] * 3
+    connection.comes_back = False
     with pytest.raises(BusUnavailable, match="not back"):
-        asyncio.run(retry(link, Asked(1), outage_s=9.0))
+        asyncio.run(retry(connection, Asked(1), outage_s=9.0))
 
 
 def test_it_can_be_cancelled_between_two_tries() -> None:
     async def main() -> None:
         failed = asyncio.Event()
-        task = asyncio.create_task(retry(FakeLink(), Asked(10**6, lambda call: failed.set()), pause_s=60.0))
+        task = asyncio.create_task(retry(FakeConnection(), Asked(10**6, lambda call: failed.set()), pause_s=60.0))
         await failed.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -106,5 +106,5 @@ def test_it_can_be_cancelled_between_two_tries() -> None:
 
 def test_the_pause_itself_takes_its_time() -> None:
     begin = time.monotonic()
-    asyncio.run(before_retry(FakeLink(), BusUnavailable("x", "y"), pause_s=0.05))
+    asyncio.run(before_retry(FakeConnection(), BusUnavailable("x", "y"), pause_s=0.05))
     assert time.monotonic() - begin >= 0.04

@@ -1,4 +1,4 @@
-"""The wire format of single fields: a form packs a value, and unpacks it again or refuses it. Knows no message."""
+"""The wire format of single fields: a codec packs a value, and unpacks it again or refuses it. Knows no message."""
 
 import sys
 from collections.abc import Callable
@@ -13,7 +13,7 @@ MOST_LEVELS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FieldCodec:
     """A field's format. ``pack`` and ``unpack`` raise TypeError or ValueError for a value that does not fit ``want``, its description."""
 
     want: str
@@ -103,39 +103,39 @@ def _plain(value: Any, levels: int = MOST_LEVELS) -> Any:
 
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
-INT = Form("an integer", _int, _int, int, int)
-FLOAT = Form("a number", _float, _float, float, float)
-TEXT = Form("text", _text, _text, str, str)
-MAP = Form("a map with text keys", _map, _map, None, dict[str, Any], by_hand=True, plain=_plain)
-PROMPT = Form("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], by_hand=True, plain=_plain)
-ANY = Form("anything msgpack can hold", _same, _same, by_hand=True, plain=_plain)
+INT = FieldCodec("an integer", _int, _int, int, int)
+FLOAT = FieldCodec("a number", _float, _float, float, float)
+TEXT = FieldCodec("text", _text, _text, str, str)
+MAP = FieldCodec("a map with text keys", _map, _map, None, dict[str, Any], by_hand=True, plain=_plain)
+PROMPT = FieldCodec("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], by_hand=True, plain=_plain)
+ANY = FieldCodec("anything msgpack can hold", _same, _same, by_hand=True, plain=_plain)
 
 
-def optional(form: Form) -> Form:
-    """Return a form that also accepts nil."""
+def optional(codec: FieldCodec) -> FieldCodec:
+    """Return a codec that also accepts nil."""
 
     def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that passes nil on, and converts other values."""
         return lambda value: None if value is None else convert(value)
 
-    return Form(f"nil or {form.want}", or_nil(form.pack), or_nil(form.unpack), type(None), form.wire | None)
+    return FieldCodec(f"nil or {codec.want}", or_nil(codec.pack), or_nil(codec.unpack), type(None), codec.wire | None)
 
 
-def many(form: Form) -> Form:
-    """Return the form of a list, which is a tuple in memory."""
+def many(codec: FieldCodec) -> FieldCodec:
+    """Return the codec of a list, which is a tuple in memory."""
 
     def unpack(value: Any) -> tuple[Any, ...]:
         """Return the tuple of a list."""
         if not isinstance(value, list):
             raise TypeError
-        return tuple([form.unpack(item) for item in value])
+        return tuple([codec.unpack(item) for item in value])
 
-    wire: Any = tuple[form.wire, ...]  # type: ignore[name-defined]
-    return Form(f"a list of {form.want}", lambda value: [form.pack(item) for item in value], unpack, None, wire)
+    wire: Any = tuple[codec.wire, ...]  # type: ignore[name-defined]
+    return FieldCodec(f"a list of {codec.want}", lambda value: [codec.pack(item) for item in value], unpack, None, wire)
 
 
-def keyed(key: Form, form: Form) -> Form:
-    """Return the form of a map from one form to another."""
+def keyed(key: FieldCodec, codec: FieldCodec) -> FieldCodec:
+    """Return the codec of a map from one codec to another."""
 
     def convert(value: Any, key_of: Callable[[Any], Any], value_of: Callable[[Any], Any]) -> dict[Any, Any]:
         """Return the map with keys and values converted."""
@@ -143,17 +143,17 @@ def keyed(key: Form, form: Form) -> Form:
             raise TypeError
         return {key_of(name): value_of(item) for name, item in value.items()}
 
-    return Form(
-        f"a map from {key.want} to {form.want}",
-        lambda value: convert(value, key.pack, form.pack),
-        lambda value: convert(value, key.unpack, form.unpack),
+    return FieldCodec(
+        f"a map from {key.want} to {codec.want}",
+        lambda value: convert(value, key.pack, codec.pack),
+        lambda value: convert(value, key.unpack, codec.unpack),
         None,
-        dict[key.wire, form.wire],  # type: ignore[name-defined]
+        dict[key.wire, codec.wire],  # type: ignore[name-defined]
     )
 
 
-def either(first: Form, second: Form) -> Form:
-    """Return the form of one of two. The exact type of the first is taken without a call; other values are tried as the second first."""
+def either(first: FieldCodec, second: FieldCodec) -> FieldCodec:
+    """Return the codec of one of two. The exact type of the first is taken without a call; other values are tried as the second first."""
 
     def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a function that converts a value as the second form, or else as the first."""
@@ -168,11 +168,11 @@ def either(first: Form, second: Form) -> Form:
         return convert
 
     want, wire = f"{first.want} or {second.want}", first.wire | second.wire
-    return Form(want, one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact, wire)
+    return FieldCodec(want, one_of(first.pack, second.pack), one_of(first.unpack, second.unpack), first.exact, wire)
 
 
-def choice(enum: type[StrEnum]) -> Form:
-    """Return the form of an enumeration's value, as text."""
+def choice(enum: type[StrEnum]) -> FieldCodec:
+    """Return the codec of an enumeration's value, as text."""
     members = {str(member.value): member for member in enum}
 
     def unpack(value: Any) -> StrEnum:
@@ -185,11 +185,11 @@ def choice(enum: type[StrEnum]) -> Form:
         """Return the value of a member."""
         return str(enum(value).value)
 
-    return Form(f"one of {', '.join(members)}", pack, unpack, None, enum)
+    return FieldCodec(f"one of {', '.join(members)}", pack, unpack, None, enum)
 
 
-def array(dtype: str) -> Form:
-    """Return the form of a 1-D array: raw little-endian bytes (``dtype`` as in numpy: ``<i4``), unpacked as a read-only view."""
+def array(dtype: str) -> FieldCodec:
+    """Return the codec of a 1-D array: raw little-endian bytes (``dtype`` as in numpy: ``<i4``), unpacked as a read-only view."""
     wire = np.dtype(dtype)
     native = wire.newbyteorder("=")
     swap = sys.byteorder != "little" and wire.itemsize > 1
@@ -207,4 +207,4 @@ def array(dtype: str) -> Form:
         found = np.frombuffer(value, dtype=wire)
         return found.astype(native) if swap else found
 
-    return Form(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack, by_hand=True)
+    return FieldCodec(f"a one-dimensional array of {native.name}, raw little-endian bytes", pack, unpack, by_hand=True)
