@@ -72,6 +72,8 @@ async def test_a_drained_learner_has_not_finished(tmp_path: Path) -> None:
     with up(tmp_path, "learner.steps=5000", UNHURRIED) as run:
         async with run.bus() as bus:
             await until_step(bus, 1)
+            loaded = Path(f"/proc/{(await live(bus, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
+            assert "tokenizers" in loaded and "libtorch" not in loaded, "the feeder needs transformers' tokenizers, and no torch"
             os.kill((await live(bus, "learner")).pid, signal.SIGTERM)
         assert await asyncio.to_thread(run.wait) == 0, run.log
     assert "the learner drained at step" in run.log
