@@ -24,6 +24,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the nodes between the tag and ``{% endgeneration %}``, as if there were no tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -75,6 +76,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    # As transformers defines it: jinja2's own filter escapes characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -49,6 +49,7 @@ class Text:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of token ids; ``skip_special``: without special tokens (end of sequence, padding, ...)."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 

@@ -137,5 +137,5 @@ def _call_from(value: object) -> Call | None:
     if not isinstance(arguments, Mapping):
         return None
     call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
-    f"{call.name}{call.arguments}".encode()
+    f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call
