@@ -92,7 +92,7 @@ def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
     for key in values:
         if key not in known:
             raise BadRow(f"{name}.{key}: unknown setting; known: {sorted(known)}")
-        if isinstance(values[key], list):
+        if isinstance(values[key], list):  # JSON has no tuples, which the settings have
             values[key] = tuple(values[key])
     try:
         return kind(**values)
