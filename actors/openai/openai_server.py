@@ -50,12 +50,13 @@ class OpenAiRoutes:
     """OpenAI's paths of one engine."""
 
     def __init__(self, engine: EngineProperties, backend: GenerateBackend) -> None:
-        """Raises ValueError for an invalid chat template."""
+        """Read the chat template of the model directory. Raises ValueError for an invalid one."""
         self._engine, self._backend = engine, backend
         self._model = engine.model_dir.resolve().name
         self._template = ChatTemplate.read(engine.model_dir)
 
     def routes(self) -> dict[str, Handler]:
+        """Return the handlers by method and path."""
         return {
             "GET /v1/models": self._models,
             "POST /v1/completions": self._completions,

@@ -22,6 +22,7 @@ from bus.wire.subjects import refused
 from rewards.registry import load
 
 UPDATE_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 REFUSAL_EVERY_S = 5.0
 """Seconds after which a refusal is found at the latest, if its notification was missed."""
 
@@ -45,6 +46,7 @@ async def run_actor(
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
+        # A connection of its own, for this read: the settings of the next one are a section of the row.
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
             found = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)
