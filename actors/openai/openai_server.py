@@ -25,13 +25,24 @@ class EngineProperties(Protocol):
     """Properties of an engine that the routes need."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """URL of the engine, for errors."""
+        ...
+
     @property
-    def model_dir(self) -> Path: ...
+    def model_dir(self) -> Path:
+        """Directory of the model; its name is the model's name."""
+        ...
+
     @property
-    def text(self) -> Text | None: ...
+    def text(self) -> Text | None:
+        """Tokenizer; None = the model directory has none."""
+        ...
+
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits:
+        """Bounds of a request."""
+        ...
 
 
 class GenerateBackend(Protocol):
