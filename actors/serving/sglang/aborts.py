@@ -73,6 +73,7 @@ class Watch:
         return self.aborted_by_client.issuperset(self.ids.responses)
 
     def abort(self, rid: str | None) -> bool:
+        """Record an abort by a client, as ``Aborts.abort``. Returns whether it concerns this request."""
         matching = self.ids.matching(rid)
         self.aborted_by_client |= matching
         return bool(matching)
@@ -113,6 +114,7 @@ class Watch:
             self._sending.cancel()
 
     def scan(self, part: bytes) -> None:
+        """Count the aborted responses in the next part of the answer, given without gaps or overlap."""
         text = self._tail + part
         end = 0
         for found in _ABORTED.finditer(text):

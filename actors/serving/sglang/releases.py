@@ -40,4 +40,5 @@ def release_of(engine: str, said: object) -> Release:
 
 
 def written(version: tuple[int, int, int]) -> str:
+    """Return a release as text, like ``0.5.21``."""
     return ".".join(map(str, version))

@@ -24,10 +24,13 @@ from bus.system.processes import Child
 log = logging.getLogger(__name__)
 
 STOP_S = 10.0
+"""Seconds that the server has to end after SIGTERM."""
 OWN = ("model-path", "host", "port", "weight-version")
 """Arguments that this module sets."""
 INFO_S = 60.0
+"""Time limit in seconds of a request for the server's settings."""
 POLL_S = 2.0
+"""Seconds between two requests that show that the server answers."""
 KEY_PREFIX = "k"
 """Prefix of keys: with it a key is text to YAML, and no option to a command line, whatever digits follow."""
 
