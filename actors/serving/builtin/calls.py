@@ -20,7 +20,7 @@ class CallQueue(queue.SimpleQueue[Call]):
         """Queue a function. The future is cancelled if the queue is closed."""
         future: Future[Result] = Future()
         self.put((function, future))
-        if self.is_closed:
+        if self.is_closed:  # looked at after the put: a close in between may have missed this call
             self.close()
         return future
 

@@ -18,15 +18,18 @@ class Progress:
         self._wake = asyncio.Event()
 
     def add(self, sequence: Sequence) -> None:
+        """Append a response to the request, before it is submitted."""
         self._places[sequence] = len(self.sequences)
         self.sequences.append(sequence)
         self._left += 1
 
     @property
     def done(self) -> bool:
+        """True when all responses have ended."""
         return self._left == 0
 
     def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+        """Record that ``num_tokens`` tokens of a response may be read, and whether it has ended."""
         if ended:
             self._left -= 1
         if ended or sequence.stream:

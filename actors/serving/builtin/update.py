@@ -60,6 +60,7 @@ class Update:
 
 
 def bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
+    """Return the flat bucket of these tensors, without gaps between them."""
     return Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
 
 
