@@ -38,9 +38,11 @@ from weightstore.transport.handles import shared_memory_domain
 log = logging.getLogger(__name__)
 
 ROW_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 CATCH_UP_S = 600.0
 PROBE_AGAIN_S = 0.5
 STORED_S = 5.0
+"""Time limit in seconds for the live row to be stored, before memory is taken."""
 MEMORY = "the learner to release the accelerator's memory"
 WHOLE = "a complete weight update"
 
@@ -152,6 +154,7 @@ class _Served:
             await first_of(follower.run(), self._update_row_periodically(), draining.wait(), engine.failed())
 
     def set_waits_for(self, text: str) -> None:
+        """Set the engine's reason for waiting, empty when there is none, and update the live row."""
         self._waits_for = text
         self.update_row()
 
