@@ -27,6 +27,7 @@ class Prepared:
 
     @classmethod
     def in_(cls, directory: Path) -> "Prepared":
+        """Return the paths of the files in ``directory``, whether they exist or not."""
         return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
 
 
