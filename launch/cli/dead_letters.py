@@ -18,7 +18,9 @@ from launch.samples.search import to_json
 
 CONNECT_S = 3.0
 ANSWER_S = 5.0
+"""Seconds to wait for the learner's records of a decision."""
 PROMPT_SHOWN = 72
+"""Most characters shown of a prompt."""
 
 
 async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
