@@ -23,6 +23,7 @@ async def shown(
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
+        """Report ``done`` of ``total`` messages, to the live row and on the terminal, each no more often than its interval."""
         nonlocal reported_s, shown_s
         now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
         if now - shown_s >= show_every_s:

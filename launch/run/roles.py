@@ -69,6 +69,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
             async with HeartbeatPublisher(bus, row) as heartbeat:
 
                 async def keep_up() -> None:
+                    """Start every server again that has ended, without end."""
                     while True:
                         await asyncio.sleep(CHECK_SERVER_S)
                         for server in servers.ended():
@@ -117,6 +118,7 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     from bus.client.connection import open_connection
 
     async def reached() -> None:
+        """Connect to the bus and disconnect."""
         async with open_connection(bus_url, name, wait_s):
             pass
 
@@ -223,6 +225,7 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     found = ""
 
     async def find() -> None:
+        """Set ``found`` to the name of the bus's one run."""
         nonlocal found
         found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
 
@@ -336,6 +339,10 @@ async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
 
 
 async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
+    """Run the feeder of a learner with the run's settings, until its last step is done or ``draining`` is set.
+
+    Raises SettingsError for a directory without a model, and the errors of ``learner.feed.feeder.run_feeder``.
+    """
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
     from learner.data.prompts import PromptFile, model_tokenizer
@@ -376,6 +383,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
+    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code."""
     from learner.feed.places import RankPlaces
 
     with importing():

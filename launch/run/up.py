@@ -47,7 +47,9 @@ METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
 WRONG_USE = 2
+"""Exit code of CannotBegin."""
 BUS_START_S = 60.0
+"""Seconds for the run's bus to answer."""
 LATER_STARTS_S = 86_400.0
 REPORTED = (
     "steps",

@@ -37,6 +37,7 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
     """Background loop: draw until cancelled, and once more then."""
 
     def fitted() -> Panel:
+        """Return the view in the present size of the terminal."""
         return picture(watch, title, width=min(console.width, WIDEST), height=console.height)
 
     with Live(console=console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False) as live:
