@@ -58,6 +58,7 @@ def versions(sample: Sample) -> str:
 
 
 def reward_colour(score: float) -> str:
+    """Return green for a reward of at least ``_GOOD``, red for one of 0 or less, else yellow."""
     return "green" if score >= _GOOD else "red" if score <= 0 else "yellow"
 
 
