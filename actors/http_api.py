@@ -39,7 +39,7 @@ COMMANDS = frozenset(
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Translate our errors into status codes. Any other exception becomes a 500 with its repr, and the engine keeps running."""
+    """Return the handler's response; errors of ``actors.errors`` become their status codes, any other exception a 500 with its repr."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -70,7 +70,7 @@ async def body_of(request: web.Request) -> Mapping[str, Any]:
 
 
 def json_map(raw: bytes) -> dict[str, Any]:
-    """Parse a body. Raises BadRequest unless it is a JSON map that can be encoded again."""
+    """Return a body as a map. Raises BadRequest unless it is a JSON map that can be encoded again."""
     try:
         body = json.loads(raw.decode())
         # Counted first, as that is cheap: a body with fewer brackets cannot be deeper.

@@ -84,7 +84,7 @@ class Limits:
 
 
 def parse_generate(body: object, limits: Limits) -> Generate:
-    """Validate a body of /generate and repeat each prompt ``n`` times. Raises BadRequest."""
+    """Return a validated body of /generate, with each prompt repeated ``n`` times. Raises BadRequest."""
     if not isinstance(body, Mapping):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
     _refuse_unknown(body, GENERATE_FIELDS, NEUTRAL_GENERATE, "body")

@@ -43,7 +43,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, model_dir: Path) -> "ChatTemplate | None":
-        """Read the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
+        """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
         file = model_dir / "tokenizer_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         alone = model_dir / "chat_template.jinja"

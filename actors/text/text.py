@@ -17,7 +17,7 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """Read the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only."""
+        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only."""
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"

@@ -40,7 +40,7 @@ def form_of(template: str) -> str | None:
 
 
 def read(text: str, form: str, *, finished: bool) -> ParsedReply:
-    """Split a text into content and calls. ``finished``: the text is complete, so an unclosed call is content."""
+    """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
