@@ -25,7 +25,7 @@ class RequestBatcher:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def request(self, body: dict[str, Any], send: Send) -> Any:
-        """Return the answer to ``body``. The batch is sent by the ``send`` of its first caller, whose exception every caller raises."""
+        """Return the answer to ``body``. The batch is sent by the ``send`` of its first caller; an exception of it is raised in all."""
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
         answer: asyncio.Future[Any] = loop.create_future()

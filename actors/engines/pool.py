@@ -325,6 +325,7 @@ class EnginePool:
     async def _update(self, statuses: Sequence[EngineStatus]) -> None:
         """Apply the observed states. An engine that serves again after it did not leaves quarantine."""
         seen = {status.url: status for status in statuses}
+        # An engine with requests in flight stays, as they use its client.
         gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
         for entry in [self._entries.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
             await entry.engine.close()

@@ -104,7 +104,7 @@ class ParsedRequest:
 
 
 def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
-    """Validate OpenAI's own fields; the engine validates those that become SGLang's. Raises BadRequest."""
+    """Return a request with OpenAI's own fields validated; the engine validates those that become SGLang's. Raises BadRequest."""
     known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
     for name, value in body.items():
         if name not in known | WITHOUT_EFFECT:

@@ -172,6 +172,7 @@ class Actor:
 
     async def _stored_partials(self, lease: Lease) -> dict[int, Partial]:
         """Return the partials that earlier actors stored for the task, by sample index."""
+        # At the first delivery no other actor has had the task, so there are none to read.
         if lease.deliveries == 1 or not self._config.partials:
             return {}
         try:

@@ -173,7 +173,7 @@ class SingleTurn:
         # The time keeps it unique: an attempt that finds its engine unavailable does not count as broken.
         id = f"{task.id}.{index}.{attempt}.{tries.broken}-{now:.6f}"
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(None) as limit:  # ``cut_short`` sets the limit
                 self._in_flight[id] = (engine, limit)
                 with self._activity:
                     return await engine.generate(

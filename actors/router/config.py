@@ -40,7 +40,7 @@ class RouterConfig:
     health_failures: int = 3
     """Health checks in a row without an answer after which an engine gets no requests until it answers again."""
     max_sessions: int = 100_000
-    """Most sessions whose engine is remembered; those unused for longest are evicted first."""
+    """Most sessions for which the engine is remembered; those unused for longest are evicted first."""
     max_text: int = 64 << 20
     """Most characters and tokens of prompts and responses that the token-exact middleware remembers."""
     max_body_bytes: int = 1 << 28
