@@ -148,7 +148,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        """Set the phase, and log a change of it."""
+        """Set the phase, and log a change of it. Raises ValueError unless it is one of ``PHASES``."""
         if phase not in PHASES:
             raise ValueError(f"phase: want one of {', '.join(PHASES)}, got {phase!r}")
         if phase != self._phase:

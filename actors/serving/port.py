@@ -110,7 +110,7 @@ class Updates(Protocol):
         """Record the epoch. Raises StaleEpoch when a higher one was seen."""
 
     async def run_shielded(self, operation: Coroutine[Any, Any, Result]) -> Result:
-        """Run an operation to its end even if the caller is cancelled."""
+        """Run an operation to its end even if the caller is cancelled. Returns its result, raises its errors."""
 
     async def join(self, body: Body) -> None:
         """Join the process group that the body of /init_weights_update_group names; one of the same name is left first."""

@@ -87,7 +87,7 @@ class BuiltinBackend:
                 self._abandon(progress)
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
+        """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
         progress = Progress()
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):

@@ -38,7 +38,7 @@ class Progress:
             self._wake.set()
 
     async def finished(self) -> list[Sequence]:
-        """Wait until all have ended. The scheduler ends every sequence that it is given, so the bound is the request's own."""
+        """Return all responses once they have ended. The scheduler ends every sequence that it is given: the bound is the request's own."""
         await self._wake.wait()
         return self.sequences
 

@@ -74,7 +74,7 @@ class JoinedGroup:
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the group for one request at a time. Raises TimeoutError."""
+        """Reserve the group until this context is left. Raises TimeoutError when another request has it for more than ``timeout_s``."""
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:

@@ -129,11 +129,11 @@ class Scheduler:
         return self.counters.idle_s + (0.0 if since is None else time.perf_counter() - since)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` in the thread, between two steps."""
+        """Run ``function`` in the thread, between two steps. Returns the future of its result; it is cancelled if the thread has ended."""
         return self._calls.call(function)
 
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
-        """Append sequences to the queue."""
+        """Append sequences to the queue; the future is done once they are in it."""
         return self.call(lambda: self.waiting.extend(sequences))
 
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":

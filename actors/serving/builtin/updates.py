@@ -71,14 +71,14 @@ class WeightUpdates(FencedUpdates):
         self._groups[name] = await JoinedGroup.join(name, body)
 
     async def leave(self, group_name: str) -> None:
-        """Leave a process group, and discard an update whose tensors are sent in messages. Raises UpdateRefused for an unknown group."""
+        """Leave a process group, and discard an open update that is sent in messages. Raises UpdateRefused for an unknown group."""
         joined = self._group(group_name)
         del self._groups[group_name]
         await self.sender_left()
         await asyncio.to_thread(joined.close)
 
     async def sender_left(self) -> None:
-        """Discard an open update whose tensors are sent in messages."""
+        """Discard an open update that is sent in messages."""
         if self._open is not None and self._open.is_sent:
             self._discard("its sender has left")
 
@@ -192,7 +192,7 @@ class WeightUpdates(FencedUpdates):
         return await self._end(update) if serve else None
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Receive tensors into the standby copy, flattened into one message or one by one."""
+        """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest, UpdateRefused."""
         load_format = body.get("load_format")
         if load_format not in (None, "flattened_bucket"):
             raise BadRequest(f"load_format: want null or flattened_bucket, got {load_format!r}")

@@ -46,7 +46,7 @@ class ServerProcess:
 
     @classmethod
     async def open(cls, model_dir: Path, config: EngineConfig) -> "ServerProcess":
-        """Start the server unless it has a URL, and wait until it answers. Raises EngineFailed with the server's last lines."""
+        """Start the server unless it has a URL, and return it once it answers. Raises EngineFailed with the server's last lines."""
         settings = config.sglang
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as secret:

@@ -236,7 +236,7 @@ class WeightUpdates(FencedUpdates):
         return self.whole and self.version >= version
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update; an unfinished one is replaced."""
+        """Pause, and open an update; an unfinished one is replaced. Raises UpdateRefused without a version or the memory of the weights."""
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._require_weight_memory(self.released)
@@ -253,7 +253,7 @@ class WeightUpdates(FencedUpdates):
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
 
     async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Make the server read one flat bucket, from memory that processes of this host can read, into the weights."""
+        """Make the server read one flat bucket from shared memory of this host into the weights. Raises UpdateRefused."""
         names = [spec.name for spec in specs]
         self._check_bucket(names, version)
         try:
