@@ -91,6 +91,7 @@ def _check_lengths(report: Report, config: RunConfig, model: CheckedModel, rows:
     limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model
         return 0
+    # In random order: of a file that is sorted by length, the rows read in time would all be short, or all long.
     others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
     until, long, longest, looked_at = time.monotonic() + READ_S, [], 0, 0
     for number in chain([0], others):

@@ -24,7 +24,7 @@ PROMPT_SHOWN = 72
 
 
 async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
-    """List dead tasks, newest last; without ``every`` only those that have no decision yet. Raises ValueError."""
+    """List dead tasks, newest last; without ``every`` only those that have no decision yet; return 0. Raises ValueError."""
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:

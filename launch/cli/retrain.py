@@ -55,7 +55,7 @@ async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
             if not last:
                 raise ValueError(f"--train: {source} has no recorded step")
             rows = bus.rows("wanted")
-            for key in await rows.keys():
+            for key in await rows.keys():  # a resumed run would keep these numbers, not take those of ``ALONE``
                 await rows.delete(key)
             done = await _set_back(bus, source, target)
     finally:
