@@ -62,7 +62,7 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     try:
         async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
             await bus.jet.retry_for_ever(bus.create_layout)
-            write_whole(config.root / BUS_URL_FILE, url)
+            write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
             id = config.bus.server_name or "bus"
             row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
@@ -103,7 +103,7 @@ class LocalSettings:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import torch, and what needs it, without garbage collections: they free nothing, and take a quarter of the time."""
+    """Switch garbage collection off while entered, for imports of torch: collections free nothing then, and take a quarter of the time."""
     gc.disable()
     try:
         yield
@@ -258,7 +258,10 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the wanted numbers. Raises HostExists, BusUnavailable."""
+    """Run the engines and actors of this machine in the wanted numbers.
+
+    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
+    """
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected

@@ -61,7 +61,7 @@ class RunWatch:
 
     @property
     def step(self) -> int:
-        """Last step whose outcome is recorded; 0 before the first."""
+        """Last step with a recorded outcome; 0 before the first."""
         return max(self.outcomes, default=0)
 
     @property

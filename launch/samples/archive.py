@@ -142,7 +142,7 @@ class ArchiveDirectory:
             self.last_seq = max(self.last_seq, last)
 
     def add(self, stored: StoredSample) -> None:
-        """Write a sample to the open recording, or to a new one. One whose parts are gone is logged and left out.
+        """Write a sample to the open recording, or to a new one. A sample with missing parts is logged and left out.
 
         The sample is on the disk after the next ``sync`` or ``close``.
         """

@@ -30,7 +30,10 @@ _RIGHT = ("completed", "truncated")
 
 
 async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
-    """Print the statistics once, or with --follow until cancelled. The window of a run that is over ends with its newest sample."""
+    """Print the statistics once, or with --follow until cancelled; return 0. Raises ValueError.
+
+    The window of a run that is over ends with its newest sample.
+    """
     filter = filter_of(args)
     search = Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
     end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
