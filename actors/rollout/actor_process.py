@@ -38,10 +38,10 @@ async def run_actor(
     allowed: Sequence[str] = (),
     engine: Callable[[str], Engine] | None = None,
 ) -> None:
-    """Work on the tasks of ``run`` until ``draining`` is set and every held task is done or handed back.
+    """Work on the tasks of ``run`` until ``draining`` is set and every leased task is done or returned by a nak.
 
     A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``) once it is written; ``allowed``: see
-    ``config_of_run``. When cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, NotFound
+    ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound
     when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
     """
     id = actor_id or default_id()

@@ -22,7 +22,7 @@ class RouterConfig:
     middleware: tuple[str, ...] = ()
     """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an ``actors.router.exchange.Middleware``."""
     model: str = ""
-    """Directory of the model whose tokenizer and chat template the middleware uses."""
+    """Directory of the model with the tokenizer and the chat template that the middleware uses."""
     timeout_s: float = 3600.0
     """Time limit of a request, from its arrival to the last byte of its answer."""
     idle_s: float = 600.0

@@ -3,8 +3,8 @@
     joining -> catching up -> (probe) serving -> stale (missed pushes) -> catching up -> ...
 
 Pushes arrive over HTTP at the engine itself; this module watches the registry and brings the engine to the head when no push does. A
-colocated engine takes memory by itself only in the engines' turn: when it starts, and when it catches up. Its live row states that
-meanwhile, and the learner waits until it is done.
+colocated engine takes memory by itself only while the engines own the accelerator: when it starts, and when it catches up. Its live row
+states that meanwhile, and the learner waits until it is done.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ async def run_engine(
 
 
 class _Served:
-    """The engine's live row, and its turns of a shared accelerator."""
+    """The engine's live row, and its use of a shared accelerator."""
 
     def __init__(self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
@@ -118,7 +118,7 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait for the engines' turn, or until ``ended`` is set. A learner that takes the turn waits until this context is left."""
+        """Wait until the engines own the accelerator, or ``ended`` is set. A learner that acquires it waits until this context is left."""
         if self._turns is not None:
             while not await self._begins_taking(self._turns, ended):
                 self._take(False)
@@ -136,7 +136,7 @@ class _Served:
         self._take(True)
         try:
             async with asyncio.timeout(STORED_S):
-                await self._heartbeat.stored()  # so that either this sees the learner's turn, or the learner sees this row
+                await self._heartbeat.stored()  # so that either this sees that the learner owns it, or the learner sees this row
             return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the live row is stored error=%r", error)
@@ -240,7 +240,7 @@ class _Follower:
         self._served.set_waits_for("")
 
     async def _probed(self) -> bool:
-        """Generate one token. Returns False when the weights were torn or released meanwhile."""
+        """Generate one token. Returns False when a push broke off, or memory was released, meanwhile."""
         try:
             await self._engine.probe()
         except EngineFailed as error:

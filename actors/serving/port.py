@@ -120,7 +120,7 @@ class Updates(Protocol):
         ...
 
     async def sender_left(self) -> None:
-        """Discard an open update whose tensors are sent in messages: there will be no more of them."""
+        """Discard an open update that is sent in messages: there will be no more of them."""
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
         """Open an update; an unfinished one is discarded. Each operation that follows takes at most ``timeout_s``."""

@@ -72,7 +72,7 @@ def pool_key(pool: str) -> str:
 
 
 async def read(bus: Bus) -> DesiredRoles:
-    """Return the wanted numbers as they are now. Raises BusUnavailable."""
+    """Return the desired numbers as they are now. Raises BusUnavailable."""
     return DesiredRoles(await bus.rows("wanted").all())
 
 

@@ -305,7 +305,7 @@ class Up:
         return row is not None and int(row[0]["step"]) >= self._config.learner.steps
 
     async def _want(self, bus: Bus) -> None:
-        """Set the wanted numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
+        """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
         there, _ = await bus.rows("wanted").read(desired.ALL) if self._resume else (None, 0)
         if there is None:

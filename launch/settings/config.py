@@ -67,7 +67,7 @@ class UpConfig:
     restart_window_s: float = 300.0
     """Window in which ``restarts`` are counted."""
     drain_s: float = 30.0
-    """Seconds for every process to drain. A learner whose engine has just frozen needs twice ``weights.phase_deadline_s``."""
+    """Seconds for every process to drain. A learner with an engine that has just frozen needs twice ``weights.phase_deadline_s``."""
     view: str = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30

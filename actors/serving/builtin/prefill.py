@@ -16,8 +16,8 @@ def take_prompts(waiting: deque[Sequence], *, free: int, budget: int, shared: Co
 
     Returns the sequences by the key of their prompt; without sharing, by a key of their own.
 
-    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of prompts whose results
-    can be copied instead; None = prompts are not shared.
+    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of prompts with results
+    that can be copied instead; None = prompts are not shared.
     """
     tokens, longest = 0, 0
     prompts: dict[bytes, list[Sequence]] = {}

@@ -4,7 +4,7 @@
                                     (refused unless every tensor was received exactly once)
 
 SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and continue with
-the new weights. A push that breaks off leaves torn weights (of two versions): the server stays paused, ``version`` is -1, and only a
+the new weights. A push that breaks off leaves weights of two versions: the server stays paused, ``version`` is -1, and only a
 complete update (the next push, or a snapshot) makes it serve again.
 
 A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory while it is not
@@ -86,7 +86,7 @@ class WeightUpdates(FencedUpdates):
         """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
 
         async def exclusive() -> Result:
-            """Run the operation in its turn, and let requests wait no longer when it leaves torn weights."""
+            """Run the operation in its turn, and let requests wait no longer when it leaves weights of two versions."""
             try:
                 async with self._turn:
                     self.operation = task
@@ -137,7 +137,7 @@ class WeightUpdates(FencedUpdates):
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Abandon an open update: the weights before it are served on, or, once they are torn, requests stop waiting for its end."""
+        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop waiting for its end."""
         if self._open is None:
             return
         log.warning("update abandoned version=%s served=%d", self._open, self.version)
@@ -247,7 +247,7 @@ class WeightUpdates(FencedUpdates):
         self._open, self._received = version, set()
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Make the server receive tensors over a process group into the weights, which are torn from then on. Raises UpdateRefused."""
+        """Make the server receive tensors over a process group into the weights, which are of two versions then. Raises UpdateRefused."""
         names = [str(name) for name in body["names"]]
         self._check_bucket(names, version)
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
@@ -275,7 +275,7 @@ class WeightUpdates(FencedUpdates):
             raise UpdateRefused(f"{(strange or again or names)[0]}: " + ("the model has no such tensor" if strange else "received twice"))
 
     async def _write(self, path: str, names: Sequence[str], body: Mapping[str, Any], timeout_s: float) -> None:
-        self.version = -1  # from here on the weights are torn until the end
+        self.version = -1  # from here on the weights are of two versions, until the end
         await self._api.command(path, {**body, "flush_cache": self._flush, "weight_version": str(self._open)}, timeout_s=timeout_s)
         self._received.update(names)
 
