@@ -37,7 +37,9 @@ SAMPLING = {
 }
 """Name in OpenAI's API, or the common one -> SGLang's name."""
 OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in reversed(SAMPLING.items())}
+"""SGLang's name -> the name in OpenAI's API, for messages; of several names the first in ``SAMPLING``."""
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
+"""Fields of /generate that are copied unchanged."""
 COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"}
 OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
 OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}

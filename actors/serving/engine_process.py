@@ -41,10 +41,12 @@ ROW_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
 CATCH_UP_S = 600.0
 PROBE_AGAIN_S = 0.5
+"""Seconds after a probe without weights, before the engine catches up again."""
 STORED_S = 5.0
 """Time limit in seconds for the live row to be stored, before memory is taken."""
 MEMORY = "the learner to release the accelerator's memory"
 WHOLE = "a complete weight update"
+"""Reasons for waiting in the live row, while there are no weights to serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

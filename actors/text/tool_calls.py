@@ -13,6 +13,7 @@ from typing import Any
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")
+"""Keys under which models write the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ SETTING = "data.path"
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
 SURE_ROWS = 500
+"""Rows that are read and tokenized, however long it takes."""
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 

@@ -21,7 +21,9 @@ from learner.data.groups import mismatch
 from learner.data.ledger import count_of, field_of
 
 EVERYTHING = 1 << 62
+"""Number of newest samples to read; more than any stream has."""
 _MAX_PROBLEMS = 20
+"""Most descriptions of problems that are kept."""
 
 Place = tuple[int, int]
 """(task, index): at most one of the samples of a place is trained."""

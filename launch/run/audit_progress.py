@@ -12,6 +12,7 @@ from bus.wire.messages import LiveRow
 
 ROLE = "up"
 REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0
+"""Shortest intervals in seconds of lines on the terminal, and of updates of the live row."""
 
 
 @asynccontextmanager

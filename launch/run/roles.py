@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 BUS_URL_FILE = "bus.url"
 """File in the run's directory with the address of its embedded bus."""
 CHECK_SERVER_S = 0.2
+"""Interval in seconds at which the nats-server is checked."""
 HOST_RESTART_WINDOW_S = 300.0
+"""Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 LONG_WAIT_S = 300.0
 """Seconds that a process waits for a bus that is started after it."""
 

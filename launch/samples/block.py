@@ -14,6 +14,7 @@ _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 _LABEL_SIZE = 40
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _GOOD = 0.99
+"""Lowest reward shown in green."""
 
 
 def block(found: Found, *, full: bool = False) -> Text:

@@ -38,6 +38,7 @@ CLOSE_S = 5.0
 OPEN_S = 60.0
 """Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 POLL_S = 0.02
+"""Interval in seconds at which the end of an open update is checked."""
 
 
 class WeightUpdates(FencedUpdates):

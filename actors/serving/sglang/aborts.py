@@ -17,6 +17,7 @@ _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
 _OVERLAP = 64
 """Number of bytes kept of an answer's last part, more than a match has: a match may be cut between two parts."""
 ABORT_S = 60.0
+"""Time limit in seconds of one abort at the server."""
 AGAIN_S = 0.2
 AGAIN_MOST_S = 2.0
 """Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not have yet."""

@@ -30,6 +30,7 @@ LEAVE_S = 2.0
 ATTEMPTS = 8
 """Attempts at an answer with one version's keys and values; a push would have to overtake each of them."""
 SERVER_KEYS = ("api_key", "admin_api_key")
+"""Fields of the server's settings that hold its keys."""
 OURS = ("continued_tokens", "min_version", "min_version_timeout_s", "epoch", "timeout_s")
 """Fields of requests that SGLang does not know."""
 

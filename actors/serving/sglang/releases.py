@@ -10,6 +10,7 @@ OLDEST = (0, 5, 21)
 NEWEST = (0, 5, 23)
 """Release that the tests run."""
 CPU_CHECKSUMS = (0, 5, 23)
+"""First release with /weights_checker on CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
