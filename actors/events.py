@@ -9,7 +9,9 @@ import aiohttp
 DATA = b"data: "
 """Prefix of the data of each event."""
 END = b"[DONE]"
+"""Data of the last event of a complete stream."""
 DONE = DATA + END + b"\n\n"
+"""The last event, encoded."""
 MAX_LINE_BYTES = 1 << 26
 """Most bytes of one event: each state of a stream has the whole response so far."""
 

@@ -24,6 +24,7 @@ MEMORY = frozenset({"kv_cache", "weights"})
 MAX_DEPTH = 100
 """Most levels of nested lists and maps. Not every encoder that a body passes through can write deeper ones."""
 MAX_S = 1e6
+"""Longest time limit in seconds that a request may set."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, with its other half (an emoji) or without."""
 COMMANDS = frozenset(
@@ -38,7 +39,7 @@ COMMANDS = frozenset(
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Translate our errors into status codes. Any other exception becomes a 500 with its repr, and the engine keeps running."""
+    """Return the handler's response; errors of ``actors.errors`` become their status codes, any other exception a 500 with its repr."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -63,14 +64,16 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 async def body_of(request: web.Request) -> Mapping[str, Any]:
+    """Return the body of a request as a map; empty for a request without one. Raises BadRequest unless it is a JSON map."""
     raw = await request.read()
     return json_map(raw) if raw else {}
 
 
 def json_map(raw: bytes) -> dict[str, Any]:
-    """Parse a body. Raises BadRequest unless it is a JSON map that can be encoded again."""
+    """Return a body as a map. Raises BadRequest unless it is a JSON map that can be encoded again."""
     try:
         body = json.loads(raw.decode())
+        # Counted first, as that is cheap: a body with fewer brackets cannot be deeper.
         deep = raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _deeper(body, MAX_DEPTH)
     except RecursionError:
         deep = True
@@ -116,6 +119,7 @@ def seconds_in(body: Mapping[str, Any], name: str, default: float) -> float:
 
 
 def port_in(body: Mapping[str, Any], name: str) -> int:
+    """Return a TCP port, 1 .. 65535. Raises BadRequest."""
     port: int = need(body, name, int)
     if not 0 < port < 1 << 16:
         raise BadRequest(f"{name}: want a port, 1 .. 65535, got {port}")
@@ -123,6 +127,7 @@ def port_in(body: Mapping[str, Any], name: str) -> int:
 
 
 def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return the field ``name``, of type ``kind``. Raises BadRequest when it is absent or has another type (a bool is no int)."""
     value = body.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
@@ -130,12 +135,15 @@ def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def group_in(body: Mapping[str, Any]) -> str:
-    """Return the name of the process group; SGLang's default if the body has none."""
+    """Return the name of the process group; SGLang's default if the body has none. Raises BadRequest for one that is no text."""
     return str(need({"group_name": "weight_update_group", **body}, "group_name", str))
 
 
 def version_in(body: Mapping[str, Any]) -> int | None:
-    """Return the weight version; None if the body has none. SGLang's versions are strings; ours are numbers in them."""
+    """Return the weight version; None if the body has none. SGLang's versions are strings; ours are numbers in them.
+
+    Raises BadRequest unless it is a number >= 0.
+    """
     given = body.get("weight_version")
     if given is None:
         return None
@@ -149,7 +157,7 @@ def version_in(body: Mapping[str, Any]) -> int | None:
 
 
 def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
-    """Return the kinds of memory that a release or resume refers to; null means all of them."""
+    """Return the kinds of memory that a release or resume refers to; null means all of them. Raises BadRequest for other tags."""
     tags = body.get("tags")
     if tags is None:
         return MEMORY
@@ -159,7 +167,7 @@ def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
 
 
 def of_update_in(body: Mapping[str, Any]) -> bool:
-    """Return whether a request for checksums refers to the weights of the open update, not to the served ones."""
+    """Return whether a request for checksums refers to the weights of the open update, not to the served ones. Raises BadRequest."""
     of = body.get("of", "served")
     if of not in ("served", "update"):
         raise BadRequest(f"of: want served or update, got {of!r}")
@@ -167,7 +175,11 @@ def of_update_in(body: Mapping[str, Any]) -> bool:
 
 
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine only."""
+    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine only.
+
+    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other machines reach without a
+    key, OSError.
+    """
     bind = config.host if host is None else host
     return await listener.start(
         LOOPBACK if bind == AUTO else bind,
@@ -179,8 +191,10 @@ async def listen(listener: Listener, config: EngineConfig, host: str | None, por
 
 
 def done(message: str, **more: Any) -> web.Response:
+    """Return HTTP 200 with SGLang's ``success`` and ``message``, and the fields of ``more``."""
     return web.json_response({"success": True, "message": message, **more})
 
 
 def error_of(message: str, code: int) -> dict[str, Any]:
+    """Return SGLang's JSON of an error. ``code``: the HTTP status."""
     return {"error": {"message": message, "code": code}}

@@ -42,6 +42,7 @@ class SamplingParams:
 
     @classmethod
     def parse(cls, given: object, where: str = "sampling_params") -> "SamplingParams":
+        """Return the parameters of a map; defaults for None and for absent fields. ``where``: its path in errors. Raises BadRequest."""
         if given is None:
             return cls()
         if not isinstance(given, Mapping):
@@ -83,7 +84,7 @@ class Limits:
 
 
 def parse_generate(body: object, limits: Limits) -> Generate:
-    """Validate a body of /generate and repeat each prompt ``n`` times. Raises BadRequest."""
+    """Return a validated body of /generate, with each prompt repeated ``n`` times. Raises BadRequest."""
     if not isinstance(body, Mapping):
         raise BadRequest(f"body: want a JSON map, got {type(body).__name__}")
     _refuse_unknown(body, GENERATE_FIELDS, NEUTRAL_GENERATE, "body")
@@ -119,6 +120,7 @@ def seeds(generate: Generate) -> list[int]:
     """Return a seed below 2^64 for every response: ``sampling_seed`` + its place among the n of its prompt, or a random one."""
     found, place, before = [], 0, None
     for params in generate.params:
+        # One object serves all responses of a prompt, and of every prompt if there is one map for all: hence the count up to n.
         place = place + 1 if params is before and place + 1 < params.n else 0
         before = params
         found.append(secrets.randbits(64) if params.sampling_seed is None else (params.sampling_seed + place) % 2**64)
@@ -198,6 +200,7 @@ def _shorten(value: object) -> str:
 
 def _integer(low: int) -> Callable[[object, str], int]:
     def check(value: object, where: str) -> int:
+        """Return the integer. Raises BadRequest for other types and for a number below ``low``."""
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise BadRequest(f"{where}: want an integer >= {low}, got {_shorten(value)}")
         return value
@@ -207,6 +210,7 @@ def _integer(low: int) -> Callable[[object, str], int]:
 
 def _number(low: float, high: float, *, above: bool = False) -> Callable[[object, str], float]:
     def check(value: object, where: str) -> float:
+        """Return the number as a float. Raises BadRequest for other types and for a number out of bounds."""
         fine = not isinstance(value, bool) and isinstance(value, int | float) and low <= value <= high and not (above and value == low)
         if not fine:
             raise BadRequest(f"{where}: want a number {'>' if above else '>='} {low:g} and <= {high:g}, got {_shorten(value)}")

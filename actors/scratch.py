@@ -22,9 +22,10 @@ class Scratch:
         self._lock = fresh.open("w")
         with contextlib.suppress(OSError):  # on a file system without locks, no directory is removed
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fresh.rename(self.path / _LOCK)
+            fresh.rename(self.path / _LOCK)  # locked before it has this name: another process finds no lock that is free
 
     def close(self) -> None:
+        """Remove the directory, and release its lock last. Errors of the file system are ignored."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 Send = Callable[[dict[str, Any]], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""
 Pending = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
+"""The body and the future answer of each request of a batch."""
 _BY_REQUEST = ("rid", "input_ids", "sampling_params")
 """Fields that are lists in the batch form; the others must be the same for all."""
 
@@ -24,13 +25,13 @@ class RequestBatcher:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def request(self, body: dict[str, Any], send: Send) -> Any:
-        """Return the answer to ``body``. An exception of ``send`` is raised in every caller of the batch."""
+        """Return the answer to ``body``. The batch is sent by the ``send`` of its first caller; an exception of it is raised in all."""
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
         answer: asyncio.Future[Any] = loop.create_future()
         if key not in self._waiting:
             self._waiting[key] = []
-            loop.call_soon(self._start, key, send)
+            loop.call_soon(self._start, key, send)  # after this turn of the loop, so that its other requests are in the batch
         self._waiting[key].append((body, answer))
         return await answer
 

@@ -46,11 +46,14 @@ class HttpEngine:
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> Generation:
+        """Send /generate; with ``join``, as one request with others of the same turn of the loop, unless it continues a response."""
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun)
+        # A batch has one value of ``continued_tokens`` for all of its requests.
         batcher = None if begun is not None else self._batcher
 
         async def send(wanted: dict[str, Any]) -> Any:
+            """Return the decoded answer of /generate."""
             return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
 
         return _whole(self.url, await (send(body) if batcher is None else batcher.request(body, send)), sampling, begun)
@@ -65,6 +68,7 @@ class HttpEngine:
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
+        """Send /generate and yield a response per event. Raises EngineFailed also for a stream that ends without [DONE]."""
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
         async with self._api.open("POST", "/generate", body, timeout_s=timeout_s) as response:
@@ -75,15 +79,19 @@ class HttpEngine:
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, id: str | None = None) -> None:
+        """Send /abort_request, for one request id or for all."""
         await self._call("POST", "/abort_request", {"abort_all": True} if id is None else {"rid": id})
 
     async def pause(self, mode: str = "in_place") -> None:
+        """Send /pause_generation."""
         await self._call("POST", "/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
+        """Send /continue_generation."""
         await self._call("POST", "/continue_generation", {})
 
     async def healthy(self) -> bool:
+        """Return whether /health answers 200 in time."""
         try:
             await self._call("GET", "/health")
         except (EngineUnavailable, EngineFailed, BadRequest):
@@ -91,6 +99,7 @@ class HttpEngine:
         return True
 
     async def info(self) -> EngineInfo:
+        """Return the contents of /model_info and /server_info. Raises EngineFailed for a version that is no number."""
         model = await self._call("GET", "/model_info")
         server = await self._call("GET", "/server_info")
         return EngineInfo(
@@ -104,6 +113,7 @@ class HttpEngine:
         )
 
     async def close(self) -> None:
+        """Cancel the batches in flight, then close the connections."""
         if self._batcher is not None:
             await self._batcher.close()
         await self._api.close()

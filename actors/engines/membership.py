@@ -65,7 +65,7 @@ async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig
 
 
 async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> dict[str, Any] | None:
-    """Read the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
+    """Return the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
     ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``. Raises NotAllowed for
     a setting that fits none of them, NotFound after ``BUS_WAIT_S``.
@@ -86,13 +86,13 @@ async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed
 
 
 def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
-    """Make the dataclass ``kind`` from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
+    """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
     values = dict(config.get(name, {}))
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in values:
         if key not in known:
             raise BadRow(f"{name}.{key}: unknown setting; known: {sorted(known)}")
-        if isinstance(values[key], list):
+        if isinstance(values[key], list):  # JSON has no tuples, which the settings have
             values[key] = tuple(values[key])
     try:
         return kind(**values)

@@ -78,6 +78,7 @@ class BusDiscovery:
         self._view = view
 
     async def discover(self) -> list[EngineStatus]:
+        """Return the engines with a live row that has an address; a row's phase is the remark."""
         return [
             EngineStatus(
                 url=row.address,
@@ -92,6 +93,7 @@ class BusDiscovery:
         ]
 
     def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """Call ``wake`` when a live row of an engine changes."""
         return self._view.on_change("engine", wake)
 
     async def close(self) -> None:
@@ -105,12 +107,15 @@ class UrlDiscovery:
         self._engines = {url: engine(url) for url in urls}
 
     async def discover(self) -> list[EngineStatus]:
+        """Return one status per URL, from health checks made at the same time, in ``ANSWER_S`` seconds at most."""
         return list(await asyncio.gather(*(self._check(url, engine) for url, engine in self._engines.items())))
 
     def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """Return a context that never calls ``wake``: engines at fixed URLs announce no changes."""
         return nullcontext()
 
     async def close(self) -> None:
+        """Close the clients of the health checks."""
         for engine in self._engines.values():
             await engine.close()
 
@@ -137,6 +142,7 @@ class _PooledEngine:
     """Number of the pool's choice that last selected it."""
 
     def remark(self, min_version: int) -> str:
+        """Return why the engine is not chosen for a request of ``min_version``, given that it is not."""
         if not self.status.serving:
             return self.status.remark or "not serving"
         if self.status.version < min_version:
@@ -194,6 +200,7 @@ class EnginePool:
         """Read the states at once when an engine changes while a request waits for one."""
 
         def wake() -> None:
+            """Start a read of the states, if a request waits."""
             if self._waiting:
                 self._refresh_now.wake()
 
@@ -289,6 +296,7 @@ class EnginePool:
         ]
 
         def rank(entry: _PooledEngine) -> tuple[bool, bool, int, int, str]:
+            """Return the sort key of an engine, the best one first."""
             id = entry.status.id
             return id == avoid, id != prefer, entry.in_flight, entry.chosen if self._in_turn else 0, id
 
@@ -298,7 +306,7 @@ class EnginePool:
         """Return the seconds until the next engine leaves quarantine; about ``POLL_S`` when none is in it."""
         now = time.monotonic()
         ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
-        return min(ends, default=POLL_S) + 0.001
+        return min(ends, default=POLL_S) + 0.001  # a little later, so that the quarantine is over when the waiter looks again
 
     def _describe(self, min_version: int) -> str:
         known = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
@@ -317,6 +325,7 @@ class EnginePool:
     async def _update(self, statuses: Sequence[EngineStatus]) -> None:
         """Apply the observed states. An engine that serves again after it did not leaves quarantine."""
         seen = {status.url: status for status in statuses}
+        # An engine with requests in flight stays, as they use its client.
         gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
         for entry in [self._entries.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
             await entry.engine.close()

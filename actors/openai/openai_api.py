@@ -37,7 +37,9 @@ SAMPLING = {
 }
 """Name in OpenAI's API, or the common one -> SGLang's name."""
 OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in reversed(SAMPLING.items())}
+"""SGLang's name -> the name in OpenAI's API, for messages; of several names the first in ``SAMPLING``."""
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
+"""Fields of /generate that are copied unchanged."""
 COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"}
 OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
 OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}
@@ -56,6 +58,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 OF_TEMPLATE = {"self", "messages", "tools", "documents", "add_generation_prompt"}
 """Template arguments that are set here, not by ``chat_template_kwargs``."""
 INCOMPLETE = "\ufffd"
+"""Character that tokenizers put for bytes which are no complete character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ class ParsedRequest:
 
     @property
     def n(self) -> int:
+        """Number of responses to each prompt."""
         return int(self.sampling.get("n", 1))
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> dict[str, Any]:
@@ -102,7 +106,7 @@ class ParsedRequest:
 
 
 def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
-    """Validate OpenAI's own fields; the engine validates those that become SGLang's. Raises BadRequest."""
+    """Return a request with OpenAI's own fields validated; the engine validates those that become SGLang's. Raises BadRequest."""
     known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
     for name, value in body.items():
         if name not in known | WITHOUT_EFFECT:
@@ -142,7 +146,7 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
 
 
 def chat_text(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return the prompt of a chat as text. Raises BadRequest."""
+    """Return the prompt of a chat as text. Raises BadRequest without a template, and for messages that the template rejects."""
     if template is None:
         raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
     return template.render(parsed.messages, **parsed.template)
@@ -154,7 +158,7 @@ def form_of_calls(parsed: ParsedRequest, template: ChatTemplate | None) -> str |
 
 
 def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
-    """Return the prompts as token ids. Raises BadRequest."""
+    """Return the prompts as token ids. Raises BadRequest for text that cannot be tokenized, and for messages that the template rejects."""
     if parsed.chat:
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
@@ -165,7 +169,7 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
 
 
 def error(message: str, status: int) -> dict[str, Any]:
-    """Return an error in OpenAI's format."""
+    """Return an error in OpenAI's format. For status 400 a field at the beginning of ``message`` is its ``param``, by OpenAI's name."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     where, found, what = message.partition(":")
     if where.startswith("sampling_params."):
@@ -204,7 +208,7 @@ class ResponseBuilder:
         self._metas: dict[int, Mapping[str, Any]] = {}
 
     def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the answer with all responses."""
+        """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by place."""
         choices = []
         for place, answer in enumerate(answers):
             self._metas[place] = answer["meta_info"]

@@ -25,13 +25,24 @@ class EngineProperties(Protocol):
     """Properties of an engine that the routes need."""
 
     @property
-    def url(self) -> str: ...
+    def url(self) -> str:
+        """URL of the engine, for errors."""
+        ...
+
     @property
-    def model_dir(self) -> Path: ...
+    def model_dir(self) -> Path:
+        """Directory of the model; its name is the model's name."""
+        ...
+
     @property
-    def text(self) -> Text | None: ...
+    def text(self) -> Text | None:
+        """Tokenizer; None = the model directory has none."""
+        ...
+
     @property
-    def limits(self) -> Limits: ...
+    def limits(self) -> Limits:
+        """Bounds of a request."""
+        ...
 
 
 class GenerateBackend(Protocol):
@@ -50,12 +61,13 @@ class OpenAiRoutes:
     """OpenAI's paths of one engine."""
 
     def __init__(self, engine: EngineProperties, backend: GenerateBackend) -> None:
-        """Raises ValueError for an invalid chat template."""
+        """Read the chat template of the model directory. Raises ValueError for an invalid one."""
         self._engine, self._backend = engine, backend
         self._model = engine.model_dir.resolve().name
         self._template = ChatTemplate.read(engine.model_dir)
 
     def routes(self) -> dict[str, Handler]:
+        """Return the handlers by method and path."""
         return {
             "GET /v1/models": self._models,
             "POST /v1/completions": self._completions,

@@ -2,10 +2,10 @@
 
 ::
 
-    TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (settled when all n are stored)
+    TASKS --lease--> group --n x--> engine --> reward --> SAMPLES     (acked when all n are stored)
                        |                          |
                        |                          +-- fails or hangs: a FAILED sample, and the task is reported
-                       +-- no engine, or drained: the work so far goes into PARTIALS, then the task is handed back
+                       +-- no engine, or drained: the work so far goes into PARTIALS, then a nak returns the task
 
 Consumes tasks of every kind, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
@@ -48,7 +48,7 @@ CANCEL_NAK_DELAY_S = 0.5
 """Seconds of that delay when this actor is cancelled: until then its own last request for a task may still wait at the bus, and a task
 delivered to that request would be idle until its lease ends."""
 NAK_TIMEOUT_S = 2.0
-"""Time limit in seconds for handing a task back."""
+"""Time limit in seconds of a nak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ class Actor:
         self._idle_since_s = time.monotonic()
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Lease tasks and work on them. Returns when ``draining`` is set and every held task is done or handed back."""
+        """Lease tasks and work on them. Returns when ``draining`` is set and every leased task is done or returned by a nak."""
         async with asyncio.TaskGroup() as work:
             work.create_task(self._note_drain(draining))
             for kind in Kind:
@@ -144,7 +144,7 @@ class Actor:
         return lease
 
     async def _work(self, lease: Lease) -> None:
-        """Generate and store the missing samples of a task, then ack it, hand it back or report the failure."""
+        """Generate and store the missing samples of a task, then ack it, nak it or report the failure."""
         task = lease.task
         try:
             async with lease.kept():
@@ -172,6 +172,7 @@ class Actor:
 
     async def _stored_partials(self, lease: Lease) -> dict[int, Partial]:
         """Return the partials that earlier actors stored for the task, by sample index."""
+        # At the first delivery no other actor has had the task, so there are none to read.
         if lease.deliveries == 1 or not self._config.partials:
             return {}
         try:

@@ -22,6 +22,7 @@ from bus.wire.subjects import refused
 from rewards.registry import load
 
 UPDATE_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 REFUSAL_EVERY_S = 5.0
 """Seconds after which a refusal is found at the latest, if its notification was missed."""
 
@@ -37,14 +38,15 @@ async def run_actor(
     allowed: Sequence[str] = (),
     engine: Callable[[str], Engine] | None = None,
 ) -> None:
-    """Work on the tasks of ``run`` until ``draining`` is set and every held task is done or handed back.
+    """Work on the tasks of ``run`` until ``draining`` is set and every leased task is done or returned by a nak.
 
     A config that is None is read from the bus (row run/config, sections ``actor`` and ``bus``) once it is written; ``allowed``: see
-    ``config_of_run``. When cancelled, it hands its tasks back. Raises BusUnavailable when there is no bus within five minutes, NotFound
+    ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound
     when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
+        # A connection of its own, for this read: the settings of the next one are a section of the row.
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
             found = None if bus is None else await config_of_run(bus, draining, role="actor", allowed=allowed)

@@ -26,6 +26,7 @@ STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 
 
 CUT_SHORT_S = 5.0
+"""Seconds that an engine has to return its unfinished responses after an abort."""
 ABORT_EVERY_S = 0.2
 """Seconds between two aborts. An engine ignores an abort that arrives before its request, so it is repeated."""
 
@@ -117,7 +118,7 @@ class SingleTurn:
         raise Unfinished("the actor is draining", _partial(task, index, attempt, tries))
 
     def waits_for(self) -> str:
-        """Return a description of the wait for an engine; empty when no request waits."""
+        """Return a description of the wait for an engine and its duration; empty when no request waits."""
         return self._engines.waits_for()
 
     def stop_waiting(self) -> None:
@@ -169,9 +170,10 @@ class SingleTurn:
         if self._cutting_short:
             return None
         now = time.monotonic()
+        # The time keeps it unique: an attempt that finds its engine unavailable does not count as broken.
         id = f"{task.id}.{index}.{attempt}.{tries.broken}-{now:.6f}"
         try:
-            async with asyncio.timeout(None) as limit:
+            async with asyncio.timeout(None) as limit:  # ``cut_short`` sets the limit
                 self._in_flight[id] = (engine, limit)
                 with self._activity:
                     return await engine.generate(

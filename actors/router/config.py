@@ -9,9 +9,10 @@ class RouterConfig:
     """One router."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; auto = that of the way to the bus. Others than loopback want a key of the run, which only a bus has."""
+    """Address to listen on; auto = the address of the interface that leads to the bus. Any address but loopback requires a key of the run,
+    and so a bus."""
     advertise: str = ""
-    """Host, or host:port, under which others find it, where that is not ``host``."""
+    """Host, or host:port, at which other processes reach it, where that is not ``host``."""
     insecure: bool = False
     """Answer requests of other machines without a key."""
     port: int = 0
@@ -19,27 +20,31 @@ class RouterConfig:
     workers: tuple[str, ...] = ()
     """URLs of engines known from the start, besides those on the bus."""
     middleware: tuple[str, ...] = ()
-    """``package.module:factory`` each, the first one outermost; ``factory(config)`` gives an ``actors.router.exchange.Middleware``."""
+    """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an ``actors.router.exchange.Middleware``."""
     model: str = ""
-    """Directory of the model whose tokenizer and chat template the middleware uses."""
+    """Directory of the model with the tokenizer and the chat template that the middleware uses."""
     timeout_s: float = 3600.0
-    """A request, from its arrival to its last byte."""
+    """Time limit of a request, from its arrival to the last byte of its answer."""
     idle_s: float = 600.0
-    """Between two chunks of an answer, and for a client to take one."""
+    """Time limit between two chunks of an answer, and for a client to accept one."""
     connect_s: float = 5.0
+    """Time limit of a connection to an engine."""
     wait_s: float = 60.0
-    """A request waits so long for an engine that serves."""
+    """Longest wait of a request for an engine that serves."""
     retries: int = 3
-    """More attempts, each rather at another engine, where repeating is safe."""
+    """Further attempts at a request that can be repeated safely, each at another engine if there is one."""
     health_every_s: float = 1.0
+    """Interval of the health checks of an engine."""
     health_timeout_s: float = 5.0
+    """Time limit of one health check."""
     health_failures: int = 3
-    """Checks in a row without an answer, after which an engine is left alone until it answers again."""
+    """Health checks in a row without an answer after which an engine gets no requests until it answers again."""
     max_sessions: int = 100_000
-    """Sessions whose engine is remembered; the longest unused is forgotten first."""
+    """Most sessions for which the engine is remembered; those unused for longest are evicted first."""
     max_text: int = 64 << 20
-    """Characters of prompts and responses that the token-exact middleware remembers."""
+    """Most characters and tokens of prompts and responses that the token-exact middleware remembers."""
     max_body_bytes: int = 1 << 28
+    """Most bytes of a request's body."""
 
     def __post_init__(self) -> None:
         for name in ("timeout_s", "idle_s", "connect_s", "wait_s", "health_every_s", "health_timeout_s"):
@@ -55,7 +60,7 @@ class RouterConfig:
 
 
 def check_url(url: object) -> str:
-    """An engine's address without a slash at its end. Raises ValueError."""
+    """Return an engine's URL without a slash at its end. Raises ValueError unless it is an http or https URL with a host."""
     try:
         parts = urlsplit(url if isinstance(url, str) else "")
         well = parts.scheme in ("http", "https") and parts.hostname and parts.hostname.encode("idna") and parts.port != 0

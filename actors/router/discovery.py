@@ -72,6 +72,10 @@ class WorkerDiscovery:
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
     async def discover(self) -> list[EngineStatus]:
+        """Return the engines on the bus and those added by hand, without those removed, each with the result of its last health checks.
+
+        Raises no BusError: without the bus the last known rows are used.
+        """
         if self._on_bus is not None:
             try:
                 async with asyncio.timeout(READ_S):
@@ -87,6 +91,7 @@ class WorkerDiscovery:
 
     @asynccontextmanager
     async def watch(self, wake: Callable[[], None]) -> AsyncIterator[None]:
+        """While entered, ``wake`` is called when an engine's row changes, or when it begins or ceases to serve by its health checks."""
         self._wake = wake
         on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.watch(wake)
         async with on_bus:

@@ -15,8 +15,10 @@ from actors.errors import BadRequest
 from actors.http_api import json_map
 
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
+"""Headers with a session id; the first that is set counts. (The second is that of SGLang's own gateway.)"""
 SESSION_FIELD = "session_id"
 REQUEST_HEADER = "X-Request-Id"
+"""Header by which a client marks a request as safe to repeat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +104,7 @@ def wrapped(handler: Handler, middleware: list[Middleware]) -> Handler:
 
 def _around(layer: Middleware, inner: Handler) -> Handler:
     async def handle(request: Request) -> Answer:
+        """Return the middleware's answer; ``inner`` is the handler that it calls."""
         return await layer(request, inner)
 
     return handle

@@ -29,6 +29,7 @@ from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Requ
 from bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
+"""Paths of generations."""
 NOT_FORWARDED = frozenset(
     (
         *("host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "expect"),
@@ -36,8 +37,10 @@ NOT_FORWARDED = frozenset(
         *(name.lower() for name in SESSION_HEADERS),
     )
 )
+"""Headers of one connection, and those that this module sets itself."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 MAX_REFUSAL_BYTES = 1 << 16
+"""Most bytes of a refusal that are read: it is kept until all attempts have failed."""
 
 
 class NotSent(EngineUnavailable):
@@ -52,6 +55,7 @@ class EngineRefused(EngineUnavailable):
         self.headers, self.body = headers, body
 
     def answer(self) -> Answer:
+        """Return the engine's own refusal, for the client."""
         return Answer(UNAVAILABLE, self.headers, _once(self.body))
 
 
@@ -78,6 +82,7 @@ class Sessions:
         return self._engines.get(session, "") if session else ""
 
     def note(self, session: str, engine: str) -> None:
+        """Record the engine that a session used last; a request without a session is ignored."""
         if not session:
             return
         self._engines[session] = engine
@@ -100,6 +105,7 @@ class Forwarder:
         )
 
     async def close(self) -> None:
+        """Close the connections to engines; requests in flight break off."""
         await self._session.close()
 
     async def handle(self, request: Request) -> Answer:

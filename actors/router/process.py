@@ -17,6 +17,7 @@ from bus.system.coroutines import first_of
 log = logging.getLogger(__name__)
 
 UPDATE_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 
 
 async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:

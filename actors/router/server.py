@@ -34,7 +34,9 @@ log = logging.getLogger(__name__)
 CONTROL = COMMANDS | {"/weights_checker"}
 """Paths, besides ``/update_weight...``, that a learner requests of an engine directly; the router refuses them."""
 OWN_COMMANDS = ("/add_worker", "/remove_worker")
+"""Paths of the router that require the admin key."""
 HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "keep-alive"))
+"""Headers of one connection, which the connection to the client sets itself."""
 
 
 class Router:

@@ -83,6 +83,7 @@ class TokenHistory:
         prompts = [self.pieces(each, request.session) for each in texts]
         owners = _Owners(prompts, body.get("sampling_params"))
         ids = [_ids(prompt) for prompt in prompts]
+        # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
         changed = request.with_body({**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True})
         answer = await handler(changed)
         async with answer:

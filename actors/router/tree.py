@@ -29,6 +29,7 @@ class Piece:
 
     @property
     def sampled(self) -> bool:
+        """True when an engine sampled the tokens; False when they were given in a prompt."""
         return bool(self.log_probs)
 
 

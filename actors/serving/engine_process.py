@@ -3,8 +3,8 @@
     joining -> catching up -> (probe) serving -> stale (missed pushes) -> catching up -> ...
 
 Pushes arrive over HTTP at the engine itself; this module watches the registry and brings the engine to the head when no push does. A
-colocated engine takes memory by itself only in the engines' turn: when it starts, and when it catches up. Its live row states that
-meanwhile, and the learner waits until it is done.
+colocated engine takes memory by itself only while the engines own the accelerator: when it starts, and when it catches up. Its live row
+states that meanwhile, and the learner waits until it is done.
 """
 
 import asyncio
@@ -38,11 +38,15 @@ from weightstore.transport.handles import shared_memory_domain
 log = logging.getLogger(__name__)
 
 ROW_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 CATCH_UP_S = 600.0
 PROBE_AGAIN_S = 0.5
+"""Seconds after a probe without weights, before the engine catches up again."""
 STORED_S = 5.0
+"""Time limit in seconds for the live row to be stored, before memory is taken."""
 MEMORY = "the learner to release the accelerator's memory"
 WHOLE = "a complete weight update"
+"""Reasons for waiting in the live row, while there are no weights to serve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ async def run_engine(
 
 
 class _Served:
-    """The engine's live row, and its turns of a shared accelerator."""
+    """The engine's live row, and its use of a shared accelerator."""
 
     def __init__(self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
@@ -116,7 +120,7 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait for the engines' turn, or until ``ended`` is set. A learner that takes the turn waits until this context is left."""
+        """Wait until the engines own the accelerator, or ``ended`` is set. A learner that acquires it waits until this context is left."""
         if self._turns is not None:
             while not await self._begins_taking(self._turns, ended):
                 self._take(False)
@@ -134,7 +138,7 @@ class _Served:
         self._take(True)
         try:
             async with asyncio.timeout(STORED_S):
-                await self._heartbeat.stored()  # so that either this sees the learner's turn, or the learner sees this row
+                await self._heartbeat.stored()  # so that either this sees that the learner owns it, or the learner sees this row
             return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the live row is stored error=%r", error)
@@ -152,6 +156,7 @@ class _Served:
             await first_of(follower.run(), self._update_row_periodically(), draining.wait(), engine.failed())
 
     def set_waits_for(self, text: str) -> None:
+        """Set the engine's reason for waiting, empty when there is none, and update the live row."""
         self._waits_for = text
         self.update_row()
 
@@ -237,7 +242,7 @@ class _Follower:
         self._served.set_waits_for("")
 
     async def _probed(self) -> bool:
-        """Generate one token. Returns False when the weights were torn or released meanwhile."""
+        """Generate one token. Returns False when a push broke off, or memory was released, meanwhile."""
         try:
             await self._engine.probe()
         except EngineFailed as error:

@@ -92,6 +92,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
+        """Set the phase ``draining`` and wait until accepted responses have ended. Returns False when some are left after ``timeout_s``."""
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)
@@ -121,6 +122,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @property
     def updates(self) -> AnyUpdates:
+        """The engine's weight updates, once it is loaded and started."""
         assert self._updates is not None, "the engine is not loaded, or not started"
         return self._updates
 
@@ -136,14 +138,17 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @property
     def whole(self) -> bool:
+        """True when there are weights to serve."""
         return self._updates is not None and self._updates.whole
 
     @property
     def phase(self) -> str:
+        """One of ``PHASES``. Setting it raises ValueError for any other text."""
         return self._phase
 
     @phase.setter
     def phase(self, phase: str) -> None:
+        """Set the phase, and log a change of it. Raises ValueError unless it is one of ``PHASES``."""
         if phase not in PHASES:
             raise ValueError(f"phase: want one of {', '.join(PHASES)}, got {phase!r}")
         if phase != self._phase:
@@ -152,6 +157,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @property
     def servable(self) -> bool:
+        """True when requests are accepted: the phase is ``serving``, and the engine can generate."""
         return self._phase == "serving" and self._alive
 
     def require_servable(self) -> None:

@@ -16,6 +16,7 @@ from weightstore.listener import Handler
 from weightstore.transport.handles import Offered
 
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
+"""Phases of an engine; it accepts requests only in ``serving``."""
 COMMAND_S = 60.0
 """Time-out of one operation of an update, unless its request has another."""
 Result = TypeVar("Result")
@@ -31,13 +32,19 @@ class ServedEngine(Protocol):
     """URL of the socket for pushes by handles; "" = the engine takes no handles."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Version of the served weights; -1 = none are complete."""
+        ...
+
     @property
     def whole(self) -> bool:
         """True when there are weights to serve: not from the release of their memory until an update."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Highest learner epoch seen; 0 before the first."""
+        ...
+
     @property
     def capabilities(self) -> Capabilities:
         """Kinds of push that the engine accepts now, and whether its peers can fetch its weights."""
@@ -57,7 +64,10 @@ class ServedEngine(Protocol):
     async def drain(self, timeout_s: float) -> bool:
         """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop listening and end the engine."""
+        ...
+
     async def failed(self) -> None:
         """Wait until the engine cannot generate any more, for good; return or raise then."""
 
@@ -80,7 +90,10 @@ class Updates(Protocol):
     """Sum of the seconds for which updates have held up generation."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Version of the served weights; -1 = none are complete."""
+        ...
+
     @property
     def epoch(self) -> int:
         """Highest learner epoch seen."""
@@ -97,14 +110,17 @@ class Updates(Protocol):
         """Record the epoch. Raises StaleEpoch when a higher one was seen."""
 
     async def run_shielded(self, operation: Coroutine[Any, Any, Result]) -> Result:
-        """Run an operation to its end even if the caller is cancelled."""
+        """Run an operation to its end even if the caller is cancelled. Returns its result, raises its errors."""
 
     async def join(self, body: Body) -> None:
         """Join the process group that the body of /init_weights_update_group names; one of the same name is left first."""
 
-    async def leave(self, group_name: str) -> None: ...
+    async def leave(self, group_name: str) -> None:
+        """Leave a process group, and discard an open update as ``sender_left``."""
+        ...
+
     async def sender_left(self) -> None:
-        """Discard an open update whose tensors are sent in messages: there will be no more of them."""
+        """Discard an open update that is sent in messages: there will be no more of them."""
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
         """Open an update; an unfinished one is discarded. Each operation that follows takes at most ``timeout_s``."""
@@ -145,7 +161,9 @@ class Updates(Protocol):
     async def continue_generation(self, body: Body) -> None:
         """Continue after a pause."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the operations under way; groups that this process has joined are left."""
+        ...
 
 
 class HttpEngine(ServedEngine, Protocol):
@@ -157,7 +175,10 @@ class HttpEngine(ServedEngine, Protocol):
     authority: Authority
 
     @property
-    def updates(self) -> Updates: ...
+    def updates(self) -> Updates:
+        """The engine's weight updates."""
+        ...
+
     def require_servable(self) -> None:
         """Raise EngineUnavailable when the engine does not serve now."""
 
@@ -166,18 +187,30 @@ class Backend(Protocol):
     """Requests that each kind of engine answers in its own way. Keys, epochs and fields common to all kinds are checked before."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate."""
+        """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable, EngineFailed."""
 
     def states(self, body: Body) -> AsyncGenerator[Body, None]:
-        """Yield the states of all responses to a body of /generate, as ``actors.openai.openai_server.Generating`` requires."""
+        """Yield the states of all responses to a body of /generate, as ``actors.openai.openai_server.GenerateBackend`` requires."""
         ...
 
     async def abort(self, rid: str | None, body: Body) -> web.StreamResponse:
         """End the request or response ``rid`` with its tokens so far, or all (None)."""
 
-    async def model_info(self) -> Body: ...
-    async def server_info(self) -> Body: ...
-    async def loads(self, request: web.Request) -> web.StreamResponse: ...
-    async def flush_cache(self, request: web.Request) -> web.StreamResponse: ...
+    async def model_info(self) -> Body:
+        """Return the answer of GET /model_info."""
+        ...
+
+    async def server_info(self) -> Body:
+        """Return the answer of GET /server_info; no key of the server is in it."""
+        ...
+
+    async def loads(self, request: web.Request) -> web.StreamResponse:
+        """Answer GET /v1/loads: running and waiting requests."""
+        ...
+
+    async def flush_cache(self, request: web.Request) -> web.StreamResponse:
+        """Answer /flush_cache: drop cached keys and values; HTTP 400 when requests still need them."""
+        ...
+
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
         """Return routes that only this kind has; ``command`` checks the epoch of a learner's command and returns its body."""

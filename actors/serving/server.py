@@ -80,6 +80,7 @@ class EngineServer:
         """Return a handler that checks a command's epoch, runs its operation to the end, and responds with the result."""
 
         async def handle(request: web.Request) -> web.Response:
+            """Run the operation of one command, and respond with its result."""
             return response(await self._updates.run_shielded(operation(await self._command(request))))
 
         return handle
@@ -98,6 +99,7 @@ class EngineServer:
         return self._updates.pause(mode)
 
     def _join(self, body: Body) -> Coroutine[Any, Any, None]:
+        # Checked here, because the SGLang adapter passes the body on as it is.
         need(body, "master_address", str), port_in(body, "master_port"), need(body, "world_size", int)
         seconds_in(body, "timeout_s", COMMAND_S), group_in(body)
         return self._updates.join(body)
@@ -159,6 +161,7 @@ def _report(found: tuple[int | None, ChecksumReport]) -> web.Response:
 
 def _json(info: Callable[[], Awaitable[Body]]) -> Handler:
     async def respond(request: web.Request) -> web.Response:
+        """Respond with the information as JSON."""
         return web.json_response(await info())
 
     return respond

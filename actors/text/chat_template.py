@@ -24,6 +24,7 @@ class _GenerationTag(Extension):
     tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the nodes between the tag and ``{% endgeneration %}``, as if there were no tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -42,7 +43,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, model_dir: Path) -> "ChatTemplate | None":
-        """Read the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
+        """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
         file = model_dir / "tokenizer_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
         alone = model_dir / "chat_template.jinja"
@@ -75,6 +76,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    # As transformers defines it: jinja2's own filter escapes characters for HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -17,7 +17,7 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """Read the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only."""
+        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only."""
         from tokenizers import Tokenizer
 
         path = model_dir / "tokenizer.json"
@@ -49,6 +49,7 @@ class Text:
         return list(self._tokenizer.encode(text, add_special_tokens=add_special).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of token ids; ``skip_special``: without special tokens (end of sequence, padding, ...)."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")
+"""Keys under which models write the arguments of a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def form_of(template: str) -> str | None:
 
 
 def read(text: str, form: str, *, finished: bool) -> ParsedReply:
-    """Split a text into content and calls. ``finished``: the text is complete, so an unclosed call is content."""
+    """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is content."""
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
@@ -137,5 +138,5 @@ def _call_from(value: object) -> Call | None:
     if not isinstance(arguments, Mapping):
         return None
     call = Call(value["name"], json.dumps(arguments, ensure_ascii=False))
-    f"{call.name}{call.arguments}".encode()
+    f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call

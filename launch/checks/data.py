@@ -18,6 +18,7 @@ SETTING = "data.path"
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
 SURE_ROWS = 500
+"""Rows that are read and tokenized, however long it takes."""
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 
 
@@ -91,6 +92,7 @@ def _check_lengths(report: Report, config: RunConfig, model: CheckedModel, rows:
     limit = config.data.max_prompt_tokens or model.context - config.sampling.max_new_tokens
     if limit <= 0:  # reported with the model
         return 0
+    # In random order: of a file that is sorted by length, the rows read in time would all be short, or all long.
     others = random.Random(0).sample(range(1, len(rows)), len(rows) - 1)
     until, long, longest, looked_at = time.monotonic() + READ_S, [], 0, 0
     for number in chain([0], others):

@@ -33,10 +33,12 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
+        """Findings that make the run impossible."""
         return [finding for finding in self.findings if finding.level == ERROR]
 
     @property
     def warnings(self) -> list[Finding]:
+        """Findings that do not prevent the run."""
         return [finding for finding in self.findings if finding.level == WARNING]
 
     def at(self, setting: str) -> str:
@@ -44,12 +46,15 @@ class Report:
         return f"{self.origins[setting]}: {setting}" if setting in self.origins else setting
 
     def good(self, topic: str, text: str) -> None:
+        """Add a check that found no problem."""
         self.findings.append(Finding(level=OK, topic=topic, text=text))
 
     def error(self, topic: str, where: str, *, want: str, got: Any, cure: str) -> None:
+        """Add an error, as ``where: want ..., got ...; cure``."""
         self.findings.append(Finding(level=ERROR, topic=topic, text=_line(where, want, got, cure)))
 
     def warning(self, topic: str, where: str, *, want: str, got: Any, cure: str) -> None:
+        """Add a warning, as ``where: want ..., got ...; cure``."""
         self.findings.append(Finding(level=WARNING, topic=topic, text=_line(where, want, got, cure)))
 
     def refuse(self) -> None:

@@ -17,7 +17,7 @@ from rewards.port import RewardRequest, Scorer
 from rewards.registry import TABLE, load
 
 CALL_S = 10.0
-"""Seconds for the one call of a reward by import path that --check-reward asks for."""
+"""Time limit in seconds of the one call of a reward by import path, with --check-reward."""
 GSPO_WIDE = 0.01
 """A clip range of GSPO's ratio that is wider than this belongs to another loss."""
 CONTRACTS = {

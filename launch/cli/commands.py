@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bus.streams.bus import Bus
 
 ROUTER_DRAIN_S = 30.0
+"""Seconds that a router has to finish its requests."""
 
 
 def _loaded(args: argparse.Namespace) -> Loaded:
@@ -63,6 +64,10 @@ def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
 
 
 def config(args: argparse.Namespace) -> int:
+    """Check a configuration file, or print it, its JSON Schema or the reference page. Returns 0.
+
+    Raises ValueError without CONFIG, SettingsError, CheckFailed.
+    """
     if args.schema or args.reference:
         from launch.settings import reference
 
@@ -80,6 +85,7 @@ def config(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
+    """Print the findings of all checks. Returns 0, or 78 when there are errors. Raises SettingsError."""
     from launch.checks import run
 
     loaded = _loaded(args)
@@ -93,6 +99,10 @@ def check(args: argparse.Namespace) -> int:
 
 
 def up(args: argparse.Namespace) -> int:
+    """Run everything on this machine and return the exit code of ``run_up``.
+
+    Raises SettingsError, PackagesMissing, CheckFailed and CannotBegin before any process is started.
+    """
     loaded = _loaded(args)
     if args.print_config:
         print(render(loaded), end="")
@@ -105,6 +115,7 @@ def up(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> int:
+    """Make the model and the prompts of the section ``prepare``. Returns 0. Raises SettingsError, PackagesMissing, PreparedOtherwise."""
     wanted = _config(args)
     if wanted is None:
         return 0
@@ -117,6 +128,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def bus(args: argparse.Namespace) -> int:
+    """Run the embedded nats-server, or a cluster, until it is drained. Returns the exit code of ``process.run``."""
     args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
     args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
     wanted = _config(args)
@@ -129,10 +141,12 @@ def bus(args: argparse.Namespace) -> int:
 
 
 def engine(args: argparse.Namespace) -> int:
+    """Run an engine until it is drained. Returns the exit code of ``process.run``; 1 also when the bus is not reached within --wait."""
     return _worker(args, "engine")
 
 
 def actor(args: argparse.Namespace) -> int:
+    """Run an actor until it is drained. Returns the exit code of ``process.run``; 1 also when the bus is not reached within --wait."""
     return _worker(args, "actor")
 
 
@@ -163,6 +177,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
     unreachable: list[BusUnavailable] = []
 
     async def body(draining: asyncio.Event) -> None:
+        """Wait for the bus and do the work of the role. A bus that is not reached is recorded for the caller, not raised."""
         try:
             await roles.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:
@@ -177,6 +192,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
 
 
 def router(args: argparse.Namespace) -> int:
+    """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that cannot be used."""
     from actors.router.config import RouterConfig, check_url
     from bus.client.reach import AUTO
     from launch.run import process, roles
@@ -207,6 +223,7 @@ def router(args: argparse.Namespace) -> int:
     refused: list[ValueError] = []
 
     async def body(draining: asyncio.Event) -> None:
+        """Serve. A ValueError is recorded, for the caller to raise as wrong use of the command."""
         try:
             await roles.run_router(wanted, args.run, address, id, draining, drain_s=ROUTER_DRAIN_S)
         except ValueError as error:
@@ -219,6 +236,7 @@ def router(args: argparse.Namespace) -> int:
 
 
 def host(args: argparse.Namespace) -> int:
+    """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
     from pathlib import Path
 
     from actors.engines.membership import host_name
@@ -246,6 +264,7 @@ def host(args: argparse.Namespace) -> int:
     refused: list[HostExists] = []
 
     async def body(draining: asyncio.Event) -> None:
+        """Run the host. HostExists is recorded, for the caller to raise as wrong use of the command."""
         try:
             await roles.run_host(args.run, args.bus, draining, machine)
         except HostExists as error:
@@ -265,6 +284,7 @@ def reached_at(args: argparse.Namespace) -> list[str]:
 
 
 def scale(args: argparse.Namespace) -> int:
+    """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
     from launch.cli.looking import find_run
     from launch.run.desired import parse
     from launch.run.process import set_up_logging
@@ -277,6 +297,7 @@ def scale(args: argparse.Namespace) -> int:
 
 
 def learner(args: argparse.Namespace) -> int:
+    """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises CheckFailed."""
     wanted = _config(args)
     if wanted is None:
         return 0
@@ -300,6 +321,7 @@ def _children_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def feeder(args: argparse.Namespace) -> int:
+    """Run the feeder of a learner. Returns the exit code of ``process.run``."""
     wanted = _config(args)
     if wanted is None:
         return 0
@@ -312,6 +334,7 @@ def feeder(args: argparse.Namespace) -> int:
 
 
 def rank(args: argparse.Namespace) -> int:
+    """Run one rank of a learner; its number is in the variable RANK. Returns its exit code."""
     wanted = _config(args)
     if wanted is None:
         return 0
@@ -323,6 +346,7 @@ def rank(args: argparse.Namespace) -> int:
 
 
 def dead(args: argparse.Namespace) -> int:
+    """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises ValueError."""
     from launch.cli.dead_letters import decide_dead_letters, show_dead
     from launch.cli.looking import find_run, run_of
     from launch.run.process import set_up_logging
@@ -338,6 +362,7 @@ def dead(args: argparse.Namespace) -> int:
 
 
 def status(args: argparse.Namespace) -> int:
+    """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
     from launch.cli.looking import run_of, show_status
     from launch.run.process import set_up_logging
 
@@ -347,30 +372,35 @@ def status(args: argparse.Namespace) -> int:
 
 
 def weights(args: argparse.Namespace) -> int:
+    """Print the version of each engine. Returns 0, or 1 when engines of one version differ. Raises ValueError."""
     from launch.cli.weights import show_weights
 
     return _look(args, show_weights)
 
 
 def tail(args: argparse.Namespace) -> int:
+    """Print samples of the stream; with --follow until interrupted. Returns 0. Raises ValueError."""
     from launch.samples.tail import show_tail
 
     return _look(args, show_tail)
 
 
 def show(args: argparse.Namespace) -> int:
+    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be read."""
     from launch.samples.show import show_sample
 
     return _look(args, show_sample)
 
 
 def stats(args: argparse.Namespace) -> int:
+    """Print statistics of the newest samples; with --follow until interrupted. Returns 0. Raises ValueError."""
     from launch.samples.stats import show_stats
 
     return _look(args, show_stats)
 
 
 def replay(args: argparse.Namespace) -> int:
+    """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises ValueError."""
     if args.train:
         require("learner")
         from launch.cli.retrain import retrain
@@ -386,6 +416,7 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def archive(args: argparse.Namespace) -> int:
+    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
     from bus.errors import BusError
     from launch.cli.looking import run_of
     from launch.run import process
@@ -395,6 +426,7 @@ def archive(args: argparse.Namespace) -> int:
     refused: list[str] = []
 
     async def body(draining: asyncio.Event) -> None:
+        """Archive. Errors of the bus and of the arguments are recorded, for the caller to raise as wrong use of the command."""
         try:
             await archives.archive(place.url, place.run, args, draining)
         except (BusError, ValueError) as error:
@@ -409,6 +441,7 @@ def archive(args: argparse.Namespace) -> int:
 
 
 def cursors(args: argparse.Namespace) -> int:
+    """List the registered readers of a run, after --forget removed one. Returns 0. Raises ValueError."""
     from launch.cli.looking import find_run, run_of
     from launch.cli.readers import show_cursors
     from launch.run.process import set_up_logging

@@ -18,11 +18,13 @@ from launch.samples.search import to_json
 
 CONNECT_S = 3.0
 ANSWER_S = 5.0
+"""Seconds to wait for the learner's records of a decision."""
 PROMPT_SHOWN = 72
+"""Most characters shown of a prompt."""
 
 
 async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
-    """List dead tasks, newest last; without ``every`` only those that have no decision yet. Raises ValueError."""
+    """List dead tasks, newest last; without ``every`` only those that have no decision yet; return 0. Raises ValueError."""
     console = Console(highlight=False, soft_wrap=True)
     try:
         async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
 INNER = ("feeder", "rank")
+"""Commands with which the learner starts its processes; no help lists them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
+        # Otherwise Python reports the broken pipe again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 

@@ -23,6 +23,7 @@ from learner.feed.restart import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
 ALONE = ("up.engines=0", "up.actors=0", "up.require_reward=-1e30", "prepare=null", "bus.cluster=1", "bus.auth=false")
+"""Settings of a learner without engines and actors, on a bus of its own; no reward is required of old samples."""
 
 
 def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
@@ -55,7 +56,7 @@ async def _rewound(source: Path, target: Path, run: str) -> tuple[int, int]:
             if not last:
                 raise ValueError(f"--train: {source} has no recorded step")
             rows = bus.rows("wanted")
-            for key in await rows.keys():
+            for key in await rows.keys():  # a resumed run would keep these numbers, not take those of ``ALONE``
                 await rows.delete(key)
             done = await _set_back(bus, source, target)
     finally:

@@ -21,7 +21,9 @@ from learner.data.groups import mismatch
 from learner.data.ledger import count_of, field_of
 
 EVERYTHING = 1 << 62
+"""Number of newest samples to read; more than any stream has."""
 _MAX_PROBLEMS = 20
+"""Most descriptions of problems that are kept."""
 
 Place = tuple[int, int]
 """(task, index): at most one of the samples of a place is trained."""
@@ -83,6 +85,7 @@ class RunAccounting:
         count_of(self.invalid_by_actor, actor)
 
     def add_problem(self, text: str) -> None:
+        """Record the description of a problem; those after the first ``_MAX_PROBLEMS`` are not kept."""
         if len(self.problems) < _MAX_PROBLEMS:
             self.problems.append(text)
 
@@ -154,6 +157,7 @@ class _Audit:
     # ---- PLAN and TASKS
 
     def record(self, record: object) -> None:
+        """Count one record of PLAN, in the order of the stream."""
         if isinstance(record, Plan):
             self._plan(record)
         elif isinstance(record, Settle):
@@ -189,6 +193,7 @@ class _Audit:
         self.accounting.trained += len(plan.seqs)
 
     def task(self, task: Task) -> None:
+        """Count one training task, after all records."""
         self._tasks[task.id] = task
         self.accounting.tasks_issued += 1
         self.accounting.tasks_open += task.id not in self._step_of_task and task.id not in self._dropped_task
@@ -196,6 +201,7 @@ class _Audit:
     # ---- SAMPLES
 
     async def samples(self, bus: Bus, progress: Progress) -> None:
+        """Count every sequence of SAMPLES, after all tasks."""
         state = await bus.samples.info()
         self._trimmed(max(0, state.first_seq - 1))
         if state.messages and (gone := state.last_seq - state.first_seq + 1 - state.messages):
@@ -295,6 +301,7 @@ class _Audit:
     # ---- plans, samples and cursor against each other
 
     def close(self) -> None:
+        """Compare plans, samples and cursor with each other, after all samples."""
         trained: dict[Place, int] = {}
         for seq, step in self._step_of_seq.items():
             place = self._found.get(seq)

@@ -12,6 +12,7 @@ from bus.wire.messages import LiveRow
 
 ROLE = "up"
 REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0
+"""Shortest intervals in seconds of lines on the terminal, and of updates of the live row."""
 
 
 @asynccontextmanager
@@ -23,6 +24,7 @@ async def shown(
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
+        """Report ``done`` of ``total`` messages, to the live row and on the terminal, each no more often than its interval."""
         nonlocal reported_s, shown_s
         now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
         if now - shown_s >= show_every_s:

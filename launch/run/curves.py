@@ -14,6 +14,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     ("seconds", (("train/step_seconds", "step"), ("push/seconds", "push"))),
 )
 SMOOTH_STEPS = 5
+"""Number of steps over which a curve is averaged."""
 UNSMOOTHED = ("offpolicy/lag_max",)
 """Curves drawn as they are: the mean of five maxima is no maximum."""
 

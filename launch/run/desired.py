@@ -15,6 +15,7 @@ ROLES = ("engine", "actor")
 """Roles in the order in which their processes are started."""
 ALL = "all"
 MOST = 10_000
+"""Most processes of a role in one row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class DesiredRoles:
         row = self._row_for(role, host)
         if row == host_key(host.name):
             return self._count(row, role)
+        # ``tidemill up`` first, then by name: the first hosts get one more when the total cannot be divided.
         sharing = sorted((one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name))
         total, position = self._count(row, role), sharing.index(host.name)
         return total // len(sharing) + (position < total % len(sharing))
@@ -60,15 +62,17 @@ class DesiredRoles:
 
 
 def host_key(host: str) -> str:
+    """Return the key of the row of one host."""
     return f"host.{token(host)}"
 
 
 def pool_key(pool: str) -> str:
+    """Return the key of the row of a pool."""
     return f"pool.{token(pool)}"
 
 
 async def read(bus: Bus) -> DesiredRoles:
-    """Return the wanted numbers as they are now. Raises BusUnavailable."""
+    """Return the desired numbers as they are now. Raises BusUnavailable."""
     return DesiredRoles(await bus.rows("wanted").all())
 
 
@@ -76,6 +80,7 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
     """Set the numbers of some roles in one row, keep the others; return (before, after). Raises BusUnavailable."""
 
     def changed(before: Value | None) -> Value:
+        """Return the row with the new numbers; roles that are not named keep theirs."""
         return {**(before or {}), **counts}
 
     before, after = await bus.rows("wanted").change(key, changed, replace_unreadable=True)
@@ -83,7 +88,7 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
 
 
 def parse(words: Sequence[str]) -> dict[str, int]:
-    """Return numbers by role from words such as ``actors=8``. Raises ValueError."""
+    """Return numbers by role (``actor``, ``engine``) from words such as ``actors=8``. Raises ValueError for any other word."""
     counts: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")

@@ -84,6 +84,7 @@ def started(ended: EndedBus) -> Iterator[str]:
     asked = False
 
     def give_way(number: int, frame: FrameType | None) -> None:
+        """Stop the server and raise KeyboardInterrupt in the main thread."""
         nonlocal asked
         asked = True
         servers.stop()  # here, in the handler: this process may be blocked by a pager that reads no further

@@ -1,4 +1,4 @@
-"""Engines and actors of one machine, in the wanted numbers, kept by the supervisor.
+"""Engines and actors of one machine, in the desired numbers, kept by the supervisor.
 
 Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row with their numbers; waits for a change, and
 reads every second besides; unblocked by the bus or the next second. Without the bus it leaves everything as it is.
@@ -36,11 +36,11 @@ LOCK_FILE = ".lock"
 
 
 class HostExists(ValueError):
-    """Another host of this name is alive: two would run twice the wanted numbers."""
+    """Another host of this name is alive: two would run twice the desired numbers."""
 
 
 class Host:
-    """Keeps the engines and actors of one machine as they are wanted."""
+    """Keeps the engines and actors of one machine in the desired numbers."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def _waking(self, wake: Callable[[], None], draining: asyncio.Event) -> AsyncIterator[None]:
-        """While entered, call ``wake`` at changes of the wanted numbers, and when ``draining`` is set."""
+        """While entered, call ``wake`` at changes of the desired numbers, and when ``draining`` is set."""
         rows, drained = self._bus.rows("wanted"), asyncio.create_task(draining.wait(), name="draining")
         drained.add_done_callback(lambda _: wake())
         try:
@@ -129,7 +129,7 @@ class Host:
         self._revision = revision
 
     def _slots(self, role: str) -> list[str]:
-        """Return the names of the wanted processes of a role."""
+        """Return the names of the desired processes of a role."""
         wanted = self.counts[role]
         if self._users is None:
             return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
@@ -142,7 +142,7 @@ class Host:
         return {CREDENTIALS_VARIABLE: str(file)}
 
     def _drain(self, name: str) -> None:
-        """Drain a process; if its name is wanted again meanwhile, it is started after the end: never two of one name."""
+        """Drain a process; if its name is desired again meanwhile, it is started after the end: never two of one name."""
         if name in self._draining:
             return
         self._draining[name] = asyncio.create_task(self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}")

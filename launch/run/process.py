@@ -28,7 +28,10 @@ SAME_SIGNAL_S = 1.0
 def run(
     main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True, same_signal_s: float = SAME_SIGNAL_S
 ) -> int:
-    """Run ``main(draining)`` to its end and return the exit code."""
+    """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the code of its error.
+
+    ``drain_s``: seconds from the first signal to the cancellation.
+    """
     with asyncio.Runner(loop_factory=new_event_loop if uvloop else None) as runner:
         return runner.run(_supervised(main, drain_s, same_signal_s))
 
@@ -39,6 +42,7 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]]
     first_s = 0.0
 
     def on_signal(number: int) -> None:
+        """Drain at the first signal; cancel at one that comes ``same_signal_s`` seconds later or more."""
         nonlocal first_s
         if draining.is_set():
             if loop.time() - first_s >= same_signal_s:

@@ -33,7 +33,9 @@ log = logging.getLogger(__name__)
 BUS_URL_FILE = "bus.url"
 """File in the run's directory with the address of its embedded bus."""
 CHECK_SERVER_S = 0.2
+"""Interval in seconds at which the nats-server is checked."""
 HOST_RESTART_WINDOW_S = 300.0
+"""Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 LONG_WAIT_S = 300.0
 """Seconds that a process waits for a bus that is started after it."""
 
@@ -62,13 +64,14 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     try:
         async with connect(own_address(config, url), config.run, config.bus, name="bus") as bus:
             await bus.jet.retry_for_ever(bus.create_layout)
-            write_whole(config.root / BUS_URL_FILE, url)
+            write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
             log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
             id = config.bus.server_name or "bus"
             row = LiveRow(role="bus", id=id, host=socket.gethostname(), pid=servers.pid, phase="serving", address=url)
             async with HeartbeatPublisher(bus, row) as heartbeat:
 
                 async def keep_up() -> None:
+                    """Start every server again that has ended, without end."""
                     while True:
                         await asyncio.sleep(CHECK_SERVER_S)
                         for server in servers.ended():
@@ -102,7 +105,7 @@ class LocalSettings:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import torch or transformers without garbage collections: they free nothing, and take a quarter of the time."""
+    """Switch garbage collection off while entered, for large imports: collections free nothing then, and take a quarter of the time."""
     gc.disable()
     try:
         yield
@@ -117,6 +120,7 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     from bus.client.connection import open_connection
 
     async def reached() -> None:
+        """Connect to the bus and disconnect."""
         async with open_connection(bus_url, name, wait_s):
             pass
 
@@ -223,6 +227,7 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     found = ""
 
     async def find() -> None:
+        """Set ``found`` to the name of the bus's one run."""
         nonlocal found
         found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
 
@@ -255,7 +260,10 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines and actors of this machine in the wanted numbers. Raises HostExists, BusUnavailable."""
+    """Run the engines and actors of this machine in the desired numbers.
+
+    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
+    """
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected
@@ -336,6 +344,10 @@ async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
 
 
 async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
+    """Run the feeder of a learner with the run's settings, until its last step is done or ``draining`` is set.
+
+    Raises SettingsError for a directory without a model, and the errors of ``learner.feed.feeder.run_feeder``.
+    """
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
     from learner.data.prompts import PromptFile, model_tokenizer
@@ -380,6 +392,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
 
 
 def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
+    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code."""
     from learner.feed.places import RankPlaces
 
     with importing():

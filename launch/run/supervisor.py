@@ -20,8 +20,11 @@ from launch.run.process import launched
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.5
+"""Seconds before the first restart within the window, doubled with each further one."""
 LONGEST_BACKOFF_S = 15.0
+"""Longest such time in seconds."""
 LOOK_EVERY_S = 1.0
+"""Interval in seconds at which ``failed`` looks for processes that were added or removed."""
 
 
 class GaveUp(RuntimeError):

@@ -47,8 +47,9 @@ METRICS_FILE = "metrics.jsonl"
 LOCK_FILE = ".lock"
 """File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
 WRONG_USE = 2
+"""Exit code of CannotBegin."""
 BUS_START_S = 60.0
-LATER_STARTS_S = 86_400.0
+"""Seconds for the run's bus to answer."""
 REPORTED = (
     "steps",
     "reward_first",
@@ -80,6 +81,8 @@ class CannotBegin(ValueError):
 def run_up(config: RunConfig, *, resume: bool, fresh: bool) -> int:
     """Run all of it and return the exit code: 0 done or drained, 1 a process was given up, 2 wrong use, 3 a promise was broken, 75 not
     drained in time, 78 settings or data that no restart can cure.
+
+    Raises CannotBegin when the run's directory does not fit the command.
     """
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
@@ -237,7 +240,7 @@ class Up:
         if self._config.bus.url:
             return self._config.bus.url
         address = self._root / roles.BUS_URL_FILE
-        address.unlink(missing_ok=True)
+        address.unlink(missing_ok=True)  # of an earlier start that was killed
         keeper = self._supervisor.keep("bus", self._arguments("bus"))
         deadline = time.monotonic() + BUS_START_S
         while not address.exists():
@@ -251,7 +254,7 @@ class Up:
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
-        metrics.unlink(missing_ok=True)
+        metrics.unlink(missing_ok=True)  # the watch writes it again, from the records of PLAN
         self._watch = RunWatch(bus, steps=self._config.learner.steps, metrics_file=metrics, earlier=earlier)
         async with self._shown():
             learner = self._supervisor.keep("learner", [*self._arguments("learner"), "--bus", url, "--checked"])
@@ -301,7 +304,7 @@ class Up:
         return row is not None and int(row[0]["step"]) >= self._config.learner.steps
 
     async def _want(self, bus: Bus) -> None:
-        """Set the wanted numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
+        """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         counts = {"engine": self._config.up.engines, "actor": self._config.up.actors}
         there, _ = await bus.rows("wanted").read(desired.ALL) if self._resume else (None, 0)
         if there is None:

@@ -18,6 +18,7 @@ from launch.run.watch import RunWatch
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0
+"""Seconds between two lines of the plain view."""
 PLOT_HEIGHT = 9
 NUM_NUMBERS = 9
 """Number of lines of the block of numbers."""
@@ -25,7 +26,9 @@ NUMBERS_WIDTH = 38
 AXIS_WIDTH = 7
 NUM_EVENTS = 3
 COMFORTABLE_HEIGHT = 30
+"""Lines of a terminal from which on the plot has its full height."""
 WIDEST = 140
+"""Most columns of the view."""
 SILENT_S = 5.0
 """Seconds without a change of its live row after which a process is shown as silent."""
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -37,6 +40,7 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
     """Background loop: draw until cancelled, and once more then."""
 
     def fitted() -> Panel:
+        """Return the view in the present size of the terminal."""
         return picture(watch, title, width=min(console.width, WIDEST), height=console.height)
 
     with Live(console=console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False) as live:

@@ -23,7 +23,9 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0
 NUM_EVENTS = 6
+"""Number of events kept for the view."""
 RECENT_STEPS = 20
+"""Number of steps over which rates and the time left are computed."""
 
 
 class RunWatch:
@@ -59,10 +61,12 @@ class RunWatch:
 
     @property
     def step(self) -> int:
+        """Last step with a recorded outcome; 0 before the first."""
         return max(self.outcomes, default=0)
 
     @property
     def elapsed_s(self) -> float:
+        """Seconds since the run began; the time between its starts does not count."""
         return time.monotonic() - self._began_s
 
     def series(self, name: str) -> list[float]:
@@ -70,6 +74,7 @@ class RunWatch:
         return [self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics]
 
     def newest(self, name: str, otherwise: float = 0.0) -> float:
+        """Return a metric of the last step; ``otherwise`` without a step, or if the step has no such metric."""
         return self.outcomes[self.step].metrics.get(name, otherwise) if self.outcomes else otherwise
 
     def _recent(self) -> list[tuple[int, float]]:

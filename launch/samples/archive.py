@@ -62,6 +62,7 @@ class UnregisteredReader:
     row: ReaderRow
 
     async def advance(self, floor: int) -> None:
+        """Move the position, in memory only; it never moves back."""
         self.row = replace(self.row, floor=max(floor, self.row.floor))
 
 
@@ -141,6 +142,10 @@ class ArchiveDirectory:
             self.last_seq = max(self.last_seq, last)
 
     def add(self, stored: StoredSample) -> None:
+        """Write a sample to the open recording, or to a new one. A sample with missing parts is logged and left out.
+
+        The sample is on the disk after the next ``sync`` or ``close``.
+        """
         if self._recorder is None:
             self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
             self._recorder = Recorder(self._file, self._origin)

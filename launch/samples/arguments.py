@@ -1,4 +1,4 @@
-"""The arguments of ``tail``, ``show``, ``stats`` and ``replay``. Loads nothing heavy."""
+"""The arguments of ``tail``, ``show``, ``stats``, ``replay`` and ``archive``. Loads nothing heavy."""
 
 import argparse
 
@@ -7,6 +7,7 @@ _RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"
 
 
 def add_tail(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``tail``."""
     _place(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
     parser.add_argument("--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)")
@@ -19,6 +20,7 @@ def add_tail(parser: argparse.ArgumentParser) -> None:
 
 
 def add_show(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``show``."""
     parser.add_argument("sample", metavar="SAMPLE", help="a sequence (#123 or 123) or TASK.INDEX (57.3)")
     _place(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -27,6 +29,7 @@ def add_show(parser: argparse.ArgumentParser) -> None:
 
 
 def add_archive(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``archive``."""
     _place(parser)
     parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings; existing ones are continued")
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
@@ -37,6 +40,7 @@ def add_archive(parser: argparse.ArgumentParser) -> None:
 
 
 def add_stats(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``stats``."""
     _place(parser)
     parser.add_argument("--window", default="5m", metavar="TIME|N", help="a time (5m) or a number of samples (default 5m)")
     parser.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help="for pass@k: right means reward >= R (default 1)")
@@ -46,6 +50,7 @@ def add_stats(parser: argparse.ArgumentParser) -> None:
 
 
 def add_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``replay``."""
     _place(parser)
     parser.add_argument("--from", dest="source", default="", metavar="FILE", help="samples of a recording instead of a run's")
     parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl")

@@ -14,6 +14,7 @@ _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 _LABEL_SIZE = 40
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _GOOD = 0.99
+"""Lowest reward shown in green."""
 
 
 def block(found: Found, *, full: bool = False) -> Text:
@@ -58,6 +59,7 @@ def versions(sample: Sample) -> str:
 
 
 def reward_colour(score: float) -> str:
+    """Return green for a reward of at least ``_GOOD``, red for one of 0 or less, else yellow."""
     return "green" if score >= _GOOD else "red" if score <= 0 else "yellow"
 
 

@@ -34,6 +34,7 @@ def task_of(where: str, text: str) -> tuple[int, int | None]:
 
 
 def positive(where: str, number: int | None) -> None:
+    """Raise ValueError naming ``where`` for a number below 0; None is accepted."""
     if number is not None and number < 0:
         raise ValueError(f"{where}: want >= 0, got {number}")
 

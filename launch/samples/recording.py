@@ -53,7 +53,7 @@ class Recorder:
     @classmethod
     def behind(cls, file: IO[bytes], origin: Origin) -> "Recorder":
         """Return a recorder for a file that has frames already; the caller registers each with ``has``."""
-        recorder = cls(io.BytesIO(), origin)
+        recorder = cls(io.BytesIO(), origin)  # a buffer for the first frame, which the file has already
         recorder._file = file
         return recorder
 
@@ -81,6 +81,7 @@ class Recorder:
         self._frame("stored", seq=stored.seq, subject=stored.subject, headers=stored.headers, stored_s=stored.stored_s, payload=stored.data)
 
     def close(self) -> None:
+        """Write the index and flush; the file stays open."""
         at = self._offset
         seqs, offsets = (np.array(column, "<i8").tobytes() for column in (self._seqs, self._offsets))
         self._frame("index", seqs=seqs, offsets=offsets, subjects=self._subjects, headers=self._headers)
@@ -106,6 +107,7 @@ class Recording:
 
     @classmethod
     def open(cls, path: Path) -> Self:
+        """Open a recording for reading. Raises ValueError for a file that cannot be opened, or is no recording."""
         try:
             file = path.open("rb")
         except OSError as error:
@@ -146,6 +148,7 @@ class Recording:
             yield _stored(fields)
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _next(self, *types: str) -> dict[str, Any]:

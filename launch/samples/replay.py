@@ -32,7 +32,9 @@ _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-
 class Sink(Protocol):
     """Destination of replayed samples."""
 
-    async def add(self, stored: StoredSample) -> None: ...
+    async def add(self, stored: StoredSample) -> None:
+        """Store one sample. Raises WireError for a sample that cannot be read."""
+        ...
 
 
 async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
@@ -42,6 +44,7 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
     search, state = Search(bus, filter_of(args)), await bus.samples.info()
 
     async def samples() -> AsyncIterator[StoredSample]:
+        """Yield the samples that the arguments select, of those in the stream now."""
         async for found in tail(search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})):
             if found.stored is not None:
                 yield found.stored
@@ -63,6 +66,7 @@ async def replay_file(args: argparse.Namespace) -> int:
     recording = Recording.open(Path(args.source))
 
     async def samples() -> AsyncIterator[StoredSample]:
+        """Yield the samples of the recording that fit the filter."""
         for stored in recording:
             if fits(filter, stored):
                 yield stored
@@ -135,6 +139,7 @@ class _Recorded:
         self._recorder = recorder
 
     async def add(self, stored: StoredSample) -> None:
+        """Write the stored bytes. Raises WireError when parts of them are gone."""
         self._recorder.add(stored)
 
 
@@ -143,6 +148,7 @@ class _JsonLines:
         self._file = file
 
     async def add(self, stored: StoredSample) -> None:
+        """Write one line of JSON."""
         self._file.write(to_json({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n")
 
 

@@ -33,6 +33,7 @@ class SampleHistory:
     """Outcome of the step; None while it is not recorded."""
 
     def as_map(self) -> dict[str, Any]:
+        """Return the disposition for JSON; without the fields of a step unless it is ``trained``."""
         if self.state != "trained":
             return {"state": self.state, "reason": self.reason}
         return {

@@ -41,10 +41,12 @@ class Token:
 
     @property
     def probability(self) -> float:
+        """Probability under the distribution it was sampled from; 1 if it was not sampled."""
         return math.exp(self.logprob)
 
 
 async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
+    """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
     found, others = await _find(bus, args.sample)
     sample = found.sample
     if sample is None or isinstance(sample, WireError):
@@ -167,6 +169,7 @@ def shaded(tokens: Sequence[Token]) -> Text:
 
 
 def shade(probability: float) -> str:
+    """Return the style of a token sampled with this probability."""
     return next(style for low, style in _SHADES if probability >= low)
 
 

@@ -30,13 +30,17 @@ _RIGHT = ("completed", "truncated")
 
 
 async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
-    """Print the statistics once, or with --follow until cancelled. The window of a run that is over ends with its newest sample."""
+    """Print the statistics once, or with --follow until cancelled; return 0. Raises ValueError.
+
+    The window of a run that is over ends with its newest sample.
+    """
     filter = filter_of(args)
     search = Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
     end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
     window = await _Window.open(search, args.window, end_s)
 
     def now(now_s: float) -> dict[str, Any]:
+        """Return the statistics of the window at ``now_s`` (Unix time of the server, s)."""
         return {"run": bus.run, "window": args.window, **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward)}
 
     if args.follow and not args.ended:
@@ -75,6 +79,7 @@ class _Window:
 
     @classmethod
     async def open(cls, search: Search, window: str, end_s: float) -> "_Window":
+        """Read the samples of a window that ends at ``end_s`` (Unix time of the server, s). Raises ValueError for other text."""
         if window.isdigit():
             found, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)
             return cls(search=search, lines=deque(one.line for one in found), last_seq=last_seq, count=int(window))
@@ -163,6 +168,7 @@ def _spread(numbers: Sequence[int]) -> dict[str, float] | None:
     ranked = sorted(numbers)
 
     def rank(share: float) -> int:
+        """Return the smallest of the numbers that at least ``share`` of them do not exceed."""
         return ranked[max(0, math.ceil(share * len(ranked)) - 1)]
 
     return {"mean": fmean(ranked), "p50": rank(0.5), "p95": rank(0.95), "max": ranked[-1]}

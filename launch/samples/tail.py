@@ -15,6 +15,7 @@ DEFAULT_LAST = 10
 
 
 async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
+    """Print the samples that the arguments select, as text, JSON or raw payloads; return 0. Raises ValueError."""
     search, write = Search(bus, filter_of(args)), _writer(args)
     async for found in tail(search, args):
         write(found)

@@ -18,7 +18,7 @@ class Vocabulary:
 
     @classmethod
     def read(cls, places: Sequence[Path]) -> Self:
-        """Read the tokenizer of the first of these model directories that has one."""
+        """Return the vocabulary of the first of these model directories that has a tokenizer; of none of them, one that shows ids."""
         return cls(next((text for place in places if (text := Text.read(place)) is not None), None))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:

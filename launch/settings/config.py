@@ -19,11 +19,11 @@ from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
-"""In a run's directory: all settings of its last start."""
+"""File in a run's directory with all settings of its last start."""
 SAMPLE_BYTES_PER_TOKEN = 9
-"""int32 token, float32 log-prob, uint8 mask."""
+"""Bytes of a sample per token: int32 token, float32 log-prob, uint8 mask."""
 SAMPLE_BYTES = 1024
-"""Text, names and headers of a short sample, about."""
+"""Bytes of the text, names and headers of a short sample, estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class UpConfig:
     restart_window_s: float = 300.0
     """Window in which ``restarts`` are counted."""
     drain_s: float = 30.0
-    """Seconds for every process to drain. A learner whose engine has just frozen needs twice ``weights.phase_deadline_s``."""
+    """Seconds for every process to drain. A learner with an engine that has just frozen needs twice ``weights.phase_deadline_s``."""
     view: str = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30
@@ -118,18 +118,21 @@ class RunConfig:
 
     @property
     def samples_per_step(self) -> int:
+        """Number of samples that one step trains: groups per step x group size."""
         return self.learner.groups_per_step * self.learner.group_size
 
     @property
     def root(self) -> Path:
+        """Directory of the run's files."""
         return Path(self.directory)
 
     @property
     def checkpoints(self) -> Path:
+        """Directory of the run's checkpoints."""
         return self.root / "checkpoints"
 
     def stream_bytes(self, max_prompt_tokens: int) -> int:
-        """What SAMPLES must be able to hold (kept checkpoints, lag and history), by the longest samples there can be."""
+        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible."""
         per_sample = SAMPLE_BYTES + SAMPLE_BYTES_PER_TOKEN * (self.sampling.max_new_tokens + max_prompt_tokens)
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
@@ -137,7 +140,7 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """SHA-256 of the settings that decide what is trained; not of places, machines and names."""
+        """Return the SHA-256, hexadecimal, of the settings that decide what is trained; places, machines and names are left out."""
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
         del parts["learner"]["colocated"]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
@@ -164,7 +167,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
 
 
 def _refuse_sharing(config: RunConfig) -> None:
-    """Refuse what cannot be where learner and engines share an accelerator."""
+    """Raise ValueError for settings that cannot hold where learner and engines share an accelerator."""
     if config.engine.colocated and not config.learner.colocated:
         raise ValueError("engine.colocated: follows from learner.colocated; set that one")
     if config.learner.colocated and config.weights.overlap:
@@ -174,7 +177,7 @@ def _refuse_sharing(config: RunConfig) -> None:
 
 
 def _refuse_stale(config: RunConfig) -> None:
-    """Refuse data that is too old, or from a distribution that cannot be corrected for."""
+    """Raise ValueError for data that is too old, or from a distribution that cannot be corrected for."""
     algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
     if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(
@@ -191,7 +194,7 @@ def _refuse_stale(config: RunConfig) -> None:
 
 
 def _refuse_rewards(config: RunConfig) -> None:
-    """Refuse rewards from which nothing is learnt, and terms that would outweigh them."""
+    """Raise ValueError for rewards from which nothing is learnt, and for terms that would outweigh them."""
     algorithm = config.learner.algorithm
     if config.staleness.filter_zero_variance and config.learner.group_size == 1:
         raise ValueError(

@@ -10,7 +10,9 @@ from launch.settings.prepare_config import PrepareConfig
 
 DATA = Path(__file__).parents[1] / "data"
 GOLD_MARKER = "####"
+"""Text before the answer in a line of GSM8K."""
 FILLER = "."
+"""Character that fills up short prompts of the digits game (``prepare.fill``)."""
 
 
 def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:

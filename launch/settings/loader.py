@@ -144,9 +144,11 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     """Add the values that follow from other settings, unless they are given."""
 
     def given(path: str) -> Any:
+        """Return the value set for a path; None if there is none."""
         return settings[path].value if path in settings else None
 
     def follow(path: str, value: Any, why: str) -> None:
+        """Set a path, with the reason as its origin, unless it has a value that is neither None nor empty."""
         if given(path) in (None, ""):
             settings[path] = Setting(value, f"derived: {why}")
 

@@ -27,6 +27,7 @@ class Prepared:
 
     @classmethod
     def in_(cls, directory: Path) -> "Prepared":
+        """Return the paths of the files in ``directory``, whether they exist or not."""
         return cls(model=directory / "model", prompts=directory / "prompts.jsonl")
 
 
@@ -44,7 +45,7 @@ class PreparedOtherwise(ValueError):
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
     """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is made again.
 
-    Raises PreparedOtherwise, naming the differences, if they were made from another config.
+    Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
     """
     prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
     if refuse_other(config, directory):

@@ -12,6 +12,7 @@ from bus import exit_codes
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
 SHOWN_CHARACTERS = 120
+"""Most characters of a value in a message."""
 PLAIN = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "value")}
 
 

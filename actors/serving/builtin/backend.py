@@ -46,6 +46,7 @@ class BuiltinBackend:
         self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = host, scheduler, shape, model, peer_snapshots
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
+        """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response of a request without a stream fails."""
         async with self._submitted(await body_of(request)) as (generate, progress):
             if generate.stream:
                 return await self._stream(request, generate, progress)
@@ -65,6 +66,7 @@ class BuiltinBackend:
         return response
 
     async def states(self, body: Body) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._submitted(body) as (generate, progress):
             async for state in self._states(generate, progress):
                 yield state
@@ -85,7 +87,7 @@ class BuiltinBackend:
                 self._abandon(progress)
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
+        """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
         progress = Progress()
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
@@ -139,6 +141,7 @@ class BuiltinBackend:
             raise EngineFailed(self._host.url, sequence.error)
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
+        """End the request or response ``rid`` with its tokens so far, or all (None). Responses have the ids ``<request>_<place>``."""
         if rid is None:
             await _shielded(self._scheduler.abort(lambda each: True))
         else:
@@ -146,11 +149,13 @@ class BuiltinBackend:
         return web.Response()
 
     async def flush_cache(self, request: web.Request) -> web.Response:
+        """Drop cached keys and values; HTTP 400 while sequences run, which need them."""
         if await _shielded(self._scheduler.flush()):
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
     async def model_info(self) -> dict[str, Any]:
+        """Return the model's directory, architecture, vocabulary and version."""
         host, shape = self._host, self._shape
         return {
             "model_path": str(host.model_dir),
@@ -165,6 +170,7 @@ class BuiltinBackend:
         }
 
     async def server_info(self) -> dict[str, Any]:
+        """Return the engine's limits, state and counters, under SGLang's names where it has one."""
         host, config, scheduler = self._host, self._host.config, self._scheduler
         return {
             "engine": "builtin",
@@ -186,6 +192,7 @@ class BuiltinBackend:
         }
 
     async def loads(self, request: web.Request) -> web.Response:
+        """Answer GET /v1/loads with the requests of this one engine, as data-parallel rank 0."""
         stats, limit = self._host.stats(), self._host.config.max_running
         load = {
             "dp_rank": 0,
@@ -198,7 +205,10 @@ class BuiltinBackend:
         return web.json_response({"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]})
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
+        """Return the routes of pushes in one request, and of snapshots for peers."""
+
         async def receive_push(request: web.Request) -> web.Response:
+            """Check the epoch of a push in one request, and receive it."""
             return await self._receive_push(await command(request))
 
         return {"POST /receive_push": receive_push, "GET /snapshots/{name}/{file}": self._snapshot}
@@ -230,6 +240,7 @@ class _SnapshotFile(web.FileResponse):
         self._reading = reading
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        """Send the file, in at most ``SNAPSHOT_S`` seconds; the snapshot is kept until then."""
         with self._reading():
             async with asyncio.timeout(SNAPSHOT_S):
                 return await super().prepare(request)

@@ -17,10 +17,10 @@ class CallQueue(queue.SimpleQueue[Call]):
     is_closed = False
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Queue a function. The future is cancelled if the queue is closed."""
+        """Queue a function. Returns the future of its result, which is cancelled if the queue is closed."""
         future: Future[Result] = Future()
         self.put((function, future))
-        if self.is_closed:
+        if self.is_closed:  # looked at after the put: a close in between may have missed this call
             self.close()
         return future
 

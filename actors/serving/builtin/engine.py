@@ -32,8 +32,11 @@ log = logging.getLogger(__name__)
 WINDOW_S = 10.0
 """Seconds over which ``waiting_share`` is taken."""
 CLOSE_S = 10.0
+"""Time limit in seconds for the decoding thread to end."""
 ALIVE_EVERY_S = 1.0
+"""Interval in seconds at which the decoding thread is checked."""
 PROBE_S = 20.0
+"""Time limit in seconds of a probe."""
 
 
 class BuiltinEngine(EngineHost[WeightUpdates]):
@@ -46,6 +49,7 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
     _loop: asyncio.AbstractEventLoop
 
     def load(self) -> None:
+        """Read shape, tokenizer and weights. Raises UnsupportedModel, SnapshotBroken, UpdateRefused for missing or wrong tensors."""
         config = self.config
         shape = ModelShape.read(self.model_dir)
         self._read_limits(shape.vocab_size, shape.max_positions)
@@ -76,6 +80,7 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         return self._backend
 
     async def failed(self) -> None:
+        """Wait until the decoding thread has ended, then raise EngineFailed. Found within ``ALIVE_EVERY_S`` seconds."""
         while self.scheduler.alive:  # noqa: ASYNC110 - a thread that ends wakes no waiter
             await asyncio.sleep(ALIVE_EVERY_S)
         raise EngineFailed(self.url, "its decoding thread has ended")
@@ -87,12 +92,14 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         await self.peer_snapshots.close()
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
+        """Generate one token, in any phase. Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released."""
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
         await self._backend.probe(timeout_s)
 
     @property
     def capabilities(self) -> Capabilities:
+        """Pushes in one request always; snapshots for peers while there are weights to serve."""
         return Capabilities(single_request_push=True, peer_snapshots=self.whole, colocated=self.config.colocated)
 
     @property

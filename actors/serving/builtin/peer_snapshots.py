@@ -68,6 +68,7 @@ class PeerSnapshotServer:
         asyncio.get_running_loop().call_later(KEEP_S + 1, self._prune)
 
     async def close(self) -> None:
+        """Stop writing snapshots and remove all of them."""
         for task in self._writing.values():
             task.cancel()
         await asyncio.gather(*self._writing.values(), return_exceptions=True)

@@ -14,8 +14,10 @@ MAX_PADDING = 1.5
 def take_prompts(waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None) -> dict[bytes, list[Sequence]]:
     """Take prompts of similar length from the head of the queue, each with all neighbours that have the same one.
 
-    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of prompts whose results
-    can be copied instead; None = prompts are not shared.
+    Returns the sequences by the key of their prompt; without sharing, by a key of their own.
+
+    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of prompts with results
+    that can be copied instead; None = prompts are not shared.
     """
     tokens, longest = 0, 0
     prompts: dict[bytes, list[Sequence]] = {}

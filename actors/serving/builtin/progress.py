@@ -18,15 +18,18 @@ class Progress:
         self._wake = asyncio.Event()
 
     def add(self, sequence: Sequence) -> None:
+        """Append a response to the request, before it is submitted."""
         self._places[sequence] = len(self.sequences)
         self.sequences.append(sequence)
         self._left += 1
 
     @property
     def done(self) -> bool:
+        """True when all responses have ended."""
         return self._left == 0
 
     def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+        """Record that ``num_tokens`` tokens of a response may be read, and whether it has ended."""
         if ended:
             self._left -= 1
         if ended or sequence.stream:
@@ -35,7 +38,7 @@ class Progress:
             self._wake.set()
 
     async def finished(self) -> list[Sequence]:
-        """Wait until all have ended. The scheduler ends every sequence that it is given, so the bound is the request's own."""
+        """Return all responses once they have ended. The scheduler ends every sequence that it is given: the bound is the request's own."""
         await self._wake.wait()
         return self.sequences
 

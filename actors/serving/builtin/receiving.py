@@ -24,7 +24,9 @@ class Group(Protocol):
         """Return the next message, received into ``into`` where possible."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Leave the group."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class JoinedGroup:
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the group for one request at a time. Raises TimeoutError."""
+        """Reserve the group until this context is left. Raises TimeoutError when another request has it for more than ``timeout_s``."""
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:
@@ -102,9 +104,11 @@ class JoinedGroup:
             self.return_buffer(torch.empty(0, dtype=torch.uint8))
 
     def return_buffer(self, message: Tensor) -> None:
+        """Take back memory for messages: that of a message which has been copied, or is not needed."""
         self._memory.append(message.new_empty(0).set_(message.untyped_storage()))  # type: ignore[call-overload]
         self._free.release()
 
     def close(self) -> None:
+        """Leave the group and end its thread, without a wait for a message in transit."""
         self.group.close()
         self._thread.shutdown(wait=False)

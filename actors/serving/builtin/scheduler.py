@@ -60,6 +60,7 @@ def between_steps(method: Callable[Concatenate["Scheduler", Args], Result]) -> C
 
     @wraps(method)
     def queued(self: "Scheduler", *args: Args.args, **kwargs: Args.kwargs) -> "Future[Result]":
+        """Queue the method. Returns the future of its result."""
         return self.call(lambda: method(self, *args, **kwargs))
 
     return queued
@@ -103,6 +104,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -117,6 +119,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     @property
@@ -126,10 +129,11 @@ class Scheduler:
         return self.counters.idle_s + (0.0 if since is None else time.perf_counter() - since)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` in the thread, between two steps."""
+        """Run ``function`` in the thread, between two steps. Returns the future of its result; it is cancelled if the thread has ended."""
         return self._calls.call(function)
 
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
+        """Append sequences to the queue; the future is done once they are in it."""
         return self.call(lambda: self.waiting.extend(sequences))
 
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
@@ -206,6 +210,7 @@ class Scheduler:
         donor, row = self._donors[sequence.key], len(self.running)
         self._runner.slots.move(self.running.index(donor.sequence), row, sequence.length)
         self._enter([sequence], cached=True)
+        # A copy, as ``_sample`` writes into the scores; others may need them later.
         self._sample([sequence], donor.scores_V[None].clone(), first_row=row)
 
     def _prefill(self, prompts: dict[bytes, list[Sequence]]) -> int:
@@ -303,7 +308,7 @@ class Scheduler:
 
     def _abort(self, wanted: Callable[[Sequence], bool], message: str) -> int:
         rows = [row for row, sequence in enumerate(self.running) if wanted(sequence)]
-        for row in reversed(rows):
+        for row in reversed(rows):  # from the end: the last row takes the place of one that leaves
             self.running[row].abort(message)
             self._leave(row)
         ended = [sequence for sequence in self.waiting if wanted(sequence)]
@@ -319,7 +324,7 @@ class Scheduler:
         self.paused = True
         if mode == "abort":
             before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "All aborted")
-            self.counters.requests_aborted_by_pushes = before + aborted
+            self.counters.requests_aborted_by_pushes = before + aborted  # set, as some were counted already while an update is open
         elif mode == "retract":
             self._retract()
 
@@ -331,6 +336,7 @@ class Scheduler:
 
     @between_steps
     def resume(self) -> None:
+        """End a pause."""
         self.paused = False
 
     @between_steps

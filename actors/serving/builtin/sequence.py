@@ -88,6 +88,7 @@ class Sequence:
 
     @property
     def length(self) -> int:
+        """Number of tokens of the prompt and of the response so far."""
         return len(self.prompt) + len(self.tokens)
 
     def context(self) -> NDArray[np.int32]:
@@ -112,9 +113,11 @@ class Sequence:
         return self.finish is not None
 
     def abort(self, message: str) -> None:
+        """Finish the response with the reason ``abort``, in SGLang's form; its tokens stay."""
         self.finish = {"type": "abort", "message": message, "status_code": None, "err_type": None}
 
     def fail(self, error: str) -> None:
+        """Finish the response with an error of the engine."""
         self.error = error
         self.abort(error)
 
@@ -130,4 +133,5 @@ class Sequence:
         return [{"version": str(version), "start": start, "end": end} for version, start, end in spans if end > start]
 
     def token_logprobs(self, num_tokens: int) -> list[tuple[float, int, None]]:
+        """Return (log-prob in nats, token id, None) of the first ``num_tokens`` tokens, as in SGLang's JSON."""
         return list(zip(self.log_probs[:num_tokens], self.tokens[:num_tokens], itertools.repeat(None)))

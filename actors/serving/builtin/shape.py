@@ -9,6 +9,7 @@ from typing import Any
 from actors.errors import UnsupportedModel
 
 FAMILIES = ("qwen3", "qwen2", "llama")
+"""Values of ``model_type`` that the decoder supports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

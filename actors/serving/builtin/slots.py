@@ -40,6 +40,7 @@ class KVSlots:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes allocated now, unused positions included."""
         return self._store.untyped_storage().nbytes()
 
     def reserve(self, length: int) -> None:

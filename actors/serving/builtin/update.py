@@ -30,7 +30,7 @@ class Update:
     """True when the tensors are sent in messages, not read from a directory."""
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UpdateRefused unless these tensors fit the model, whose names and shapes are ``sizes``, and none was announced before."""
+        """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was announced before."""
         seen = set(self.announced)
         for spec in specs:
             if spec.name not in sizes:
@@ -60,6 +60,7 @@ class Update:
 
 
 def bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
+    """Return the flat bucket of these tensors, without gaps between them."""
     return Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
 
 

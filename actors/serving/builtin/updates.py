@@ -34,9 +34,11 @@ from weightstore.transport.handles import Offered
 log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
+"""Seconds that operations under way have to end when the engine is closed."""
 OPEN_S = 60.0
 """Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 POLL_S = 0.02
+"""Interval in seconds at which the end of an open update is checked."""
 
 
 class WeightUpdates(FencedUpdates):
@@ -63,18 +65,21 @@ class WeightUpdates(FencedUpdates):
     # -- groups ---------------------------------------------------------------------------------------------------------
 
     async def join(self, body: Body) -> None:
+        """Join the process group that the body names; one of the same name is left first. Raises BadRequest, UpdateRefused."""
         name = group_in(body)
         if name in self._groups:
             await self.leave(name)
         self._groups[name] = await JoinedGroup.join(name, body)
 
     async def leave(self, group_name: str) -> None:
+        """Leave a process group, and discard an open update that is sent in messages. Raises UpdateRefused for an unknown group."""
         joined = self._group(group_name)
         del self._groups[group_name]
         await self.sender_left()
         await asyncio.to_thread(joined.close)
 
     async def sender_left(self) -> None:
+        """Discard an open update that is sent in messages."""
         if self._open is not None and self._open.is_sent:
             self._discard("its sender has left")
 
@@ -97,23 +102,29 @@ class WeightUpdates(FencedUpdates):
 
     @property
     def version(self) -> int:
+        """Version of the served weights, as the decoding thread has it."""
         return self._scheduler.version
 
     @property
     def whole(self) -> bool:
+        """True when there are weights to serve."""
         return self._served is not None
 
     @property
     def released(self) -> frozenset[str]:
+        """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         return self._scheduler.released
 
     async def pause(self, mode: str) -> None:
+        """Pause decoding, and return when it is paused."""
         await asyncio.wrap_future(self._scheduler.pause(mode))
 
     async def continue_generation(self, body: Body) -> None:
+        """End a pause."""
         await asyncio.wrap_future(self._scheduler.resume())
 
     async def release(self, tags: frozenset[str]) -> None:
+        """Release memory; with ``weights`` both copies are dropped. Raises UpdateRefused while sequences run and there is no pause."""
         async with self._writing:
             tokens = await asyncio.wrap_future(self._scheduler.release(tags))
             if WEIGHTS in tags:
@@ -124,6 +135,7 @@ class WeightUpdates(FencedUpdates):
         log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
+        """Take released memory again, and with that of keys and values end a pause."""
         async with self._writing:
             await self._restore(tags)
 
@@ -132,6 +144,7 @@ class WeightUpdates(FencedUpdates):
         log.info("memory resumed tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def arrived_meanwhile(self, version: int) -> bool:
+        """Wait up to ``OPEN_S`` seconds for an open update. Returns whether it brought ``version`` or a newer one."""
         if self._open is None:
             return False
         deadline = time.monotonic() + OPEN_S
@@ -141,6 +154,7 @@ class WeightUpdates(FencedUpdates):
             return self.whole and self._scheduler.version >= version
 
     async def serve_directory(self, directory: Path, version: int | None) -> float:
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused."""
         async with self._writing:  # a release waits until it is done
             had_released = bool(self._scheduler.released)
             if had_released:
@@ -153,6 +167,10 @@ class WeightUpdates(FencedUpdates):
     # -- an update ------------------------------------------------------------------------------------------------------
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
+        """Open an update, with a standby copy to write. Raises UpdateRefused while the memory of the weights is released.
+
+        An unfinished update is discarded. ``timeout_s`` is not used: each bucket has a time limit of its own.
+        """
         self._require_weight_memory(self.released)
         if self._open is not None:
             self._discard("another one begins")
@@ -175,7 +193,7 @@ class WeightUpdates(FencedUpdates):
         return await self._end(update) if serve else None
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Receive tensors into the standby copy, flattened into one message or one by one."""
+        """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest, UpdateRefused."""
         load_format = body.get("load_format")
         if load_format not in (None, "flattened_bucket"):
             raise BadRequest(f"load_format: want null or flattened_bucket, got {load_format!r}")
@@ -210,6 +228,7 @@ class WeightUpdates(FencedUpdates):
                         message.discard()
 
     async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
+        """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update and raises UpdateRefused."""
         update, bucket = self._current(version), bucket_of(specs)
         with self._discarding(update, f"reading {bucket.num_bytes} bytes", at_timeout="not done in time"):
             update.check_new(specs, self._sizes)
@@ -224,6 +243,7 @@ class WeightUpdates(FencedUpdates):
                 update.received.update(dict.fromkeys(spec.name for spec in specs))
 
     async def end(self, version: int | None) -> float:
+        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a tensor is missing."""
         return await self._end(self._current(version))
 
     async def _end(self, update: Update) -> float:
@@ -234,6 +254,7 @@ class WeightUpdates(FencedUpdates):
                 return await self._flip(update)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
+        """Load and serve the weights of a directory, in place of an open update. Returns seconds as ``end``. Raises UpdateRefused."""
         update = self._open_from_directory(version)
         async with self._writing:
             return await self._load(update, directory)
@@ -261,6 +282,7 @@ class WeightUpdates(FencedUpdates):
             raise error if isinstance(error, UpdateRefused) else UpdateRefused(f"{directory}: {error}") from error
 
     async def checksums(self) -> dict[str, str]:
+        """Return SHA-256 by tensor name of the served weights. Raises UpdateRefused when there are none."""
         async with self._writing:  # a flip holds it, so these tensors are not written while they are read
             named = self._served_weights().named
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
@@ -273,6 +295,7 @@ class WeightUpdates(FencedUpdates):
             return self._scheduler.version, self._served
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
+        """Return (version, checksums) of the served weights, or of the open update, which must be complete. Raises UpdateRefused."""
         async with self._writing:
             if not of_update:
                 return self._scheduler.version, await asyncio.to_thread(checksum_report_of, self._served_weights())
@@ -386,9 +409,9 @@ class WeightUpdates(FencedUpdates):
         if new.derives or self._device.type == "cuda":
             await self._write_standby(lambda: finalize(new))
         self._check_current(update)
-        self._open = None
+        self._open = None  # not by _set_open: requests that end before the flip still count as ended while an update was open
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
-        self._scheduler.updating = self._open is not None
+        self._scheduler.updating = self._open is not None  # another update may have begun during the flip
         self._served, self._standby = new, old
         if update.announced:
             self._order = tuple(update.received)

@@ -80,6 +80,7 @@ class Weights:
 
     @property
     def size_bytes(self) -> int:
+        """Bytes of the named tensors, without derived ones and alignment."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.named.values())
 
     def with_alias(self) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
 _OVERLAP = 64
 """Number of bytes kept of an answer's last part, more than a match has: a match may be cut between two parts."""
 ABORT_S = 60.0
+"""Time limit in seconds of one abort at the server."""
 AGAIN_S = 0.2
 AGAIN_MOST_S = 2.0
 """Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not have yet."""
@@ -73,6 +74,7 @@ class Watch:
         return self.aborted_by_client.issuperset(self.ids.responses)
 
     def abort(self, rid: str | None) -> bool:
+        """Record an abort by a client, as ``Aborts.abort``. Returns whether it concerns this request."""
         matching = self.ids.matching(rid)
         self.aborted_by_client |= matching
         return bool(matching)
@@ -113,6 +115,7 @@ class Watch:
             self._sending.cancel()
 
     def scan(self, part: bytes) -> None:
+        """Count the aborted responses in the next part of the answer, given without gaps or overlap."""
         text = self._tail + part
         end = 0
         for found in _ABORTED.finditer(text):

@@ -20,6 +20,7 @@ class Api(EngineApi):
 
     def __init__(self, url: str, key: str = "") -> None:
         async def headers() -> Mapping[str, str]:
+            """Return the header with the key; none without a key."""
             return {"Authorization": f"Bearer {key}"} if key else {}
 
         super().__init__(url, _error, headers=headers)
@@ -36,6 +37,7 @@ class Api(EngineApi):
             raise UpdateRefused(f"{path}: {answer.get('message')}")
 
     async def healthy(self) -> bool:
+        """Return whether /health answers 200 within ``CONNECT_S`` seconds."""
         try:
             await self.call("GET", "/health", timeout_s=CONNECT_S)
         except EngineError:

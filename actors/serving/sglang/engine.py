@@ -26,6 +26,7 @@ from bus.wire.messages import Capabilities
 log = logging.getLogger(__name__)
 
 PROBE_S = 60.0
+"""Time limit in seconds of a probe."""
 
 
 class SglangEngine(EngineHost[WeightUpdates]):
@@ -88,6 +89,7 @@ class SglangEngine(EngineHost[WeightUpdates]):
         return updates
 
     async def failed(self) -> None:
+        """Wait until the server has ended or is silent, then raise EngineFailed with its last lines."""
         assert self._process is not None, "the engine is not started"
         await self._process.failed()
 
@@ -102,6 +104,7 @@ class SglangEngine(EngineHost[WeightUpdates]):
 
     @property
     def capabilities(self) -> Capabilities:
+        """Pushes to ``ranks`` processes of the server; no pushes in one request, and no snapshots for peers."""
         return Capabilities(colocated=self.config.colocated, ranks=self.ranks)
 
     @property
@@ -109,6 +112,7 @@ class SglangEngine(EngineHost[WeightUpdates]):
         return self._process is not None and not self._process.lost.is_set()
 
     def stats(self) -> dict[str, float]:
+        """Return the proxy's counters with those of every engine."""
         return {**self.counters, **super().stats()}
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:

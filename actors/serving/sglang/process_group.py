@@ -18,6 +18,7 @@ from pathlib import Path
 PART = b"sglang::"
 """Prefix of the names of SGLang's essential processes; others start and end at any time."""
 SCAN_MS = 500
+"""Milliseconds between two looks for new parts of the server."""
 SIGTERM_S = 1.0
 """Seconds to wait for this process's own SIGTERM when a part is gone: when all are stopped, a part may end first."""
 

@@ -26,9 +26,11 @@ from weightstore.listener import Handler
 HOLD_S = 30.0
 """Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""
 LEAVE_S = 2.0
+"""Time limit in seconds of the abort of a response that is requested again."""
 ATTEMPTS = 8
 """Attempts at an answer with one version's keys and values; a push would have to overtake each of them."""
 SERVER_KEYS = ("api_key", "admin_api_key")
+"""Fields of the server's settings that hold its keys."""
 OURS = ("continued_tokens", "min_version", "min_version_timeout_s", "epoch", "timeout_s")
 """Fields of requests that SGLang does not know."""
 
@@ -42,14 +44,14 @@ class Proxy:
         self._aborts = Aborts(host.updates, counters)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST /generate."""
+        """Answer POST /generate: validated, held while an update is under way, and with the client's own request ids."""
         async with self._accepted(await body_of(request)) as (accepted, watch):
             if accepted.get("stream"):
                 return await self._relay(request, accepted, watch)
             return web.Response(body=await self._answer(accepted, watch), content_type="application/json")
 
     async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the states of all responses, as ``actors.openai.openai_server.Generating`` requires."""
+        """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._accepted(body) as (accepted, watch):
             if accepted.get("stream"):
                 async with aclosing(self._streamed(accepted, watch)) as states:
@@ -167,12 +169,14 @@ class Proxy:
             raise
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
+        """Record an abort and send it until it takes effect. An abort of all, or of an id that is unknown here, is passed on as well."""
         aborted = self._aborts.abort(rid)
         for watch in aborted:
             watch.send_aborts(self._api, AGAIN_S if rid is None else 0.0)
         return await self._pass_on("POST", "/abort_request", body) if rid is None or not aborted else web.Response()
 
     async def loads(self, request: web.Request) -> web.Response:
+        """Return the server's own answer to the same method and path."""
         return await self._pass_on(request.method, request.path_qs, None)
 
     flush_cache = loads
@@ -182,6 +186,7 @@ class Proxy:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
     async def model_info(self) -> dict[str, Any]:
+        """Return the server's information, with the version and the limits known here."""
         host = self._host
         info = await self._api.call("GET", "/model_info", timeout_s=COMMAND_S)
         ours = {
@@ -192,6 +197,7 @@ class Proxy:
         return {**info, **ours}
 
     async def server_info(self) -> dict[str, Any]:
+        """Return the server's information without its keys, with the version, phase and epoch known here."""
         host = self._host
         info = await self._api.call("GET", "/server_info", timeout_s=COMMAND_S)
         ours = {
@@ -204,6 +210,7 @@ class Proxy:
         return {**_without_keys(info), **ours}
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Handler]:
+        """Return no routes."""
         return {}
 
 

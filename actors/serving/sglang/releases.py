@@ -10,6 +10,7 @@ OLDEST = (0, 5, 21)
 NEWEST = (0, 5, 23)
 """Release that the tests run."""
 CPU_CHECKSUMS = (0, 5, 23)
+"""First release with /weights_checker on CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,4 +41,5 @@ def release_of(engine: str, said: object) -> Release:
 
 
 def written(version: tuple[int, int, int]) -> str:
+    """Return a release as text, like ``0.5.21``."""
     return ".".join(map(str, version))

@@ -24,10 +24,13 @@ from bus.system.processes import Child
 log = logging.getLogger(__name__)
 
 STOP_S = 10.0
+"""Seconds that the server has to end after SIGTERM."""
 OWN = ("model-path", "host", "port", "weight-version")
 """Arguments that this module sets."""
 INFO_S = 60.0
+"""Time limit in seconds of a request for the server's settings."""
 POLL_S = 2.0
+"""Seconds between two requests that show that the server answers."""
 KEY_PREFIX = "k"
 """Prefix of keys: with it a key is text to YAML, and no option to a command line, whatever digits follow."""
 
@@ -43,7 +46,7 @@ class ServerProcess:
 
     @classmethod
     async def open(cls, model_dir: Path, config: EngineConfig) -> "ServerProcess":
-        """Start the server unless it has a URL, and wait until it answers. Raises EngineFailed with the server's last lines."""
+        """Start the server unless it has a URL, and return it once it answers. Raises EngineFailed with the server's last lines."""
         settings = config.sglang
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as secret:

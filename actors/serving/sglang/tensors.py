@@ -39,6 +39,7 @@ class SharedBucket:
         return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
 
     def close(self) -> None:
+        """Free the memory."""
         self._flat = self._flat.new_empty(0)
 
 

@@ -4,7 +4,7 @@
                                     (refused unless every tensor was received exactly once)
 
 SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and continue with
-the new weights. A push that breaks off leaves torn weights (of two versions): the server stays paused, ``version`` is -1, and only a
+the new weights. A push that breaks off leaves weights of two versions: the server stays paused, ``version`` is -1, and only a
 complete update (the next push, or a snapshot) makes it serve again.
 
 A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory while it is not
@@ -34,7 +34,9 @@ from weightstore.transport.handles import Offered
 log = logging.getLogger(__name__)
 
 LOAD_S = 600.0
+"""Time limit in seconds of reading all weights: a load from a directory, or checksums."""
 LISTENING_S = 5.0
+"""Time limit in seconds of the check that a process listens at a group's address."""
 OPEN_S = 60.0
 """Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 NO_BRACKET = "no weight-update session is open"
@@ -84,6 +86,7 @@ class WeightUpdates(FencedUpdates):
         """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
 
         async def exclusive() -> Result:
+            """Run the operation in its turn, and let requests wait no longer when it leaves weights of two versions."""
             try:
                 async with self._turn:
                     self.operation = task
@@ -107,6 +110,7 @@ class WeightUpdates(FencedUpdates):
 
     @property
     def whole(self) -> bool:
+        """True when the server's weights are complete."""
         return self.version >= 0
 
     @property
@@ -120,6 +124,7 @@ class WeightUpdates(FencedUpdates):
         return not self._flush
 
     async def join(self, body: Body) -> None:
+        """Make the server join a process group; one of the same name is left first. Raises UpdateRefused."""
         timeout_s = float(body.get("timeout_s", COMMAND_S))
         with contextlib.suppress(UpdateRefused):  # the server has no such group
             await self.leave(str(body.get("group_name", "weight_update_group")), timeout_s)
@@ -127,11 +132,12 @@ class WeightUpdates(FencedUpdates):
         await self._api.command("/init_weights_update_group", _without_ours(body), timeout_s=timeout_s)
 
     async def leave(self, group_name: str, timeout_s: float = COMMAND_S) -> None:
+        """Make the server leave a process group, and abandon an open update. Raises UpdateRefused."""
         await self._api.command("/destroy_weights_update_group", {"group_name": group_name}, timeout_s=timeout_s)
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Abandon an open update: the weights before it are served on, or, once they are torn, requests stop waiting for its end."""
+        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop waiting for its end."""
         if self._open is None:
             return
         log.warning("update abandoned version=%s served=%d", self._open, self.version)
@@ -141,6 +147,7 @@ class WeightUpdates(FencedUpdates):
             self.settled.set()
 
     async def pause(self, mode: str) -> None:
+        """Pause generation at a client's request. Raises UpdateRefused."""
         await self.pauses.pause(mode)
 
     async def continue_generation(self, body: Body) -> None:
@@ -166,6 +173,7 @@ class WeightUpdates(FencedUpdates):
             return
 
         async def generate_again() -> None:
+            """Check once more, in the turn of the operations, and generate."""
             if self._is_abandoned():
                 log.warning("update abandoned version=%s served=%d", self._open, self.version)
                 await self.generate_as_is()
@@ -179,6 +187,7 @@ class WeightUpdates(FencedUpdates):
         return self._receiving and self.version >= 0 and not self.released and idle and silent
 
     async def release(self, tags: frozenset[str]) -> None:
+        """Release memory, after a pause with ``retract``. Raises UpdateRefused for unfinished requests without a pause."""
         if (unfinished := self._unfinished()) and self.pauses.mode is None:
             names = ", ".join(sorted(tags))
             raise UpdateRefused(f"release of {names}: {unfinished} requests are unfinished; pause generation first")
@@ -207,6 +216,7 @@ class WeightUpdates(FencedUpdates):
             await self.pauses.resume()
 
     async def serve_directory(self, directory: Path, version: int | None) -> float:
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused."""
         await self.resume(frozenset({WEIGHTS}))
         stall_s = await self.load_directory(directory, version)
         await self.resume(frozenset({KV_CACHE}))
@@ -219,13 +229,14 @@ class WeightUpdates(FencedUpdates):
                 await self.settled.wait()
 
     async def arrived_meanwhile(self, version: int) -> bool:
+        """Wait up to ``OPEN_S`` seconds for an open update. Returns whether it brought ``version`` or a newer one."""
         if not self.under_way:
             return False
         await self.between_updates(OPEN_S)
         return self.whole and self.version >= version
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update; an unfinished one is replaced."""
+        """Pause, and open an update; an unfinished one is replaced. Raises UpdateRefused without a version or the memory of the weights."""
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._require_weight_memory(self.released)
@@ -236,12 +247,13 @@ class WeightUpdates(FencedUpdates):
         self._open, self._received = version, set()
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
+        """Make the server receive tensors over a process group into the weights, which are of two versions then. Raises UpdateRefused."""
         names = [str(name) for name in body["names"]]
         self._check_bucket(names, version)
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
 
     async def read_bucket(self, specs: Sequence[TensorSpec], offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Make the server read one flat bucket, from memory that processes of this host can read, into the weights."""
+        """Make the server read one flat bucket from shared memory of this host into the weights. Raises UpdateRefused."""
         names = [spec.name for spec in specs]
         self._check_bucket(names, version)
         try:
@@ -263,7 +275,7 @@ class WeightUpdates(FencedUpdates):
             raise UpdateRefused(f"{(strange or again or names)[0]}: " + ("the model has no such tensor" if strange else "received twice"))
 
     async def _write(self, path: str, names: Sequence[str], body: Mapping[str, Any], timeout_s: float) -> None:
-        self.version = -1  # from here on the weights are torn until the end
+        self.version = -1  # from here on the weights are of two versions, until the end
         await self._api.command(path, {**body, "flush_cache": self._flush, "weight_version": str(self._open)}, timeout_s=timeout_s)
         self._received.update(names)
 
@@ -278,6 +290,7 @@ class WeightUpdates(FencedUpdates):
         return await self._served(self._open)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
+        """Make the server load a directory. Returns seconds as ``end``. Raises UpdateRefused; then no weights are served."""
         if version is None:
             raise UpdateRefused("load: want weight_version")
         self._require_weight_memory(self.released)
@@ -294,6 +307,10 @@ class WeightUpdates(FencedUpdates):
         return dict(answer["ranks"][0]["checksums"])
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
+        """Return (version, checksums) of the served weights, or of those of the open update, which must be complete.
+
+        Raises CannotTell for checksums that cannot be compared, UpdateRefused.
+        """
         if self._layout.not_comparable:
             raise CannotTell(self._api.url, self._layout.not_comparable)
         version = self._open if of_update else self.version
@@ -311,6 +328,7 @@ class WeightUpdates(FencedUpdates):
             raise UpdateRefused(f"{what}: {len(missing)} of {len(self._names)} tensors are missing, among them {min(missing)}")
 
     async def close(self) -> None:
+        """Cancel the operations under way and free the shared memory."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

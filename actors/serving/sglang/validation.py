@@ -13,6 +13,7 @@ from actors.errors import BadRequest
 from actors.request import Limits, token_ids
 
 REFUSED = ("positional_embed_overrides",)
+"""Fields that no request may have."""
 INTEGERS = ("n", "max_new_tokens", "min_new_tokens", "top_k", "sampling_seed", "stream_interval")
 NUMBERS = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 BOOLEANS = ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
