@@ -24,8 +24,8 @@ gsm8k: setup
 sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
-# Two files at a time, the longest first; a file stays on one worker, whose fixtures its tests share.
-TESTS := tests/chaos tests/whole tests/integration tests/contract tests/unit -n 2 --dist loadfile --no-loadscope-reorder
+# Three files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
+TESTS := tests/chaos tests/whole tests/integration tests/contract tests/unit -n 3 --dist loadfile --no-loadscope-reorder
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)
