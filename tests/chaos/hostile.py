@@ -179,7 +179,8 @@ class Hostile:
         raise _Reconnect
 
     async def _again(self, act: Callable[[Client], Any], nc: Client) -> None:
-        while True:
+        # Not for ever: a TaskGroup cancels each of its tasks once, and ``wait_for`` of Python 3.11 can lose that (CPython issue 86296).
+        while nc.is_connected:
             with contextlib.suppress(*_FOREIGN):
                 await act(nc)
             await asyncio.sleep(self._random.expovariate(1 / PAUSE_S))
