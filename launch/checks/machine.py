@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from actors.errors import EngineFailed
+from actors.serving.sglang.releases import OLDEST, release_of, written
 from bus.client.address import parse
 from bus.config import OLDEST_SERVER
 from launch.checks.data import Prompts
@@ -27,16 +29,31 @@ GPU = Path("/dev/nvidiactl")
 
 
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Check that the engine's program exists; ``here``: engines are started on this machine."""
+    """Check that the engine's program exists, and the release of SGLang beside it; ``here``: engines are started on this machine."""
     engine = config.engine
     if engine.kind not in ENGINES:
         report.error("engine", report.at("engine.kind"), want=" or ".join(ENGINES), got=engine.kind, cure="there are no others")
         return
-    if engine.kind == "sglang" and not engine.sglang.url and shutil.which(engine.sglang.python) is None:
-        severity = report.error if here else report.warning
-        where, want = report.at("engine.sglang.python"), "the Python interpreter of an environment with SGLang"
-        got, cure = f"{engine.sglang.python!r}: no such program", "make that environment (docs/sglang.md), or set engine.kind: builtin"
-        severity("engine", where, want=want, got=got, cure=cure)
+    if engine.kind != "sglang" or engine.sglang.url:
+        return
+    severity = report.error if here else report.warning
+    where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
+    if program is None:
+        want, got = "the Python interpreter of an environment with SGLang", f"{engine.sglang.python!r}: no such program"
+        severity("engine", where, want=want, got=got, cure="make that environment (docs/sglang.md), or set engine.kind: builtin")
+        return
+    for release in _installed(program, "sglang"):
+        try:
+            release_of(engine.sglang.python, release)
+        except EngineFailed:
+            want, got = f"an environment with SGLang {written(OLDEST)} or newer", f"{engine.sglang.python!r}: SGLang {release}"
+            severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
+
+
+def _installed(program: str, package: str) -> list[str]:
+    """Return the releases of a package in the virtual environment of an interpreter; none where it has another layout."""
+    folders = Path(program).parent.parent.glob(f"lib/python3*/site-packages/{package}-*.dist-info")
+    return [folder.name.removeprefix(f"{package}-").removesuffix(".dist-info") for folder in folders]
 
 
 def check_bus(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:
