@@ -171,8 +171,8 @@ async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Eve
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        drained = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
-    return None if drained is None else from_map(drained, f"run {run}, row run/{CONFIG_KEY}", own.changed)
+        values = None if bus is None else await config_of_run(bus, draining, role=role, allowed=own.allowed)
+    return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:

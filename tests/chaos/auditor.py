@@ -47,6 +47,8 @@ class Verdict:
     to_come: int = 0
     trimmed: int = 0
     steps_taken_again: int = 0
+    steps_without_digest: int = 0
+    """Number of done steps whose weights have no digest (``learner.weights_digest``): their bits were compared with nothing."""
     lost: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -154,6 +156,7 @@ class _Audit:
         self.verdict.steps_taken_again += bool(known)
         known.add(str(digest))
         self.verdict.steps_done = len(self._digests)
+        self.verdict.steps_without_digest = sum("None" in digests for digests in self._digests.values())
         if len(known) > 1:
             self.verdict.wrong.append(f"step {message.body['step']} was taken again and gave other weights: {sorted(known)}")
 

@@ -12,6 +12,7 @@ from bus.errors import Fenced, NotFound
 from bus.streams.bus import Bus
 from bus.wire import subjects
 from bus.wire.messages import Done, Plan
+from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
 from tests.unhurried import UNHURRIED
@@ -77,13 +78,16 @@ async def _up_and_a_stranger(tmp_path: Path) -> None:
 
 
 async def _done_by(bus: Bus, epoch: int) -> None:
-    """Wait until the learner of this epoch completes a new step."""
+    """Wait until the learner of this epoch completes a new step, and has committed a checkpoint of its own."""
     newest = 0
     async with asyncio.timeout(PATIENCE_S):
         async for _, record in bus.plans.follow():
             if isinstance(record, Plan) and record.epoch < epoch:
                 newest = max(newest, record.step)
             if isinstance(record, Done) and record.epoch == epoch and record.step > newest:
+                break
+        async for row in bus.rows("run").watch(CHECKPOINT_KEY):
+            if row is not None and row[0]["epoch"] == epoch:
                 return
 
 

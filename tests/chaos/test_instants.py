@@ -42,7 +42,7 @@ def _killed_at(tmp_path: Path, instants: tuple[str, ...]) -> None:
     with parts(tmp_path, *SETTINGS) as run:
         asyncio.run(_killed_and_resumed(run, instants))
         disturbed = asyncio.run(_judged(run))
-        assert disturbed.steps_taken_again > 0, disturbed
+        assert disturbed.steps_taken_again > 0 and not disturbed.steps_without_digest, disturbed
         asyncio.run(_trained_again(run, disturbed.steps))
         again = asyncio.run(_judged(run))
         assert again.steps_taken_again == disturbed.steps_taken_again + disturbed.steps_done, (disturbed, again)

@@ -43,6 +43,7 @@ def weather(storm: Storm) -> Verdict:
     assert not verdict.lost, (storm.seed, verdict)
     assert not verdict.twice, (storm.seed, verdict)
     assert not verdict.wrong, (storm.seed, verdict)
+    assert not verdict.steps_without_digest, (storm.seed, verdict)
     assert verdict.steps >= storm.kills // 8, (storm.seed, verdict)
     return verdict
 

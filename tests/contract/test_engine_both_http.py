@@ -52,7 +52,7 @@ async def test_an_answer_has_what_sglangs_has(kind: Kind, first_model: Path) -> 
         assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 4, 0)
         assert meta["weight_version"] == "0"
         assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
-        assert [entry[1] for entry in meta["output_token_logprobs"]] == answer["output_ids"]
+        assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in answer["output_ids"]]
         assert meta["e2e_latency"] > 0
         assert served.engine.text is not None
         assert answer["text"] == served.engine.text.decode(answer["output_ids"])

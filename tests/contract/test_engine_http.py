@@ -143,7 +143,7 @@ async def test_a_client_that_goes_away_frees_its_row(tmp_path: Path) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await served.until(lambda: not served.engine.scheduler.running)
-        states = served.client.stream([5, 6], Sampling(max_new_tokens=4000))
+        states = served.client.stream([5, 6], Sampling(max_new_tokens=4000, temperature=0))
         await anext(states)
         await states.aclose()
         await served.until(lambda: not served.engine.scheduler.running)
