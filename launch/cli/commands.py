@@ -285,15 +285,11 @@ def reached_at(args: argparse.Namespace) -> list[str]:
 
 def scale(args: argparse.Namespace) -> int:
     """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
-    from launch.cli.looking import find_run
     from launch.run.desired import parse
-    from launch.run.process import set_up_logging
     from launch.run.scaling import show_scale
 
-    set_up_logging("scale", level=logging.ERROR)
-    counts = parse(args.wanted)
-    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
-    return asyncio.run(show_scale(url, run, counts, host=args.host, pool=args.pool))
+    args.counts = parse(args.wanted)
+    return _change(args, show_scale)
 
 
 def learner(args: argparse.Namespace) -> int:
@@ -348,27 +344,19 @@ def rank(args: argparse.Namespace) -> int:
 def dead(args: argparse.Namespace) -> int:
     """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises ValueError."""
     from launch.cli.dead_letters import decide_dead_letters, show_dead
-    from launch.cli.looking import find_run, run_of
-    from launch.run.process import set_up_logging
 
-    if args.word != "list" and not (args.tasks or args.all or args.reason):
-        raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
-    set_up_logging("dead", level=logging.ERROR)
     if args.word == "list":
-        with run_of(args) as place:
-            return asyncio.run(show_dead(place.url, place.run, every=args.all, reason=args.reason, as_json=args.json))
-    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
-    return asyncio.run(decide_dead_letters(url, run, args.word, tasks=args.tasks, every=args.all, reason=args.reason))
+        return _look(args, show_dead)
+    if not (args.tasks or args.all or args.reason):
+        raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
+    return _change(args, decide_dead_letters)
 
 
 def status(args: argparse.Namespace) -> int:
     """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
-    from launch.cli.looking import run_of, show_status
-    from launch.run.process import set_up_logging
+    from launch.cli.status import show_status
 
-    set_up_logging("status", level=logging.ERROR)
-    with run_of(args) as place:
-        return asyncio.run(show_status(place.url, place.run, as_json=args.json))
+    return _look(args, show_status)
 
 
 def weights(args: argparse.Namespace) -> int:
@@ -418,7 +406,7 @@ def replay(args: argparse.Namespace) -> int:
 def archive(args: argparse.Namespace) -> int:
     """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
     from bus.errors import BusError
-    from launch.cli.looking import run_of
+    from launch.cli.find_run import run_of
     from launch.run import process
     from launch.samples import archive as archives
 
@@ -442,24 +430,27 @@ def archive(args: argparse.Namespace) -> int:
 
 def cursors(args: argparse.Namespace) -> int:
     """List the registered readers of a run, after --forget removed one. Returns 0. Raises ValueError."""
-    from launch.cli.looking import find_run, run_of
     from launch.cli.readers import show_cursors
-    from launch.run.process import set_up_logging
 
-    set_up_logging("cursors", level=logging.ERROR)
-    if args.forget:
-        url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
-        return asyncio.run(show_cursors(url, run, forget=args.forget))
-    with run_of(args) as place:
-        return asyncio.run(show_cursors(place.url, place.run, forget=""))
+    return _change(args, show_cursors) if args.forget else _look(args, show_cursors)
 
 
 def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
-    """Find the run, connect to its bus and return the exit code of ``look``."""
-    from launch.cli.looking import looking, run_of
+    """Find the run, which may be over, and return the exit code of ``look``, which only reads. Raises ValueError."""
+    from launch.cli.find_run import on_bus, run_of
     from launch.run.process import set_up_logging
 
     set_up_logging(args.command, level=logging.ERROR)
     with run_of(args) as place:
         args.ended = place.ended
-        return asyncio.run(looking(place.url, place.run, args, look))
+        return asyncio.run(on_bus(place.url, place.run, args, look))
+
+
+def _change(args: argparse.Namespace, change: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
+    """Find the run, which must not be over, and return the exit code of ``change``. Raises ValueError."""
+    from launch.cli.find_run import find_run, on_bus
+    from launch.run.process import set_up_logging
+
+    set_up_logging(args.command, level=logging.ERROR)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+    return asyncio.run(on_bus(url, run, args, change))

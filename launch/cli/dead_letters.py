@@ -1,40 +1,34 @@
 """``tidemill dead``: lists dead tasks, and stores the operator's decision to requeue or drop them."""
 
+import argparse
 import asyncio
 import os
 import socket
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
-from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus
 from bus.streams.dead import DROP, REQUEUE
 from bus.wire.messages import Dead, DeadLetterDecision, Requeue
 from launch.samples.block import plain
 from launch.samples.search import to_json
 
-CONNECT_S = 3.0
 ANSWER_S = 5.0
 """Seconds to wait for the learner's records of a decision."""
 PROMPT_SHOWN = 72
 """Most characters shown of a prompt."""
 
 
-async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bool) -> int:
-    """List dead tasks, newest last; without ``every`` only those that have no decision yet; return 0. Raises ValueError."""
+async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
+    """List dead tasks, newest last; without --all only those that have no decision yet; return 0."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
-            letters, decisions = await _read(bus)
-    except BusError as error:
-        raise ValueError(str(error)) from None
-    found = [one for one in letters.values() if reason in one.reason and (every or one.task not in decisions)]
+    letters, decisions = await _read(bus)
+    found = [one for one in letters.values() if args.reason in one.reason and (args.all or one.task not in decisions)]
     for one in found:
         word = decisions[one.task].word if one.task in decisions else ""
-        if as_json:
+        if args.json:
             print(to_json(_as_map(one, word)))
         else:
             shown = f" [{word}]" if word else ""
@@ -43,32 +37,30 @@ async def show_dead(url: str, run: str, *, every: bool, reason: str, as_json: bo
                 markup=False,
             )
             console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
-    if not found and not as_json:
-        console.print(f"no dead task{f' with {reason!r} in its reason' if reason else ''} ({len(letters)} in all; --all shows them)")
+    if not found and not args.json:
+        console.print(
+            f"no dead task{f' with {args.reason!r} in its reason' if args.reason else ''} ({len(letters)} in all; --all shows them)"
+        )
     return 0
 
 
-async def decide_dead_letters(url: str, run: str, word: str, *, tasks: Sequence[int], every: bool, reason: str) -> int:
-    """Store the decision ``requeue`` or ``drop`` for some dead tasks, for all, or for those with a reason.
+async def decide_dead_letters(bus: Bus, args: argparse.Namespace) -> int:
+    """Store the decision ``args.word``, requeue or drop, for some dead tasks, for all, or for those with a reason.
 
     A decision is durable; a learner that is not running reads it when it starts. Returns 0 when all is done, 1 when the
     learner has not recorded it yet. Raises ValueError for a task that is not dead.
     """
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        async with connect(url, run, name="dead", wait_s=CONNECT_S) as bus:
-            letters, decisions = await _read(bus)
-            chosen = tasks or [
-                one.task for one in letters.values() if (every or reason) and reason in one.reason and one.task not in decisions
-            ]
-            for task in chosen:
-                _check(letters, task, word)
-            decided = [task for task in chosen if await _decide(bus, console, decisions, task, word)]
-            if word == DROP or not decided:
-                return 0
-            return await _wait_recorded(bus, console, decided)
-    except BusError as error:
-        raise ValueError(str(error)) from None
+    letters, decisions = await _read(bus)
+    chosen = args.tasks or [
+        one.task for one in letters.values() if (args.all or args.reason) and args.reason in one.reason and one.task not in decisions
+    ]
+    for task in chosen:
+        _check(letters, task, args.word)
+    decided = [task for task in chosen if await _decide(bus, console, decisions, task, args.word)]
+    if args.word == DROP or not decided:
+        return 0
+    return await _wait_recorded(bus, console, decided)
 
 
 def _check(letters: dict[int, Dead], task: int, word: str) -> None:

@@ -1,25 +1,20 @@
 """``tidemill cursors``: lists the registered readers of a run, and removes one that will not return."""
 
+import argparse
+
 from rich.console import Console
 
-from bus.errors import BusError
-from bus.streams.bus import connect
+from bus.streams.bus import Bus
 from bus.streams.cursors import WAIT, Cursors
 
-CONNECT_S = 3.0
 
-
-async def show_cursors(url: str, run: str, *, forget: str) -> int:
-    """List the registered readers, after removing ``forget`` if it is given; return 0. Raises ValueError."""
+async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:
+    """List the registered readers, after removing the one of --forget; return 0."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        async with connect(url, run, name="cursors", wait_s=CONNECT_S) as bus:
-            if forget:
-                await Cursors(bus).drop(forget)
-                console.print(f"{forget}: forgotten")
-            state, places = await bus.samples.info(), await Cursors(bus).all()
-    except BusError as error:
-        raise ValueError(str(error)) from None
+    if args.forget:
+        await Cursors(bus).drop(args.forget)
+        console.print(f"{args.forget}: forgotten")
+    state, places = await bus.samples.info(), await Cursors(bus).all()
     for name, place in places.items():
         if place.created != state.created:
             kept = "of an earlier stream, which is gone"

@@ -1,32 +1,26 @@
 """``tidemill scale``: sets the desired numbers of engines and actors, and shows the share of each host."""
 
-from collections.abc import Mapping
+import argparse
 
 from rich.console import Console
 
-from bus.errors import BusError
 from bus.liveness.live import LiveView
-from bus.streams.bus import connect
+from bus.streams.bus import Bus
 from launch.run import desired
 from launch.run.desired import ROLES, LiveHost
 from launch.run.host import ROLE
 
-CONNECT_S = 3.0
 
-
-async def show_scale(url: str, run: str, counts: Mapping[str, int], *, host: str, pool: str) -> int:
-    """Set the numbers in the row of a host, of a pool or of all, and print the share of every live host; return 0. Raises ValueError."""
+async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
+    """Set the numbers ``args.counts`` in the row of a host, of a pool or of all, and print the share of every live host; return 0."""
+    counts, host, pool = args.counts, args.host, args.pool
     key = desired.host_key(host) if host else desired.pool_key(pool) if pool else desired.ALL
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        async with connect(url, run, name="scale", wait_s=CONNECT_S) as bus:
-            if counts:
-                before, after = await desired.change(bus, key, counts)
-                for role in counts:
-                    console.print(f"{key}: {role}s {before.get(role, '-')} -> {after[role]}")
-            rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
-    except BusError as error:
-        raise ValueError(str(error)) from None
+    if counts:
+        before, after = await desired.change(bus, key, counts)
+        for role in counts:
+            console.print(f"{key}: {role}s {before.get(role, '-')} -> {after[role]}")
+    rows, live = await desired.read(bus), await LiveView(bus).alive(ROLE)
     hosts = [LiveHost(row.id, row.pool) for row in live]
     for place, row in zip(hosts, live, strict=True):
         shares = rows.of(place, hosts)

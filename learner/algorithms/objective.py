@@ -21,13 +21,13 @@ from learner.algorithms import policy_losses, rejection
 from learner.algorithms.advantages import ADVANTAGES, whitened
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.config import AlgorithmConfig
+from learner.algorithms.importance_weights import Weights, bounded, raw_weights, self_normalised, weight_sums
 from learner.algorithms.kl import corrected_kl, kl_T
 from learner.algorithms.outcome import TokenLoss
 from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from learner.algorithms.ratios import log_ratio, sequence_sums
 from learner.algorithms.shaping import overlong_penalty
 from learner.algorithms.supervised import sft_loss
-from learner.algorithms.weights import Weights, bounded, raw_weights, self_normalised, weight_sums
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,12 @@ import msgpack
 
 from bus.errors import WireError
 from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
-from learner.data.admission import Admission, Reissue, TaskDemand
 from learner.data.groups import BufferedSample, Group, mismatch
 from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, field_of
 from learner.data.plans import GENESIS, chain_of
 from learner.data.rules import DataRules
 from learner.data.selection import age, drop_reason, make_plan, make_settle, urgent
+from learner.data.task_admission import Admission, Reissue, TaskDemand
 from learner.errors import ConfigRefused, ReplayMismatch
 
 SCHEMA = 1

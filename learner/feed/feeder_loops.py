@@ -32,13 +32,13 @@ from bus.wire import subjects
 from bus.wire.messages import Dead, LiveRow, Plan, Requeue, Sample, Sampling, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
 from learner import checkpoints
-from learner.data.admission import TaskDemand
 from learner.data.batch import build_batches, encode
 from learner.data.datasource import Disposition, Waits
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile, sampler_seed
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, invalid_words, refused_before
+from learner.data.task_admission import TaskDemand
 from learner.errors import NoProgress, PromptError
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer

@@ -23,11 +23,11 @@ from learner.algorithms import diagnostics
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.diagnostics import Sums
+from learner.algorithms.importance_weights import effective_sample_share
 from learner.algorithms.kl import next_coefficient
 from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
 from learner.algorithms.ratios import sequence_sums
 from learner.algorithms.shaping import distillation_advantages
-from learner.algorithms.weights import effective_sample_share
 from learner.data.batch import MicroBatch, StepBatch
 from learner.logprobs import log_probs_and_entropy
 from learner.megatron.attention import PackedRow, packed_row

@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 from bus.streams.bus import Bus
 from bus.wire import parts
 from bus.wire.messages import Plan, Sample, Settle, Status, Task
-from launch.cli.looking import read_status
+from launch.cli.status import read_status
 from launch.run import audit_progress
 from launch.run.audit import CheckpointCursor, RunAccounting, audit
 from launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize

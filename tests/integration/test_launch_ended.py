@@ -26,7 +26,7 @@ from launch.run.up import directory_of_one
 from launch.settings.config import RunConfig
 from launch.settings.loader import to_map
 from tests import data_kit
-from tests.integration.test_launch_looking import ROOT, make_run, tidemill
+from tests.integration.test_launch_status import ROOT, make_run, tidemill
 
 BOUND_S = 60.0
 

@@ -14,7 +14,7 @@ from yarl import URL
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.updates import WeightUpdates
+from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
 from bus.liveness.live import HeartbeatPublisher, LiveView

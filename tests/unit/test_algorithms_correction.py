@@ -11,6 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from learner.algorithms.importance_weights import (
+    bounded,
+    effective_sample_share,
+    raw_weights,
+    self_normalised,
+    weight_sums,
+)
 from learner.algorithms.policy_losses import gepo_ratio, loglinear_proximal, reinforce
 from learner.algorithms.ratios import DELTA_BOUND, log_ratio, prefix_sums, sequence_means, sequence_sums, spread
 from learner.algorithms.rejection import (
@@ -21,13 +28,6 @@ from learner.algorithms.rejection import (
     second_moment_cut,
     total_variation_outside,
     vetoed,
-)
-from learner.algorithms.weights import (
-    bounded,
-    effective_sample_share,
-    raw_weights,
-    self_normalised,
-    weight_sums,
 )
 from tests.enumerated import (
     MASK_T,

@@ -23,8 +23,8 @@ from learner.algorithms.diagnostics import (
     sample_metrics,
     token_sums,
 )
+from learner.algorithms.importance_weights import Weights
 from learner.algorithms.outcome import TokenLoss
-from learner.algorithms.weights import Weights
 from tests.metric_names import undocumented
 
 LENGTHS = (9, 3, 14, 1, 20, 6)

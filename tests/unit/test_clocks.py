@@ -23,7 +23,7 @@ READ_FOR = {
 ONLOOKERS = ("bus/streams/history.py", "launch/samples/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on them."""
 STAMPS = {
-    "created_s": {"actors/rollout/actor.py", "launch/cli/looking.py", "bus/wire/invariants.py"},
+    "created_s": {"actors/rollout/actor.py", "bus/wire/invariants.py"},
     "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound, carry or show them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bus.server.auth import credentials_file, read_credentials
-from launch.cli.looking import find_run
+from launch.cli.find_run import find_run
 from launch.run.access import viewer_line
 from tests.whole.running import Up, assert_books_balance, up
 

@@ -22,7 +22,7 @@ from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.scheduler import Event, Scheduler
 from actors.serving.builtin.sequence import Model
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.updates import WeightUpdates
+from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.builtin.weights import Weights
 from actors.serving.host import EngineHost
 from bus.wire.messages import Capabilities

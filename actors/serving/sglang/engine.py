@@ -20,7 +20,7 @@ from actors.serving.sglang.checksums import layout_of
 from actors.serving.sglang.proxy import Proxy
 from actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from actors.serving.sglang.server_process import INFO_S, ServerProcess
-from actors.serving.sglang.updates import WeightUpdates
+from actors.serving.sglang.weight_updates import WeightUpdates
 from bus.wire.messages import Capabilities
 
 log = logging.getLogger(__name__)

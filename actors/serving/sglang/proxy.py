@@ -19,8 +19,8 @@ from actors.serving.port import COMMAND_S, Body
 from actors.serving.sglang.aborts import AGAIN_S, Aborts, Watch
 from actors.serving.sglang.api import Aborted, Api
 from actors.serving.sglang.request_ids import RequestIds
-from actors.serving.sglang.updates import WeightUpdates
 from actors.serving.sglang.validation import responses_in
+from actors.serving.sglang.weight_updates import WeightUpdates
 from weightstore.listener import Handler
 
 HOLD_S = 30.0

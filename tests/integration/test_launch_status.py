@@ -16,7 +16,8 @@ from rich.console import Console
 from bus.liveness.live import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
-from launch.cli.looking import find_run, print_status, read_status
+from launch.cli.find_run import find_run
+from launch.cli.status import print_status, read_status
 from launch.run.roles import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
 from tests import data_kit

@@ -1,0 +1,89 @@
+"""Which run a command is for, from any machine that reaches its bus; and a connection to it for the time of the command."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from bus.client import discovery
+from bus.errors import BusError
+from bus.streams.bus import Bus, connect
+from launch.run.access import VIEWER, viewer_line
+from launch.run.ended import EndedBus, started
+from launch.run.roles import BUS_URL_FILE
+from launch.run.up import CONFIG_FILE
+
+CONNECT_S = 3.0
+_RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
+
+
+def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
+    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError naming the missing argument or file."""
+    if run_dir:
+        root = Path(run_dir)
+        if not (root / CONFIG_FILE).exists():
+            raise ValueError(f"--run-dir: want the directory of a run ({CONFIG_FILE} in it), got {run_dir}")
+        config = yaml.safe_load((root / CONFIG_FILE).read_text())
+        address = root / BUS_URL_FILE
+        url = bus or config["bus"]["url"] or (address.read_text().strip() if address.exists() else "")
+        if not url:
+            over = root / "summary.json"
+            raise ValueError(
+                f"{run_dir}: no bus is running here; " + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
+            )
+        return viewer_line(url, os.environ, root, config["bus"], user=user), run or config["run"]
+    if not bus:
+        raise ValueError("want --run-dir DIRECTORY, or --bus URL (and --run RUN where it carries several)")
+    line = viewer_line(bus, os.environ)
+    return line, run or _only_run(line)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLocation:
+    """The bus at which a run can be read."""
+
+    url: str
+    """Address with the password in it: not to be shown."""
+    run: str
+    ended: bool = False
+    """True if the run is over: no more messages will follow."""
+
+
+@contextmanager
+def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocation]:
+    """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the viewer only).
+
+    Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again meanwhile.
+    """
+    root = Path(args.run_dir)
+    here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
+    ended = EndedBus.of(root) if here else None
+    if ended is None:
+        url, run = find_run(args.run_dir, args.bus, args.run, user=user)
+        yield RunLocation(url=url, run=run)
+        return
+    print(f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr)
+    with started(ended) as line:
+        yield RunLocation(url=line, run=args.run or ended.run, ended=True)
+
+
+def _only_run(bus: str) -> str:
+    try:
+        return asyncio.run(discovery.find_run(bus, name="look", wait_s=CONNECT_S))
+    except BusError as error:
+        raise ValueError(str(error)) from None
+
+
+async def on_bus(url: str, run: str, args: argparse.Namespace, look: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+    """Connect to the bus and return the exit code of ``look``. Raises ValueError for every error of the bus."""
+    try:
+        async with connect(url, run, name=args.command, wait_s=CONNECT_S) as bus:
+            return await look(bus, args)
+    except BusError as error:
+        raise ValueError(str(error)) from None
