@@ -172,7 +172,7 @@ class MemoryReleased(LearnerError):
 
 
 class AlarmStop(LearnerError):
-    """A diagnostic has been at error level for ``alarms.patience`` steps, and ``alarms.action`` is stop."""
+    """A diagnostic has been at error level for ``alarms.patience`` steps, and ``alarms.action`` is stop, or no step trains anything."""
 
     exit_code = exit_codes.CONFIG
 

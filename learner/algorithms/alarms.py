@@ -12,6 +12,8 @@ from learner.algorithms.config import AlarmConfig
 
 MIN_TOKENS = 256
 """With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped minibatches are checked."""
+MOST_EMPTY_STEPS = 20
+"""Steps in a row of which every minibatch was skipped, after which a run ends unless alarms are off: nothing is learnt from then on."""
 MIN_GAP = 0.02
 """An entropy gap below this (nats) raises no alarm, even if it is statistically significant."""
 MIN_SPREAD = 0.1
@@ -242,11 +244,18 @@ class AlarmWatch:
         refuse_unknown(config)
         self._config, self._context = config, context
         self._in_a_row: dict[str, int] = {}
+        self._empty_steps = 0
         self.stop: Alarm | None = None
-        """The alarm that ends the run: the action is ``stop`` and it has been at error level for ``patience`` steps in a row."""
+        """The alarm that ends the run: it has been at error level for ``patience`` steps in a row and the action is ``stop``, or
+        ``MOST_EMPTY_STEPS`` new steps in a row have trained nothing.
+        """
 
-    def step(self, metrics: Mapping[str, float]) -> tuple[Alarm, ...]:
-        """Return the alarms of this step; none when the action is ``off``."""
+    def step(self, metrics: Mapping[str, float], *, recorded: bool = False) -> tuple[Alarm, ...]:
+        """Return the alarms of this step; none when the action is ``off``.
+
+        ``recorded``: an earlier start took this step. It is not counted among those that trained nothing, so that a run which ended for
+        them gets past them once the reason is mended.
+        """
         if self._config.action == "off":
             return ()
         alarms = check(metrics, self._config, self._context)
@@ -256,4 +265,8 @@ class AlarmWatch:
         late = [errors[name] for name, count in self._in_a_row.items() if count >= self._config.patience]
         if late and self._config.action == "stop":
             self.stop = late[0]
+        if not recorded:
+            self._empty_steps = self._empty_steps + 1 if metrics.get("train/tokens") == 0.0 and "skipped" in errors else 0
+        if self._empty_steps >= MOST_EMPTY_STEPS:
+            self.stop = errors["skipped"]
         return alarms

@@ -218,7 +218,7 @@ class Rank:
         return True
 
     def _step(self, batch: StepBatch, start: Start) -> None:
-        metrics = self._watched(batch.step, self._trainer.train(batch)) | self._clock.metrics()
+        metrics = self._watched(batch, self._trainer.train(batch)) | self._clock.metrics()
         self.pushes.step = batch.step
         digest = self._policy.digest() if self._learner.weights_digest else None
         if self._proximal is not None and batch.step % self._push_every == 0:
@@ -245,14 +245,14 @@ class Rank:
         if batch.state:
             self._checkpoint(batch, start.epoch)
 
-    def _watched(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+    def _watched(self, batch: StepBatch, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics with the numbers of alarms. Raises AlarmStop, before these weights are published."""
-        alarms = self._alarms.step(metrics)
+        alarms = self._alarms.step(metrics, recorded=batch.recorded)
         if self._here.rank == 0:
             for alarm in alarms:
-                log.log(logging.ERROR if alarm.level == "error" else logging.WARNING, "alarm step=%d %s", step, alarm)
+                log.log(logging.ERROR if alarm.level == "error" else logging.WARNING, "alarm step=%d %s", batch.step, alarm)
         if self._alarms.stop is not None:
-            raise AlarmStop(step, str(self._alarms.stop))
+            raise AlarmStop(batch.step, str(self._alarms.stop))
         levels = [alarm.level for alarm in alarms]
         return metrics | {"alarm/warnings": float(levels.count("warn")), "alarm/errors": float(levels.count("error"))}
 

@@ -63,6 +63,22 @@ def test_skipped_steps_in_a_row_can_stop_the_run() -> None:
     assert watch.stop is not None and watch.stop.name == "skipped"
 
 
+def test_a_run_that_trains_nothing_is_stopped_unless_that_is_ignored() -> None:
+    """Steps that an earlier start took do not count, as the run has to get past them. A step that is trained in part begins anew."""
+    nothing, part = ({"train/skipped_minibatches": 1.0, "train/tokens": tokens} for tokens in (0.0, 500.0))
+    watch = AlarmWatch(AlarmConfig(), CONTEXT)
+    for metrics, recorded in [(nothing, False)] * 19 + [(part, False)] + [(nothing, True)] * 30 + [(nothing, False)] * 19:
+        watch.step(metrics, recorded=recorded)
+        assert watch.stop is None
+    watch.step(nothing)
+    assert watch.stop is not None and watch.stop.name == "skipped"
+    for config in (AlarmConfig(action="off"), AlarmConfig(ignore=("skipped",))):
+        watch = AlarmWatch(config, CONTEXT)
+        for _ in range(40):
+            watch.step(nothing)
+        assert watch.stop is None
+
+
 @pytest.mark.parametrize("name", [name for name, row in THRESHOLDS.items() if row.ages])
 def test_what_grows_with_age_is_judged_by_it(name: str) -> None:
     row = THRESHOLDS[name]
