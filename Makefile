@@ -10,7 +10,7 @@ SGLANG ?= .venv-sglang
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k sglang test test-all test-sglang test-sglang-all check bench setup clean
+.PHONY: run gsm8k sglang test test-chaos test-all test-sglang test-sglang-all check bench setup clean
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup
@@ -24,14 +24,19 @@ gsm8k: setup
 sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
+TESTS := tests/whole tests/integration tests/contract tests/unit
 # Three files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
-TESTS := tests/chaos tests/whole tests/integration tests/contract tests/unit -n 3 --dist loadfile --no-loadscope-reorder
+BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(TESTS) $(BESIDE)
 
-test-all: setup
-	$(BIN)/python -m pytest -m "not gpu" $(TESTS)
+# Runs of which processes are killed at chosen instants, frozen, replaced or cut off. `.ci/run` runs these too.
+test-chaos: setup
+	$(BIN)/python -m pytest -m "not slow and not gpu" tests/chaos $(BESIDE)
+
+test-all: check
+	$(BIN)/python -m pytest -m "not gpu" tests/chaos $(TESTS) $(BESIDE)
 
 # The engine's contract and whole runs on real SGLang servers.
 test-sglang: setup $(SGLANG)/.ready
@@ -47,7 +52,7 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-dep
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
 	touch $@
 
-# Style, formatting, types and import directions (the tests run these too).
+# Style, formatting, types and import directions; the first part of `.ci/run`.
 check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
