@@ -8,7 +8,7 @@ from tests.chaos.storm import standing_bus
 from tests.whole.running import assert_books_balance, kill, live, until_step, up
 
 VICTIMS = ("actor", "engine", "learner", "bus")
-STEPS = 100
+STEPS = 60
 
 
 async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path: Path) -> None:
