@@ -23,7 +23,7 @@ from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.client.rows import Rows
 from bus.liveness.epoch import raise_epoch
-from bus.liveness.live import HeartbeatPublisher
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
 from launch.settings.prepare import prepare

@@ -9,7 +9,7 @@ import pytest
 
 from bus.client.ids import nonce
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 
 BusOpener = Callable[..., AbstractAsyncContextManager[Bus]]

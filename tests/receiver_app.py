@@ -22,7 +22,7 @@ from actors.errors import CannotTell, StaleEpoch, UpdateRefused
 from actors.serving.handles import HandleListener
 from actors.serving.port import Updates
 from bus.config import BusConfig
-from bus.liveness.live import HeartbeatPublisher
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
 from bus.wire.messages import Capabilities, LiveRow

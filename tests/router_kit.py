@@ -13,8 +13,8 @@ from aiohttp import web
 
 from actors.router.config import RouterConfig
 from actors.router.server import Router
+from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
-from bus.liveness.live import LiveView
 from bus.server.ports import KeptPort
 
 LIMIT_S = 60.0

@@ -16,7 +16,7 @@ from actors.engines.port import Engine
 from actors.errors import EngineError, EngineFailed, EngineUnavailable, VersionUnavailable
 from bus.client.waiter import Waiter
 from bus.errors import BusError
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 
 logger = logging.getLogger(__name__)
 

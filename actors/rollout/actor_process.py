@@ -12,11 +12,11 @@ from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
 from actors.errors import ActorRefused
 from actors.rollout.activity import Activity
-from actors.rollout.actor import Actor
-from actors.rollout.generation import SingleTurn
+from actors.rollout.rollout_loop import Actor
+from actors.rollout.single_turn import SingleTurn
 from bus.config import BusConfig
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
-from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.streams.bus import Bus
 from bus.wire.subjects import refused
 from rewards.registry import load

@@ -10,7 +10,7 @@ from actors.engines.pool import BusDiscovery, EngineStatus
 from actors.errors import EngineError, EngineUnavailable
 from actors.router.config import RouterConfig
 from bus.errors import BusError
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from actors.router.config import RouterConfig
 from actors.router.server import Router
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import admin_keys
-from bus.liveness.live import HeartbeatPublisher, LiveView
 from bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)

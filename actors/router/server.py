@@ -24,8 +24,8 @@ from actors.router.config import RouterConfig, check_url
 from actors.router.discovery import WorkerDiscovery
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
+from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
-from bus.liveness.live import LiveView
 from bus.system.coroutines import first_of
 from weightstore.listener import Access, Listener
 

@@ -25,8 +25,8 @@ from actors.serving.port import Factory, ServedEngine
 from bus.client.reach import reach, route_to
 from bus.config import BusConfig
 from bus.errors import BusError
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import admin_keys
-from bus.liveness.live import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up

@@ -9,7 +9,7 @@ from pathlib import Path
 from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.system.files import write_whole
 
 _ROUTES_FILE = "routes.json"

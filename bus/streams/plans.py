@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 
-from bus.client.fenced import FencedStream, FencedWriter, valid
+from bus.client.fenced_stream import FencedStream, FencedWriter, valid
 from bus.client.jetstream import JetStream, Message
 from bus.client.pull import Delivered
 from bus.errors import WireError

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from nats.aio.msg import Msg
 
-from bus.client.fenced import FencedStream, FencedWriter, Fences, epoch_of, valid
+from bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
 from bus.client.ids import nonce
 from bus.client.jetstream import JetStream, Message

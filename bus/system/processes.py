@@ -1,6 +1,6 @@
 """Child processes: started in a session of their own, ended with this process by the kernel, their last lines kept for error messages.
 
-Knows no command line. ``bus.server.embedded`` starts nats-server synchronously, and shares ``die_with_parent`` and ``tail`` with ``Child``.
+Knows no command line. ``bus.server.nats_server`` starts nats-server without a loop, and shares ``die_with_parent`` and ``tail``.
 """
 
 import asyncio

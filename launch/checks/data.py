@@ -9,8 +9,8 @@ from pathlib import Path
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.checks.tokens import CannotRender, Tokenize
-from launch.settings.config import RunConfig
 from launch.settings.datasets import prompts
+from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row, read_rows, refuse_template, row_of, templated
 from learner.errors import PromptError
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bus.wire.messages import Status
 from launch.checks.findings import Report
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 from learner.data.prompts import Row
 from rewards.errors import BadRewardOption, UnknownReward
 from rewards.port import RewardRequest, Scorer

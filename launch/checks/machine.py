@@ -15,7 +15,7 @@ from bus.config import OLDEST_SERVER
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 from launch.settings.wiring import ENGINES
 
 ANSWER_S = 0.5

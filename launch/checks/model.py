@@ -11,8 +11,8 @@ from typing import Any
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from launch.checks.findings import Report
-from launch.settings.config import ModelConfig, RunConfig
 from launch.settings.prepare_config import PrepareConfig
+from launch.settings.run_config import ModelConfig, RunConfig
 from learner.megatron.sizes import FAMILIES, refusals
 
 SETTING = "model.path"

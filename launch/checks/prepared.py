@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from launch.checks.findings import Report
-from launch.settings.config import RunConfig
 from launch.settings.prepare import PreparedOtherwise, refuse_other
+from launch.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ import yaml
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
 from launch.checks.findings import Report
-from launch.settings.config import CONFIG_FILE, RunConfig
-from launch.settings.loader import SettingsError, from_map
+from launch.settings.config_loader import SettingsError, from_map
+from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner import checkpoints
 from learner.data.datasource import read_state
 from learner.data.prompts import prompts_digest

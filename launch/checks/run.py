@@ -9,7 +9,7 @@ from launch.checks.machine import check_bus, check_engine, check_memory, check_p
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
 from launch.checks.tokens import check_tokenizer
-from launch.settings.loader import Loaded
+from launch.settings.config_loader import Loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from actors.text.text import Text
 from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 
 Tokenize = Callable[[Prompt], Sequence[int]]
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from bus import exit_codes
 from launch.run.access import LEARNER, OPERATOR, allowed
-from launch.settings.config import RunConfig
+from launch.settings.config_loader import Loaded, changes, load, render
 from launch.settings.extras import require
-from launch.settings.loader import Loaded, changes, load, render
+from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from bus.streams.bus import Bus

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.streams.dead import DROP, REQUEUE
 from bus.wire.messages import Dead, DeadLetterDecision, Requeue

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Plan
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
-from launch.settings.loader import changes, from_map, load, to_map
+from launch.settings.config_loader import changes, from_map, load, to_map
 from learner import checkpoints
 from learner.data.datasource import read_state
 from learner.feed.restart import CHECKPOINT_KEY

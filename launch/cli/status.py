@@ -14,7 +14,7 @@ from rich.text import Text
 
 from bus.client.jetstream import StreamState
 from bus.errors import NotFound
-from bus.liveness.live import processes
+from bus.liveness.heartbeats import processes
 from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire import subjects

@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
+from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
-from bus.liveness.live import LiveView
 from bus.streams.bus import Bus
 
 ANSWER_S = 120.0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bus.client.address import Address, parse
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from bus.liveness.keys import Keys

@@ -22,10 +22,10 @@ from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.server.auth import VIEWER
 from bus.server.cluster import EmbeddedBus
-from bus.server.embedded import in_use
+from bus.server.nats_server import in_use
 from launch.run.access import AUTH_DIR, viewer_line
 from launch.run.roles import BUS_URL_FILE
-from launch.settings.loader import from_map
+from launch.settings.config_loader import from_map
 
 CONFIG_FILE, BUS_DIR = "config.yaml", "bus"
 """Names in the run's directory: its settings, and its embedded bus with the streams."""

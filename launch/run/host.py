@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bus.client.waiter import Waiter
 from bus.errors import BusError
-from bus.liveness.live import HeartbeatPublisher, LiveView, processes
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
 from bus.server.auth import CREDENTIALS_VARIABLE
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow

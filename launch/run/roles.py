@@ -18,14 +18,14 @@ from bus.errors import BusError
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from launch.run.access import LEARNER, address_line, auth_dir
-from launch.settings.config import RunConfig
-from launch.settings.loader import SettingsError
+from launch.settings.config_loader import SettingsError
+from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from actors.router.config import RouterConfig
-    from bus.liveness.live import HeartbeatPublisher
+    from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.streams.bus import Bus
-    from launch.settings.loader import Setting
+    from launch.settings.config_loader import Setting
     from learner.feed.feed_keys import FeedKeys
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def run_prepare(config: RunConfig) -> int:
 
 async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
     """Run the embedded nats-server, or three: one that ends is started again at once, on the same port; all are stopped when drained."""
-    from bus.liveness.live import HeartbeatPublisher
+    from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.server.cluster import EmbeddedBus
     from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
@@ -167,7 +167,7 @@ async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Eve
 
     from actors.engines.membership import CONFIG_KEY, config_of_run, connected
     from bus.config import BusConfig
-    from launch.settings.loader import from_map
+    from launch.settings.config_loader import from_map
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
@@ -308,12 +308,12 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
     The live row names the engines that take no pushes; progress is in the feeder's row.
     """
+    from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import make_keys
-    from bus.liveness.live import HeartbeatPublisher
     from bus.streams.bus import connect
     from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
-    from launch.settings.loader import to_map
+    from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
     num_ranks = config.learner.data_parallel * config.learner.tensor_parallel

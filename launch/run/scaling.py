@@ -4,7 +4,7 @@ import argparse
 
 from rich.console import Console
 
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from launch.run import desired
 from launch.run.desired import ROLES, LiveHost

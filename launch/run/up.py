@@ -24,7 +24,7 @@ from rich.console import Console
 
 from bus import exit_codes
 from bus.errors import BusError, ServerFailed
-from bus.server.embedded import end_reader
+from bus.server.nats_server import end_reader
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
@@ -37,8 +37,8 @@ from launch.run.host import Host
 from launch.run.supervisor import GaveUp, Supervisor
 from launch.run.watch import RunWatch
 from launch.settings import extras
-from launch.settings.config import CONFIG_FILE, RunConfig
-from launch.settings.loader import Loaded, to_map
+from launch.settings.config_loader import Loaded, to_map
+from launch.settings.run_config import CONFIG_FILE, RunConfig
 from learner.feed.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)

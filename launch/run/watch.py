@@ -15,7 +15,7 @@ from typing import Any
 
 from bus.client.jetstream import StreamState
 from bus.errors import BusError
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Sample
 

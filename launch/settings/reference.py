@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 from launch.settings.wiring import ENGINES
 from learner.algorithms.config import unset_names
 
@@ -156,7 +156,7 @@ def _object(path: str, found: Sequence[Entry], sentence: str) -> dict[str, Any]:
 
 
 def _value(entry: Entry) -> dict[str, Any]:
-    """Return the schema of a key: it accepts all that the loader (``launch/settings/loader.py``) accepts, and no type that it refuses."""
+    """Return the schema of a key: it accepts all that ``launch/settings/config_loader.py`` accepts, and no type that it refuses."""
     value = _typed(entry) | _bounds(entry)
     if entry.nullable:
         value = {"anyOf": [value, {"type": "null"}]}

@@ -24,7 +24,7 @@ from bus.client.retries import cancellable
 from bus.client.waiter import Waiter
 from bus.errors import BusError, Fenced
 from bus.liveness.epoch import current_epoch, raise_epoch
-from bus.liveness.live import HeartbeatPublisher
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.streams.dead import REQUEUE
 from bus.system.coroutines import first_of

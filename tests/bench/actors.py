@@ -25,8 +25,8 @@ import numpy as np
 import psutil
 
 from bus.config import BusConfig
-from bus.liveness.live import LiveView
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import LiveView
+from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Sampling, Span

@@ -27,7 +27,7 @@ import numpy as np
 from bus.config import BusConfig
 from bus.errors import BusUnavailable
 from bus.server.cluster import EmbeddedBus
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire import subjects
 from bus.wire.messages import Done, Sampling, Task

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from tests.bench.push import mega
 from tests.receiver_app import Behaviour, receivers

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from launch.settings.config import RunConfig
-from launch.settings.loader import load
+from launch.settings.config_loader import load
 from launch.settings.prepare import prepare
+from launch.settings.run_config import RunConfig
 from tests.bench.meter import Metered, metered
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -26,7 +26,7 @@ from typing import Any
 from bus.client.ids import nonce
 from bus.config import BusConfig
 from bus.errors import WireError
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from tests.bench.sample_path import IN_FLIGHT, clear, in_flight, make_sample, prepare, server_cpu_s
 

@@ -31,8 +31,8 @@ from bus.system.processes import Child
 from bus.wire.messages import Done, Sample, Sampling, Task
 from launch.run.process import launched
 from launch.run.roles import BUS_URL_FILE
-from launch.settings.config import RunConfig
-from launch.settings.loader import load, to_map
+from launch.settings.config_loader import load, to_map
+from launch.settings.run_config import RunConfig
 from learner.data.prompts import model_tokenizer
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.bench.learn import CONFIG, ROOT

@@ -37,8 +37,8 @@ from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from actors.serving.sglang.engine import SglangEngine
 from bus.config import BusConfig
-from bus.liveness.live import LiveView
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import LiveView
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
 from bus.wire.messages import Sampling

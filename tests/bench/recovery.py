@@ -23,7 +23,7 @@ import psutil
 
 from bus.errors import BusError
 from bus.liveness.epoch import current_epoch
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done
 from launch.run.roles import BUS_URL_FILE

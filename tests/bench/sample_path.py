@@ -32,7 +32,7 @@ from nats.js import api
 from bus.client.ids import nonce
 from bus.config import BusConfig
 from bus.errors import WireError
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Sample, Sampling, Span, Status

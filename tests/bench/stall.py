@@ -33,7 +33,7 @@ from actors.errors import EngineError
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
 from bus.liveness.keys import make_keys
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Sampling
 from launch.settings.wiring import engine_factory

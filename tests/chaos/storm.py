@@ -195,7 +195,7 @@ async def drained_and_judged(run: Up) -> Verdict:
 async def standing_bus(directory: Path) -> AsyncIterator[str]:
     """Start the bus of a run that has ended again, for reading."""
     from bus.config import BusConfig
-    from bus.server.embedded import EmbeddedServer
+    from bus.server.nats_server import EmbeddedServer
 
     server = EmbeddedServer(directory / "bus", BusConfig())
     url = await asyncio.to_thread(server.start)

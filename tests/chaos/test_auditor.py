@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, Plan, Requeue, Settle, Status
 from tests import data_kit

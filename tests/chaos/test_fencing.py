@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bus.client.fenced import epoch_of
+from bus.client.fenced_stream import epoch_of
 from bus.errors import Fenced, NotFound
 from bus.streams.bus import Bus
 from bus.wire import subjects

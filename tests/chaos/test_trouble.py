@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from bus.config import BusConfig
-from bus.liveness.live import LiveView
-from bus.server.embedded import find_binary
+from bus.liveness.heartbeats import LiveView
+from bus.server.nats_server import find_binary
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.system.processes import die_with_parent

@@ -19,7 +19,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bus.errors import WireError
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.wire.codec import check_sample, decode_sample
 from bus.wire.messages import (
     Capabilities,

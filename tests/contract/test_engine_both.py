@@ -21,8 +21,8 @@ from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.errors import ReceiverFailed
-from weightstore.push.groups import GroupRules, PushGroup
 from weightstore.push.member import Member, Updated
+from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.transport.http_receiver import HttpReceiver
 
 CONTEXT = 4096

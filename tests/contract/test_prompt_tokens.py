@@ -8,7 +8,7 @@ from bus.wire.messages import Prompt
 from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.tokens import check_tokenizer
-from launch.settings.loader import load
+from launch.settings.config_loader import load
 from learner.data.prompts import model_tokenizer
 from tests.tiny_models import FAMILIES, write_tiny_model
 

@@ -21,8 +21,8 @@ from actors.router.exchange import Answer, Handler, Middleware, Request
 from actors.router.forward import Sessions
 from actors.router.server import load_middleware
 from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.live import HeartbeatPublisher, LiveView
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from tests.actor_kit import at_work, engine_row
 from tests.bus_fixtures import BusOpener

@@ -14,8 +14,8 @@ from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
 from actors.rollout.actor_process import run_actor
 from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.live import HeartbeatPublisher
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
 from bus.wire.codec import check_sample
 from bus.wire.messages import Sample, Sampling
 from tests.actor_kit import (

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bus import exit_codes
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener

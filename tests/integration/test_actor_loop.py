@@ -14,8 +14,8 @@ from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.liveness.live import HeartbeatPublisher
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Kind, Sampling, Status
 from rewards.port import RewardRequest

@@ -6,7 +6,7 @@ import pytest
 
 from actors.config import ActorConfig
 from bus import exit_codes
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.wire.messages import Sampling, Status
 from tests.actor_kit import (
     actor_process,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from launch.samples.recording import Recording, repair

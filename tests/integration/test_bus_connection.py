@@ -10,7 +10,7 @@ import pytest
 from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from tests.bus_fixtures import BusOpener
 

@@ -7,7 +7,7 @@ import pytest
 
 from bus.errors import Fenced, WireError
 from bus.liveness.epoch import current_epoch, raise_epoch
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_record
 from bus.wire.messages import Done, Fence, PlanRecord

@@ -8,8 +8,8 @@ import pytest
 from bus.client.rows import Value
 from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
 from bus.liveness.epoch import raise_epoch
-from bus.liveness.live import HeartbeatPublisher, LiveView, processes
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener

@@ -12,7 +12,7 @@ from nats.aio.msg import Msg
 
 from bus.config import BusConfig
 from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.streams.samples import Received, header_fields, headers_of
 from bus.wire import parts, subjects

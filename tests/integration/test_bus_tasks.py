@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bus.errors import NotFound, WireError
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams import tasks as bus_tasks
 from bus.streams.bus import Bus, connect
 from bus.streams.tasks import Lease

@@ -15,9 +15,9 @@ from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
 from bus.client.retries import cancellable
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import make_keys
-from bus.liveness.live import HeartbeatPublisher
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Capabilities, LiveRow
 from tests.actor_kit import row_until

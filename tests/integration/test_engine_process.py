@@ -16,7 +16,7 @@ from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.client.retries import cancellable
 from bus.liveness.keys import make_keys
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Sampling
 from tests.actor_kit import row_until

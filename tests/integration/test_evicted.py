@@ -2,7 +2,7 @@
 
 import asyncio
 
-from bus.liveness.live import HeartbeatPublisher
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.wire.messages import LiveRow
 from launch.run.roles import report_evicted
 from tests.actor_kit import row_until

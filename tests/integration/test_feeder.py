@@ -16,7 +16,7 @@ import pytest
 from bus.config import BusConfig
 from bus.errors import Fenced, StreamReplaced
 from bus.liveness.epoch import raise_epoch
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task

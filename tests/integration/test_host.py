@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from bus.liveness.live import LiveView
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import LiveView
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.run import desired

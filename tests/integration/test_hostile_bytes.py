@@ -12,8 +12,8 @@ import pytest
 from actors.config import ActorConfig
 from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
-from bus.liveness.live import HeartbeatPublisher, LiveView
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.streams.cursors import Cursors
 from bus.streams.history import History

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.wire.messages import Dead, Sampling
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener

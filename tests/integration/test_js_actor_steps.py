@@ -9,8 +9,8 @@ import pytest
 
 from actors.engines.engine_client import HttpEngine
 from bus.config import BusConfig
-from bus.liveness.live import HeartbeatPublisher
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_task
 from bus.wire.messages import Dead, Sample, Sampling, Status, Task

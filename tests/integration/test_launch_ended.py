@@ -18,13 +18,13 @@ from bus.errors import BusError
 from bus.server import readonly
 from bus.server.auth import ACCOUNT, credentials_file, read_credentials
 from bus.server.cluster import EmbeddedBus
-from bus.server.embedded import in_use
+from bus.server.nats_server import in_use
 from bus.streams.bus import connect
 from launch.run import ended
 from launch.run.access import AUTH_DIR
 from launch.run.up import directory_of_one
-from launch.settings.config import RunConfig
-from launch.settings.loader import to_map
+from launch.settings.config_loader import to_map
+from launch.settings.run_config import RunConfig
 from tests import data_kit
 from tests.integration.test_launch_status import ROOT, make_run, tidemill
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.system.processes import Child
 from launch.run.process import launched
 from launch.run.supervisor import GaveUp, Supervisor
-from launch.settings.loader import load, to_map
+from launch.settings.config_loader import load, to_map
 from tests.bus_fixtures import BusOpener
 
 ROOT = Path(__file__).resolve().parents[2]

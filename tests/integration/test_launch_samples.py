@@ -20,7 +20,7 @@ from actors.text.text import Text
 from bus.client import discovery
 from bus.config import BusConfig
 from bus.errors import ConfigMismatch
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.streams.history import History
 from bus.wire import subjects

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bus.liveness.live import HeartbeatPublisher
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from launch.cli.find_run import find_run

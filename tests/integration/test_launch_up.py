@@ -14,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from launch.run.up import Up
-from launch.settings.loader import load
+from launch.settings.config_loader import load
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
 from tests.unhurried import UNHURRIED

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bus.config import BusConfig
-from bus.liveness.live import HeartbeatPublisher
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from launch.cli.weights import show_weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import Start

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done, Plan, Sample, Task

@@ -19,11 +19,11 @@ from actors.engines.engine_client import HttpEngine
 from actors.errors import EngineUnavailable
 from bus.config import BusConfig
 from bus.liveness.keys import api_keys
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Sampling
-from launch.settings.config import ModelConfig, RunConfig
-from launch.settings.loader import to_map
+from launch.settings.config_loader import to_map
+from launch.settings.run_config import ModelConfig, RunConfig
 from tests.actor_kit import row_until
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import ROOT

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import aiohttp
 
-from bus.liveness.live import HeartbeatPublisher
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher
+from bus.server.nats_server import EmbeddedServer
 from launch.run.process import launched
 from tests.actor_kit import engine_row, row_until
 from tests.bus_fixtures import BusOpener

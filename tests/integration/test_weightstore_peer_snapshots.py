@@ -17,8 +17,8 @@ from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
-from bus.liveness.live import HeartbeatPublisher, LiveView
-from bus.server.embedded import EmbeddedServer
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Capabilities, LiveRow
 from tests.engine_push import joined

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from bus.client.reach import HERE
 from bus.config import BusConfig
 from bus.errors import Fenced
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
@@ -25,9 +25,9 @@ from weightstore.catchup import joining
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
 from weightstore.format.manifest import Manifest
-from weightstore.push.groups import GroupRules, PushGroup
 from weightstore.push.member import Member
 from weightstore.push.publisher import Publisher
+from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.store.registry import VersionRegistry
 from weightstore.store.snapshot import ASIDE
 from weightstore.transport.port import Rendezvous, WeightReceiver

@@ -12,7 +12,7 @@ import torch
 
 from bus.client.reach import HERE
 from bus.config import BusConfig
-from bus.server.embedded import EmbeddedServer
+from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import LiveRow
 from tests.engine_serving import Served, serving
@@ -22,8 +22,8 @@ from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensor
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.push.groups import GroupRules, PushGroup
 from weightstore.push.member import Member, Updated
+from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.transport.http_receiver import HttpReceiver
 
 publishing = functools.partial(test_weightstore_publisher.publishing, phase_deadline_s=20.0)

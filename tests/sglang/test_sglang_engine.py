@@ -33,8 +33,8 @@ from tests.sglang.server import ARGUMENTS, CONTEXT, config, release_at, serving
 from tests.whole.running import ROOT
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
-from weightstore.push.groups import GroupRules, PushGroup
 from weightstore.push.member import Member, Updated
+from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.transport.http_receiver import HttpReceiver
 
 TOLERANCE = 1e-3

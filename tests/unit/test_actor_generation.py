@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from actors.engines.pool import EnginePool
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
 from actors.rollout.activity import Activity
-from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
+from actors.rollout.single_turn import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial
 from bus.wire.messages import Kind, Partial, Sampling, Span, Status, Task, Timings

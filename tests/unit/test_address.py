@@ -5,7 +5,7 @@ import pytest
 from bus.client.address import Address, parse
 from bus.config import BusConfig
 from launch.run.access import address_line
-from launch.settings.loader import load
+from launch.settings.config_loader import load
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.settings.loader import load, render
+from launch.settings.config_loader import load, render
 from learner.algorithms.config import ADVANTAGES, PRESETS, AlarmConfig, AlgorithmConfig, KLConfig, RejectRule, reject_rule, unset_names
 from learner.algorithms.objective import Objective
 from learner.config import LearnerConfig

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import learner.algorithms
-from launch.settings.config import RunConfig
-from launch.settings.loader import load
+from launch.settings.config_loader import load
+from launch.settings.run_config import RunConfig
 from learner.algorithms.config import (
     ADVANTAGES,
     AGGREGATIONS,

@@ -9,8 +9,8 @@ from actors.allowed import GUARDED, checked, refuse_foreign
 from actors.config import ActorConfig, EngineConfig, SglangConfig
 from actors.errors import NotAllowed
 from launch.run.access import allowed
-from launch.settings.config import RunConfig
-from launch.settings.loader import changes, from_map, load, to_map
+from launch.settings.config_loader import changes, from_map, load, to_map
+from launch.settings.run_config import RunConfig
 
 OPEN = {
     "actor.engines": "addresses it asks",

@@ -169,8 +169,8 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
         ("bus.errors", ("nats", "torch", "numpy", "msgpack")),
         ("bus.wire.codec", ("nats", "torch")),
         ("bus.streams.bus", ("torch",)),
-        ("bus.liveness.live", ("torch",)),
-        ("bus.server.embedded", ("nats", "torch")),
+        ("bus.liveness.heartbeats", ("torch",)),
+        ("bus.server.nats_server", ("nats", "torch")),
     ],
 )
 def test_what_an_import_brings_along(module: str, banned: tuple[str, ...]) -> None:

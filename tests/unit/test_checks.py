@@ -16,7 +16,7 @@ from launch.checks.findings import CheckFailed, Finding, Report
 from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
-from launch.settings.loader import load
+from launch.settings.config_loader import load
 from learner import checkpoints
 from learner.data.datasource import DataSource
 from learner.data.rules import DataRules

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.settings.config import RunConfig
-from launch.settings.loader import SettingsError, from_map, load, render, to_map
+from launch.settings.config_loader import SettingsError, from_map, load, render, to_map
+from launch.settings.run_config import RunConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch/configs").glob("*.yaml"))
 

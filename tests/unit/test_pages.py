@@ -11,7 +11,7 @@ import yaml
 
 from launch.cli.main import _parser
 from launch.settings import reference
-from launch.settings.loader import SettingsError, from_map
+from launch.settings.config_loader import SettingsError, from_map
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md"] + [

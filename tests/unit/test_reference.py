@@ -12,8 +12,8 @@ import yaml
 
 from launch.cli import main as cli
 from launch.settings import reference
-from launch.settings.config import RunConfig
-from launch.settings.loader import SettingsError, from_map, to_map
+from launch.settings.config_loader import SettingsError, from_map, to_map
+from launch.settings.run_config import RunConfig
 from tests.schema_kit import errors
 
 ROOT = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.settings import yaml_file
-from launch.settings.config import RunConfig
-from launch.settings.loader import SettingsError, load
+from launch.settings.config_loader import SettingsError, load
+from launch.settings.run_config import RunConfig
 
 GOOD = (Path(__file__).resolve().parents[2] / "launch/configs/digits.yaml").read_bytes()
 PIECES = (

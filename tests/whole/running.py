@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, LiveRow, Plan
 from tests.whole.prepared import put_prepared

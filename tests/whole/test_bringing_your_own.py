@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from bus.wire.messages import Status
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 from rewards.port import RewardRequest
 from rewards.registry import load
 from tests.tiny_models import write_tiny_model

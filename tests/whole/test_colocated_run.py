@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Protocol
 
 from bus.client.ids import nonce
+from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
-from bus.liveness.live import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import VersionRow
 from weightstore.catchup.download import fetch

@@ -20,7 +20,7 @@ from bus.wire.messages import LiveRow
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
-from weightstore.push.groups import Opener
+from weightstore.push.eviction import Opener
 from weightstore.push.member import identity
 from weightstore.transport.handles import Memory, shared_memory_domain
 from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of

@@ -19,14 +19,15 @@ import aiohttp
 
 from bus.client.reach import HERE, Reach
 from bus.errors import BusError, Fenced
+from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import admin_keys, make_keys
-from bus.liveness.live import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow, VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed, ReceiverFailed
-from weightstore.push.groups import GroupRules, Opener, PushGroup, PushGroups
+from weightstore.push.eviction import Opener, PushGroups
 from weightstore.push.member import Check, Member, Updated
+from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.push.turns import AcceleratorLease
 from weightstore.store.registry import WANT, VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore

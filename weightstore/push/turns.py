@@ -12,7 +12,7 @@ import time
 
 from bus.client.rows import Value
 from bus.errors import BusError
-from bus.liveness.live import LiveView
+from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 
 _log = logging.getLogger(__name__)

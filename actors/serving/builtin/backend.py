@@ -22,7 +22,7 @@ from actors.serving.builtin.response import response_json
 from actors.serving.builtin.scheduler import Scheduler
 from actors.serving.builtin.sequence import Model, Sequence
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.update import specs_in
+from actors.serving.builtin.update_checks import specs_in
 from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import COMMAND_S, Body, Result

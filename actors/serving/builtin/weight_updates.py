@@ -22,7 +22,7 @@ from actors.http_api import group_in, seconds_in
 from actors.serving.builtin.loading import checksum_report_of, empty_cache, finalize, load_from_bucket, load_from_directory
 from actors.serving.builtin.receiving import Incoming, JoinedGroup
 from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.update import Update, bucket_of, specs_in
+from actors.serving.builtin.update_checks import Update, bucket_of, specs_in
 from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body

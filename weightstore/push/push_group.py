@@ -1,4 +1,4 @@
-"""Push groups: the engines that take part in a push, and which of them share a channel. A pair is a group of one engine.
+"""Push groups: engines that share a channel in a push. A pair is a group of one engine.
 
     open channel -> begin -> bucket, bucket, ...  -> verify, end: each engine by itself
                       | an engine fails: channel closed, failed engine found | fails: that engine alone
@@ -13,28 +13,20 @@ retried alone on a new channel, within the same push. Each round ends within its
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from bus.client.reach import Reach
-from bus.liveness.live import LiveView
-from bus.wire.messages import LiveRow
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
-from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated, identity
-from weightstore.transport.port import WeightReceiver
+from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated
 
 _log = logging.getLogger(__name__)
 
-PHASES = ("joining", "catching up", "serving", "stale")
-"""An engine in one of these phases takes part."""
-_LONGEST_PAUSE_S = 600.0
-"""Bound of the pause between two attempts with an engine that keeps failing."""
 _BUCKETS_AHEAD = 3
 """Buckets requested at once from an engine that reads them itself: the next requests wait there."""
 _JOIN_S = 2.0
@@ -44,8 +36,6 @@ Buckets = Sequence[tuple[Bucket, Tensor]]
 """Buckets of a version, each with its flat uint8 tensor."""
 Outcome = dict[Member, Updated | ReceiverFailed]
 """The times of a member that took the version, or the reason that it did not."""
-Opener = Callable[[LiveRow], WeightReceiver]
-"""Makes the receiver of a live engine."""
 T = TypeVar("T")
 
 
@@ -65,91 +55,6 @@ class GroupRules:
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
         return await GroupChannel.open(members, at=self.at, backend=self.backend, deadline_s=self.deadline_s)
-
-
-@dataclass(slots=True)
-class _Backoff:
-    """An engine that failed is retried in the next push, then after longer and longer pauses: each attempt may cost a deadline."""
-
-    failures: int = 0
-    until_s: float = field(default=0.0)
-
-
-class PushGroups:
-    """The groups and their members, reconciled with the live rows before every push."""
-
-    def __init__(self, view: LiveView, open_receiver: Opener, rules: GroupRules) -> None:
-        self._view, self._open_receiver, self._rules = view, open_receiver, rules
-        self._members: dict[str, Member] = {}
-        self._groups: list[PushGroup] = []
-        self._backoffs: dict[tuple[str, str, int], _Backoff] = {}
-        self.evicted: dict[str, str] = {}
-        """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
-
-    async def reconcile(self) -> "list[PushGroup]":
-        """Drop the engines that have gone, add the new ones (they join when they are first updated).
-
-        Returns the groups. Raises BusUnavailable.
-        """
-        alive = {row.id: row for row in await self._view.alive("engine")}
-        rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
-        failed = {identity(row) for row in rows.values()} & self._backoffs.keys()
-        self.evicted = {id: why for id, why in self.evicted.items() if any(id == one[0] for one in failed)}
-        for member in list(self._members.values()):
-            row = rows.get(member.id)
-            if row is None or identity(row) != member.identity:
-                _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
-                # An engine that is live and takes no part any more is asked to leave. One that died or restarted has no group left.
-                await self._drop(member, leave=row is None and member.id in alive)
-        for row in rows.values():
-            # a colocated engine is never left out: the learner needs its memory
-            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)):
-                self._add(row)
-                _log.info("push group: new engine=%s url=%s", row.id, row.address)
-        return list(self._groups)
-
-    async def evict(self, member: Member, reason: str) -> None:
-        """Leave the engine out of this push; it is stale until an update is completed."""
-        backoff = self._backoffs.setdefault(member.identity, _Backoff())
-        backoff.failures += 1
-        self.evicted[member.id] = reason
-        pause_s = min(self._rules.deadline_s * 2 ** (backoff.failures - 2), _LONGEST_PAUSE_S) if backoff.failures > 1 else 0.0
-        backoff.until_s = time.monotonic() + pause_s
-        _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, backoff.failures, pause_s, reason)
-        await self._drop(member, leave=True)
-
-    def succeeded(self, member: Member) -> None:
-        """Record that the engine has taken a version: it is no longer evicted, and its failures are forgotten."""
-        self._backoffs.pop(member.identity, None)
-        self.evicted.pop(member.id, None)
-
-    async def close(self) -> None:
-        """Ask all engines to leave their groups, and release their receivers."""
-        await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
-
-    def _add(self, row: LiveRow) -> None:
-        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push."""
-        member = Member(row, self._open_receiver(row), deadline_s=self._rules.deadline_s)
-        group = next((group for group in self._groups if group.has_room(member)), None)
-        if group is None:
-            group = PushGroup(self._rules)
-            self._groups.append(group)
-        group.members.append(member)
-        self._members[row.id] = member
-
-    async def _drop(self, member: Member, *, leave: bool) -> None:
-        if self._members.get(member.id) is member:
-            del self._members[member.id]
-        await member.close(leave=leave)
-        for group in [group for group in self._groups if member in group.members]:
-            group.members.remove(member)
-            if not group.members:
-                group.close()
-                self._groups.remove(group)
-
-    def _is_due(self, row: LiveRow) -> bool:
-        backoff = self._backoffs.get(identity(row))
-        return backoff is None or time.monotonic() >= backoff.until_s
 
 
 class PushGroup:

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from launch.settings import yaml_file
-from launch.settings.config import RunConfig
+from launch.settings.run_config import RunConfig
 from launch.settings.yaml_file import SettingsError, shown
 from learner.algorithms.config import unset_names
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from actors.config import ActorConfig
 from actors.rollout.activity import Activity
-from actors.rollout.generation import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample, fits
+from actors.rollout.single_turn import GenerationFailed, SingleTurn, Unfinished, failed, failed_sample, fits
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
