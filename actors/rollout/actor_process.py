@@ -12,7 +12,7 @@ from actors.engines.pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.port import Engine
 from actors.errors import ActorRefused
 from actors.rollout.activity import Activity
-from actors.rollout.rollout_loop import Actor
+from actors.rollout.actor import Actor
 from actors.rollout.single_turn import SingleTurn
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
