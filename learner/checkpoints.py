@@ -11,13 +11,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bus.system.files import sync
+from bus.wire.json_object import JsonObject
 from learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def staging(root: Path, *, step: int, epoch: int) -> Path:
     return path
 
 
-def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> Path:
+def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None) -> Path:
     """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
 
     ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the disk refuses.
@@ -71,17 +71,17 @@ def commit(tmp: Path, state: bytes, *, extra: dict[str, Any] | None = None) -> P
     return path
 
 
-def verify(path: Path) -> dict[str, Any]:
+def verify(path: Path) -> JsonObject:
     """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs."""
     manifest = _manifest(path)
-    files: dict[str, dict[str, Any]] = manifest["files"]
+    files: dict[str, dict[str, object]] = manifest["files"]
     if more := sorted(set(_files(path)) - set(files) - {MANIFEST}):
         raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for error in pool.map(lambda item: _difference(path, *item), sorted(files.items())):
             if error is not None:
                 raise error
-    extra: dict[str, Any] = manifest["extra"]
+    extra: dict[str, object] = manifest["extra"]
     return extra
 
 
@@ -149,7 +149,7 @@ def _files(path: Path) -> list[str]:
     return [str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()]
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> JsonObject:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
     except FileNotFoundError:
@@ -163,11 +163,11 @@ def _manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _seal(manifest: dict[str, Any]) -> str:
+def _seal(manifest: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _difference(path: Path, name: str, wanted: dict[str, Any]) -> CheckpointCorrupt | None:
+def _difference(path: Path, name: str, wanted: Mapping[str, object]) -> CheckpointCorrupt | None:
     file = path / name
     if not file.is_file():
         return CheckpointCorrupt(str(path), name, f"{wanted['size']} bytes", "no such file")

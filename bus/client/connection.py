@@ -7,7 +7,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import nats
 import nats.errors
@@ -313,9 +312,9 @@ def inbox_prefix(user: str) -> str:
     return f"_INBOX_{token(user)}" if user else "_INBOX"
 
 
-def _login(address: Address) -> dict[str, Any]:
+def _login(address: Address) -> dict[str, object]:
     """Return the client library's options for user and certificates."""
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     if address.user and address.password:
         options |= {"user": address.user, "password": address.password, "inbox_prefix": inbox_prefix(address.user).encode()}
     elif address.user:

@@ -4,10 +4,10 @@ import base64
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from bus.client.connection import Connection
 from bus.client.outbox import Outbox, answered
@@ -15,6 +15,7 @@ from bus.client.refusals import Refusals
 from bus.client.retries import RETRY_S, retry
 from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
+from bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class JetStream:
         self.outbox = Outbox(connection)
         self.refusals = Refusals()
 
-    async def call(self, verb: str, request: dict[str, Any] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> dict[str, Any]:
+    async def call(self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> JsonObject:
         """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may be repeated.
 
         Raises NotFound, Refused, and BusUnavailable after ``retry_for_s``.
@@ -70,7 +71,7 @@ class JetStream:
         payload = json.dumps(request).encode() if request else b""
         deadline = time.monotonic() + retry_for_s
 
-        async def ask() -> dict[str, Any]:
+        async def ask() -> JsonObject:
             """Send the request once, when the connection is up."""
             await self.connection.wait_up(deadline - time.monotonic(), verb)
             answer = await self.connection.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
@@ -129,7 +130,7 @@ class JetStream:
         """Remove every message of a subject."""
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
-    async def _get(self, stream: str, request: dict[str, Any]) -> Message:
+    async def _get(self, stream: str, request: Mapping[str, object]) -> Message:
         fields = (await self.call(f"STREAM.MSG.GET.{stream}", request))["message"]
         return Message(
             seq=fields["seq"],
@@ -162,7 +163,7 @@ def unix_time(stamp: str) -> float:
     return seconds + float(f"0.{fraction}" if fraction else 0)
 
 
-def _fields(verb: str, data: bytes) -> dict[str, Any]:
+def _fields(verb: str, data: bytes) -> JsonObject:
     if not data:
         raise BusUnavailable(verb, "no responders: JetStream is not enabled, or the server is starting")
     fields = answered(verb, data)

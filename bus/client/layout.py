@@ -1,12 +1,12 @@
 """The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do not know."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from bus.client.jetstream import JetStream
 from bus.config import BusConfig
 from bus.errors import ConfigMismatch, NotFound, Refused
 from bus.wire import subjects
+from bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
@@ -45,7 +45,7 @@ async def create_archive(jet: JetStream) -> None:
         await _ensure_stream(jet, config)
 
 
-def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
+def stream_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     """Yield the settings of every stream of a run, buckets included, as the server spells them."""
     names = {
         subjects.TASKS: [subjects.task(run, "*")],
@@ -84,7 +84,7 @@ def stream_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
         }
 
 
-def consumer_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
+def consumer_configs(run: str, config: BusConfig) -> Iterator[JsonObject]:
     """Yield the settings of the durable consumers of TASKS."""
     for kind, name in subjects.CONSUMERS.items():
         yield {
@@ -100,7 +100,7 @@ def consumer_configs(run: str, config: BusConfig) -> Iterator[dict[str, Any]]:
         }
 
 
-async def _ensure_stream(jet: JetStream, config: dict[str, Any]) -> None:
+async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
     name = config["name"]
     try:
         info = await jet.call(f"STREAM.INFO.{name}")
@@ -113,7 +113,7 @@ async def _ensure_stream(jet: JetStream, config: dict[str, Any]) -> None:
     _compare(name, config, info["config"])
 
 
-async def _ensure_consumer(jet: JetStream, stream: str, config: dict[str, Any]) -> None:
+async def _ensure_consumer(jet: JetStream, stream: str, config: JsonObject) -> None:
     name = config["name"]
     try:
         info = await jet.call(f"CONSUMER.INFO.{stream}.{name}")
@@ -123,7 +123,7 @@ async def _ensure_consumer(jet: JetStream, stream: str, config: dict[str, Any]) 
     _compare(f"{stream}.{name}", config, info["config"])
 
 
-async def _created(jet: JetStream, verb: str, request: dict[str, Any], info: str) -> dict[str, Any]:
+async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) -> JsonObject:
     """Return the server's description of a stream or consumer that this, or another process a moment ago, has created."""
     try:
         return await jet.call(verb, request)
@@ -133,7 +133,7 @@ async def _created(jet: JetStream, verb: str, request: dict[str, Any], info: str
         return await jet.call(info)
 
 
-def _compare(name: str, want: dict[str, Any], got: dict[str, Any]) -> None:
+def _compare(name: str, want: JsonObject, got: JsonObject) -> None:
     for field, value in want.items():
         found = got.get(field)
         if found is None and value in (False, 0):  # the server leaves out settings that are off

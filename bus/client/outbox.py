@@ -6,13 +6,14 @@ import logging
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from nats.aio.msg import Msg
 
 from bus.client.connection import FOREIGN, Connection
 from bus.errors import BusUnavailable, Forbidden, Refused
+from bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class _Reply(msgspec.Struct):
 _REPLY = msgspec.json.Decoder(_Reply)
 
 
-def answered(where: str, data: bytes) -> dict[str, Any]:
+def answered(where: str, data: bytes) -> JsonObject:
     """Return the map in an answer of JetStream's API. Raises BusUnavailable for a malformed answer: the request is repeated."""
     with suppress(ValueError, RecursionError):
         fields = json.loads(data)

@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from bus.client.connection import Connection
 from bus.errors import BusUnavailable
@@ -51,7 +51,7 @@ async def before_retry(connection: Connection, error: BusUnavailable, *, pause_s
     await asyncio.sleep(pause_s)
 
 
-async def cancellable(work: Coroutine[Any, Any, T]) -> T:
+async def cancellable(work: Coroutine[object, None, T]) -> T:
     """Return the result of ``work``, which ends for certain when this is cancelled.
 
     ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its result

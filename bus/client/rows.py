@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from bus.client.ids import new_id
 from bus.client.jetstream import RETRY_FOR_S, JetStream, Message
@@ -20,6 +20,7 @@ from bus.client.retries import RETRY_S, retry
 from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.wire import subjects
+from bus.wire.json_object import JsonObject
 from bus.wire.row_shapes import read_row
 
 _KEY = re.compile(r"[A-Za-z0-9_=-]+(\.[A-Za-z0-9_=-]+)*")
@@ -29,7 +30,7 @@ _OPERATION = "KV-Operation"
 _AT_ONCE = 16
 """Most rows that ``all`` reads at the same time."""
 
-Value = dict[str, Any]
+Value = JsonObject
 Row = tuple[Value, int]
 """(value, revision)"""
 After = TypeVar("After", Value, Value | None)
@@ -58,7 +59,7 @@ class Rows:
             raise UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
         return None if value is None else (value, revision)
 
-    async def read(self, key: str) -> tuple[dict[str, Any] | None, int]:
+    async def read(self, key: str) -> tuple[Value | None, int]:
         """Return (value, revision), or (None, 0) when there is no row.
 
         Returns (None, revision) for a row that cannot be read; ``update`` at this revision replaces it.
@@ -70,7 +71,7 @@ class Rows:
         """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value, revision)."""
         limit = asyncio.Semaphore(_AT_ONCE)
 
-        async def read_one(key: str) -> tuple[str, dict[str, Any] | None, int]:
+        async def read_one(key: str) -> tuple[str, Value | None, int]:
             """Return (key, value, revision) of one row."""
             async with limit:
                 return key, *await self.read(key)
@@ -84,15 +85,15 @@ class Rows:
         found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
 
-    async def put(self, key: str, value: dict[str, Any]) -> int:
+    async def put(self, key: str, value: Value) -> int:
         """Write a row. Returns the new revision."""
         return await self._write(key, value, None)
 
-    async def create(self, key: str, value: dict[str, Any]) -> int:
+    async def create(self, key: str, value: Value) -> int:
         """Write a row that must not exist. Returns its revision. Raises RowConflict."""
         return await self._write(key, value, 0)
 
-    async def update(self, key: str, value: dict[str, Any], revision: int) -> int:
+    async def update(self, key: str, value: Value, revision: int) -> int:
         """Write a row that must have this revision. Returns the new one. Raises RowConflict."""
         return await self._write(key, value, revision)
 
@@ -143,7 +144,7 @@ class Rows:
                     seen = revision
                 await waiter.wait(every_s)
 
-    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[dict[str, Any], Delivered]]:
+    async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Delivered]]:
         """Yield (value, the message that wrote it) of the rows with these keys (``v.*``) and a revision >= ``start``, as they are now."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
@@ -166,7 +167,7 @@ class Rows:
         async with self._jet.connection.subscribed(subject, notice):
             yield
 
-    async def _write(self, key: str, value: dict[str, Any], expected: int | None) -> int:
+    async def _write(self, key: str, value: Value, expected: int | None) -> int:
         """Write with the same message id at every try, so that a write with a lost answer is recognised."""
         subject, payload = self._subject(key), self._bytes(key, value)
         headers = {subjects.MESSAGE_ID: new_id("row")}
@@ -210,18 +211,18 @@ class Rows:
             raise ValueError(f"{self.bucket}: want a key of A-Z a-z 0-9 _ = - in parts joined by dots, got {key!r}")
         return subjects.row(self._jet.run, self.bucket, key)
 
-    def _bytes(self, key: str, value: dict[str, Any]) -> bytes:
+    def _bytes(self, key: str, value: Value) -> bytes:
         try:
             return json.dumps(value, separators=(",", ":")).encode()
         except (TypeError, ValueError) as error:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
-    async def _read_row(self, key: str) -> tuple[dict[str, Any] | None, int, WireError | None]:
+    async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
         """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, 0, None) when there is none."""
         message = await self._message(key)
         return (None, 0, None) if message is None else self._decoded(key, message)
 
-    def _decoded(self, key: str, message: Message | Delivered) -> tuple[dict[str, Any] | None, int, WireError | None]:
+    def _decoded(self, key: str, message: Message | Delivered) -> tuple[Value | None, int, WireError | None]:
         if _OPERATION in message.headers:
             return None, 0, None
         try:

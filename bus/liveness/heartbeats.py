@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Self
 
+from bus.client.rows import Value
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
 from bus.streams.bus import Bus
@@ -110,7 +111,7 @@ class LiveView:
         found = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
         return [(row, age) for row, age in found if row is not None]
 
-    def _row(self, key: str, value: dict[str, Any], revision: int) -> LiveRow | None:
+    def _row(self, key: str, value: Value, revision: int) -> LiveRow | None:
         return self._refusals.read(_BUCKET, f"{key} (revision {revision})", partial(_parse, key, value))
 
     async def alive(self, role: str = "") -> list[LiveRow]:
@@ -141,7 +142,7 @@ def _key(row: LiveRow) -> str:
     return f"{token(row.role)}.{token(row.id)}"
 
 
-def _parse(key: str, value: dict[str, Any]) -> LiveRow:
+def _parse(key: str, value: Value) -> LiveRow:
     """Return the row. Raises WireError for a row that names another process than its key."""
     known = {name: item for name, item in value.items() if name in _FIELDS}
     stated = {name: item for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from bus.errors import BusError, NotFound, RowConflict, WireError
 from bus.streams.bus import Bus
@@ -128,7 +127,7 @@ async def _key(bus: Bus, bucket: str, name: str) -> str:
         row = await bus.rows(bucket).get(name)
     except NotFound:  # a run of an older release has no such bucket
         return ""
-    key: Any = "" if row is None else row[0].get("key")
+    key: object = "" if row is None else row[0].get("key")
     if not isinstance(key, str):
         raise WireError(f"{subjects.bucket_stream(bus.run, bucket)}: {name}.key", "text", type(key).__name__)
     return key

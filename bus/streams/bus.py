@@ -2,9 +2,9 @@
 
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -97,7 +97,7 @@ class Bus:
             self._rows[bucket] = Rows(self.jet, bucket)
         return self._rows[bucket]
 
-    async def announce(self, source: str, metric: dict[str, Any]) -> None:
+    async def announce(self, source: str, metric: Mapping[str, object]) -> None:
         """Publish live metrics of a process; they are not stored, and may be lost. Raises BusUnavailable."""
         await self._connection.send(subjects.metric(self.run, source), json.dumps(metric).encode())
 

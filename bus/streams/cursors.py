@@ -149,5 +149,5 @@ def _key(name: str) -> str:
     return f"{_PREFIX}.{token(name)}"
 
 
-def _row(value: dict[str, Any]) -> ReaderRow:
+def _row(value: Value) -> ReaderRow:
     return ReaderRow(**{name: value[name] for name in _FIELDS if name in value})

@@ -2,10 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable
-from typing import Any
 
 
-async def first_of(*works: Awaitable[Any]) -> tuple[asyncio.Future[Any], ...]:
+async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
     """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
 
     Returns the future of each; those that did not end first are cancelled. A task that must continue is given as ``asyncio.shield(task)``.

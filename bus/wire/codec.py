@@ -5,6 +5,7 @@ A field without a default is required; one with a default may be missing. Unknow
 """
 
 import dataclasses
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Self
 
@@ -30,6 +31,7 @@ from bus.wire.fields import (
     shallow,
 )
 from bus.wire.invariants import check_sample
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import (
     SCHEMA,
     Dead,
@@ -68,7 +70,7 @@ __all__ = [
 ]
 
 _FIRST = ("schema", "type")
-_MISSING: Any = object()
+_MISSING: object = object()
 _AS_DATETIME = 3
 """msgpack's number for timestamps as datetime, the type that msgspec decodes them to as well."""
 _BAD = (TypeError, ValueError, AttributeError, OverflowError, RecursionError)
@@ -101,7 +103,7 @@ class Table:
         """Return the bytes of a message. Raises WireError naming the field that cannot be written."""
         if self._compiled is not None and not value.extra and (found := self._compiled.encode(value)) is not None:
             return found
-        packed: dict[str, Any] = {"schema": SCHEMA, "type": self.name}
+        packed: dict[str, object] = {"schema": SCHEMA, "type": self.name}
         self._pack(value, packed)
         if self._keeps_unknown:
             for key, unknown in value.extra.items():
@@ -116,7 +118,7 @@ class Table:
         found = None if self._compiled is None else self._compiled.decode(data)
         return self.decode(unpack(data, self.name)) if found is None else found
 
-    def decode(self, fields: dict[str, Any]) -> Any:
+    def decode(self, fields: Mapping[str, object]) -> Any:
         """Return the message in a map."""
         found = self._take(fields)
         if self._keeps_unknown and len(fields) > len(found) + 2:
@@ -124,20 +126,20 @@ class Table:
             found["extra"] = self._shallow(extra)
         return self.message(**found)
 
-    def _shallow(self, extra: dict[str, Any]) -> dict[str, Any]:
+    def _shallow(self, extra: dict[str, object]) -> dict[str, object]:
         try:
             shallow(extra)
         except ValueError:
             raise WireError(self.name, f"unknown fields nested at most {MOST_LEVELS} deep", "deeper ones") from None
         return extra
 
-    def pack(self, value: Any) -> dict[str, Any]:
+    def pack(self, value: object) -> dict[str, object]:
         """Return a message as a map, without ``schema`` and ``type``."""
-        packed: dict[str, Any] = {}
+        packed: dict[str, object] = {}
         self._pack(value, packed)
         return packed
 
-    def _pack(self, value: Any, packed: dict[str, Any]) -> None:
+    def _pack(self, value: object, packed: dict[str, object]) -> None:
         field = ""
         try:
             for (field, exact, pack), item in zip(self._packers, self._values(value), strict=True):
@@ -148,8 +150,8 @@ class Table:
                 raise WireError(f"{field}.{error.field}", error.want, error.got) from None
             raise WireError(field or self.name, self._codecs[field].want if field else self.message.__name__, _seen(value, field)) from None
 
-    def _take(self, fields: dict[str, Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def _take(self, fields: Mapping[str, object]) -> dict[str, object]:
+        found: dict[str, object] = {}
         field, value = "", None
         try:
             for field, exact, unpack, required in self._unpackers:
@@ -166,7 +168,7 @@ class Table:
             raise WireError(field, self._codecs[field].want, _short(value)) from None
         return found
 
-    def _not_packable(self, packed: dict[str, Any]) -> WireError:
+    def _not_packable(self, packed: Mapping[str, object]) -> WireError:
         for field, value in packed.items():
             try:
                 msgpack.packb(value, datetime=True)
@@ -177,7 +179,7 @@ class Table:
     def nested(self) -> FieldCodec:
         """Return the codec of this message as a field of another: a map without unknown fields."""
 
-        def unpack(value: Any) -> Any:
+        def unpack(value: object) -> object:
             """Return the message in a map. Raises WireError for an unknown field, which would change the meaning."""
             if type(value) is not dict:
                 raise TypeError
@@ -190,17 +192,17 @@ class Table:
         return FieldCodec(f"a map ({self.message.__name__})", self.pack, unpack, wire=nested(self.message, self._codecs))
 
 
-def _name(key: Any) -> str:
+def _name(key: object) -> str:
     if type(key) is not str:
         raise WireError("a field name", "text", key)
     return key
 
 
-def _required(field: dataclasses.Field[Any]) -> bool:
+def _required(field: dataclasses.Field[object]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _seen(value: Any, field: str) -> object:
+def _seen(value: object, field: str) -> object:
     return _short(getattr(value, field, value) if field else value)
 
 
@@ -213,11 +215,11 @@ def _short(value: object) -> object:
     return value if len(text) <= 100 and isinstance(value, (int, float, str, type(None))) else f"{type(value).__name__} {text[:80]}"
 
 
-def _pair(span: Any) -> list[int]:
+def _pair(span: Span) -> list[int]:
     return [INT.pack(span.version), INT.pack(span.num_tokens)]
 
 
-def _span(pair: Any) -> Span:
+def _span(pair: object) -> Span:
     if type(pair) is not list or len(pair) != 2:
         raise TypeError
     return Span(version=INT.unpack(pair[0]), num_tokens=INT.unpack(pair[1]))
@@ -416,7 +418,7 @@ def decode_decision(data: bytes) -> DeadLetterDecision:
     return decision
 
 
-def unpack(data: bytes, *types: str) -> dict[str, Any]:
+def unpack(data: bytes, *types: str) -> JsonObject:
     """Return the map of a message of one of these types. Raises WireError, UnknownSchema."""
     try:
         # strict_map_key: the keys of ``version_steps`` are integers.

@@ -6,7 +6,7 @@ A test requires equal results of both.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgpack
 import msgspec
@@ -20,7 +20,7 @@ _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowE
 class Compiled:
     """Encoder and decoder of one message type. ``head``: further fields on the wire, and the one value of each."""
 
-    def __init__(self, message: type, codecs: Mapping[str, FieldCodec], head: Mapping[str, Any]) -> None:
+    def __init__(self, message: type, codecs: Mapping[str, FieldCodec], head: Mapping[str, object]) -> None:
         heads = {name: Literal[value] for name, value in head.items()}
         fields = [(name, codec.wire) for name, codec in codecs.items()]
         incoming = msgspec.defstruct(message.__name__, [*heads.items(), *fields], gc=False)
@@ -34,7 +34,7 @@ class Compiled:
         self._unpacks = [(name, codec.unpack) for name, codec in codecs.items() if codec.by_hand]
         self._map_header = msgpack.Packer().pack_map_header(len(incoming.__struct_fields__))
 
-    def encode(self, value: Any) -> bytes | None:
+    def encode(self, value: object) -> bytes | None:
         """Return the bytes; None when the table must encode it."""
         try:
             wire = msgspec.convert(value, self._outgoing, from_attributes=True)
@@ -44,7 +44,7 @@ class Compiled:
         except _UNFIT:
             return None
 
-    def decode(self, data: bytes) -> Any:
+    def decode(self, data: bytes) -> object:
         """Return the message; None when the table must decode it."""
         # Another number of fields: some are missing or unknown, which the table handles.
         if not data.startswith(self._map_header):

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bus.wire.json_object import JsonObject
+
 MOST_LEVELS = 64
 """Limit of nesting of maps and lists in a field that may hold anything."""
 
@@ -18,36 +20,36 @@ class FieldCodec:
 
     want: str
     pack: Callable[[Any], Any]
-    unpack: Callable[[Any], Any]
+    unpack: Callable[[object], Any]
     exact: type | None = None
     """A value of exactly this type is packed and unpacked as it is, without a call."""
     wire: Any = Any
     """The type of the packed value, as msgspec checks it (``bus.wire.compiled``)."""
     by_hand: bool = False
     """True when msgspec cannot do all of it: ``unpack`` is called after it, ``plain`` (or else ``pack``) before it."""
-    plain: Callable[[Any], Any] | None = None
+    plain: Callable[[object], object] | None = None
     """Like ``pack``, but refuses values that msgspec might write differently from msgpack."""
 
 
-def _int(value: Any) -> int:
+def _int(value: object) -> int:
     if type(value) is not int:
         raise TypeError
     return value
 
 
-def _float(value: Any) -> float:
+def _float(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (float, int)):
         raise TypeError
     return float(value)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     return value
 
 
-def _map(value: Any) -> dict[str, Any]:
+def _map(value: object) -> dict[str, object]:
     if type(value) is not dict:
         raise TypeError
     for key, item in value.items():
@@ -58,7 +60,7 @@ def _map(value: Any) -> dict[str, Any]:
     return value
 
 
-def _prompt(value: Any) -> Any:
+def _prompt(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -66,13 +68,13 @@ def _prompt(value: Any) -> Any:
     return [_map(message) for message in value]
 
 
-def _same(value: Any) -> Any:
+def _same(value: object) -> object:
     if type(value) not in _SCALARS:
         shallow(value)
     return value
 
 
-def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
+def shallow(value: object, levels: int = MOST_LEVELS) -> None:
     """Raise ValueError for a value nested so deeply that it could be decoded, but neither shown nor compared."""
     if isinstance(value, dict | list | tuple):
         if not levels:
@@ -81,7 +83,7 @@ def shallow(value: Any, levels: int = MOST_LEVELS) -> None:
             shallow(item, levels - 1)
 
 
-def _plain(value: Any, levels: int = MOST_LEVELS) -> Any:
+def _plain(value: Any, levels: int = MOST_LEVELS) -> object:
     """Return the value, if all of it is of types that every msgpack library writes in one way. Raises ValueError, TypeError."""
     kind = type(value)
     if kind in _SCALARS:
@@ -106,15 +108,15 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 INT = FieldCodec("an integer", _int, _int, int, int)
 FLOAT = FieldCodec("a number", _float, _float, float, float)
 TEXT = FieldCodec("text", _text, _text, str, str)
-MAP = FieldCodec("a map with text keys", _map, _map, None, dict[str, Any], by_hand=True, plain=_plain)
-PROMPT = FieldCodec("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[dict[str, Any]], by_hand=True, plain=_plain)
+MAP = FieldCodec("a map with text keys", _map, _map, None, JsonObject, by_hand=True, plain=_plain)
+PROMPT = FieldCodec("text or a list of chat messages (maps)", _prompt, _prompt, str, str | list[JsonObject], by_hand=True, plain=_plain)
 ANY = FieldCodec("anything msgpack can hold", _same, _same, by_hand=True, plain=_plain)
 
 
 def optional(codec: FieldCodec) -> FieldCodec:
     """Return a codec that also accepts nil."""
 
-    def or_nil(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def or_nil(convert: Callable[[object], object]) -> Callable[[object], object]:
         """Return a function that passes nil on, and converts other values."""
         return lambda value: None if value is None else convert(value)
 
@@ -124,20 +126,20 @@ def optional(codec: FieldCodec) -> FieldCodec:
 def many(codec: FieldCodec) -> FieldCodec:
     """Return the codec of a list, which is a tuple in memory."""
 
-    def unpack(value: Any) -> tuple[Any, ...]:
+    def unpack(value: object) -> tuple[object, ...]:
         """Return the tuple of a list."""
         if not isinstance(value, list):
             raise TypeError
         return tuple([codec.unpack(item) for item in value])
 
-    wire: Any = tuple[codec.wire, ...]  # type: ignore[name-defined]
+    wire: object = tuple[codec.wire, ...]  # type: ignore[name-defined]
     return FieldCodec(f"a list of {codec.want}", lambda value: [codec.pack(item) for item in value], unpack, None, wire)
 
 
 def keyed(key: FieldCodec, codec: FieldCodec) -> FieldCodec:
     """Return the codec of a map from one codec to another."""
 
-    def convert(value: Any, key_of: Callable[[Any], Any], value_of: Callable[[Any], Any]) -> dict[Any, Any]:
+    def convert(value: object, key_of: Callable[[object], object], value_of: Callable[[object], object]) -> dict[object, object]:
         """Return the map with keys and values converted."""
         if type(value) is not dict:
             raise TypeError
@@ -155,10 +157,10 @@ def keyed(key: FieldCodec, codec: FieldCodec) -> FieldCodec:
 def either(first: FieldCodec, second: FieldCodec) -> FieldCodec:
     """Return the codec of one of two. The exact type of the first is taken without a call; other values are tried as the second first."""
 
-    def one_of(convert_first: Callable[[Any], Any], convert_second: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def one_of(convert_first: Callable[[object], object], convert_second: Callable[[object], object]) -> Callable[[object], object]:
         """Return a function that converts a value as the second form, or else as the first."""
 
-        def convert(value: Any) -> Any:
+        def convert(value: object) -> object:
             """Convert a value that does not have the exact type of the first form."""
             try:
                 return convert_second(value)
@@ -175,7 +177,7 @@ def choice(enum: type[StrEnum]) -> FieldCodec:
     """Return the codec of an enumeration's value, as text."""
     members = {str(member.value): member for member in enum}
 
-    def unpack(value: Any) -> StrEnum:
+    def unpack(value: object) -> StrEnum:
         """Return the member with this value."""
         if type(value) is not str or value not in members:
             raise ValueError
@@ -194,13 +196,13 @@ def array(dtype: str) -> FieldCodec:
     native = wire.newbyteorder("=")
     swap = sys.byteorder != "little" and wire.itemsize > 1
 
-    def pack(value: Any) -> bytes:
+    def pack(value: object) -> bytes:
         """Return the bytes of an array of exactly this dtype and one dimension."""
         if not isinstance(value, np.ndarray) or value.dtype != native or value.ndim != 1:
             raise TypeError
         return value.astype(wire).tobytes() if swap else value.tobytes()
 
-    def unpack(value: Any) -> Any:
+    def unpack(value: object) -> object:
         """Return a read-only view of the bytes, or a copy where the machine has the other byte order."""
         if type(value) is not bytes:
             raise TypeError

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonObject
+
 SCHEMA = 1
 """Schema number of every message; a reader refuses any other."""
 
-Prompt = str | list[dict[str, Any]]
+Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
 
 
@@ -83,9 +85,9 @@ class Task:
     """Oldest version of the weights with which an engine may work on it."""
     issue_step: int = 0
     """Step of the newest published version when it was issued."""
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: JsonObject = field(default_factory=dict)
     id: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 
 
@@ -126,14 +128,14 @@ class Sample:
     sampling: Sampling
     kind: Kind = Kind.TRAIN
     label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: JsonObject = field(default_factory=dict)
     actor: str = ""
     engine: str = ""
     timings: Timings = field(default_factory=Timings)
     finish_reason: str = ""
     created_s: float = 0.0
     """Unix time at which it was finished; for onlookers, never for decisions."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 
     @property
@@ -192,7 +194,7 @@ class Partial:
     actor: str = ""
     timings: Timings = field(default_factory=Timings)
     """Timings of all attempts at it so far."""
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
 
     @property

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
 
 from bus.errors import WireError
 from bus.wire import subjects
 from bus.wire.fields import MAP, FieldCodec, keyed
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
 
 MAX_ROW_BYTES = 1 << 20
@@ -16,7 +16,7 @@ MAX_ROW_BYTES = 1 << 20
 _LIMIT = 2**63
 
 
-def json_map(data: bytes) -> dict[str, Any]:
+def json_map(data: bytes) -> JsonObject:
     """Return the JSON object in ``data``. Raises WireError."""
     if len(data) > MAX_ROW_BYTES:
         raise WireError("size", f"<= {MAX_ROW_BYTES} bytes", len(data))
@@ -29,51 +29,53 @@ def json_map(data: bytes) -> dict[str, Any]:
     return value
 
 
-def read_row(bucket: str, key: str, data: bytes) -> dict[str, Any]:
+def read_row(bucket: str, key: str, data: bytes) -> JsonObject:
     """Return the row in ``data``. Raises WireError naming the field that is missing or of another type."""
     value = json_map(data)
     _shape(bucket, key).check(value)
     return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError
     value.encode()  # half of a surrogate pair, which no terminal and no file can take, is a ValueError
     return value
 
 
-def _whole(value: Any) -> int:
+def _whole(value: object) -> int:
     if type(value) is not int or not -_LIMIT <= value < _LIMIT:
         raise TypeError
     return value
 
 
-def _natural(value: Any) -> int:
-    if _whole(value) < 0:
+def _natural(value: object) -> int:
+    number = _whole(value)
+    if number < 0:
         raise ValueError
-    return int(value)
+    return number
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise TypeError
     return value
 
 
-def _flag(value: Any) -> bool:
+def _flag(value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
 
 
-def _ranks(value: Any) -> int:
-    if not 1 <= _whole(value) <= MOST_RANKS:
+def _ranks(value: object) -> int:
+    number = _whole(value)
+    if not 1 <= number <= MOST_RANKS:
         raise ValueError
-    return int(value)
+    return number
 
 
-def _codec(want: str, check: Any) -> FieldCodec:
+def _codec(want: str, check: Callable[[object], object]) -> FieldCodec:
     return FieldCodec(want, check, check)
 
 
@@ -88,7 +90,7 @@ class Shape:
     required: Mapping[str, FieldCodec]
     optional: Mapping[str, FieldCodec]
 
-    def check(self, value: Mapping[str, Any]) -> None:
+    def check(self, value: Mapping[str, object]) -> None:
         """Raise WireError naming the first field that does not fit."""
         for name, codec in {**self.required, **self.optional}.items():
             if name not in value:
@@ -114,7 +116,7 @@ def _of(row: type, codecs: Mapping[str, FieldCodec]) -> Shape:
 def _nested(shape: Shape) -> FieldCodec:
     """Return the codec of a map in a row, which has fields of its own."""
 
-    def check(value: Any) -> Any:
+    def check(value: object) -> object:
         """Return the map if it has the shape. Raises WireError naming the field, TypeError for another type."""
         if not isinstance(value, dict):
             raise TypeError
@@ -173,7 +175,7 @@ _LIVE = _of(
 class _Head(Shape):
     """A version's row and the newest learner's epoch, or that alone."""
 
-    def check(self, value: Mapping[str, Any]) -> None:
+    def check(self, value: Mapping[str, object]) -> None:
         """Check a version only where there is one: before the first, the head has the fence alone."""
         if "version" in value:
             _VERSION.check(value)

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from bus import exit_codes
 
@@ -49,11 +48,11 @@ class Report:
         """Add a check that found no problem."""
         self.findings.append(Finding(level=OK, topic=topic, text=text))
 
-    def error(self, topic: str, where: str, *, want: str, got: Any, cure: str) -> None:
+    def error(self, topic: str, where: str, *, want: str, got: object, cure: str) -> None:
         """Add an error, as ``where: want ..., got ...; cure``."""
         self.findings.append(Finding(level=ERROR, topic=topic, text=_line(where, want, got, cure)))
 
-    def warning(self, topic: str, where: str, *, want: str, got: Any, cure: str) -> None:
+    def warning(self, topic: str, where: str, *, want: str, got: object, cure: str) -> None:
         """Add a warning, as ``where: want ..., got ...; cure``."""
         self.findings.append(Finding(level=WARNING, topic=topic, text=_line(where, want, got, cure)))
 
@@ -76,5 +75,5 @@ class CheckFailed(ValueError):
         return "\n  ".join(self.reasons)
 
 
-def _line(where: str, want: str, got: Any, cure: str) -> str:
+def _line(where: str, want: str, got: object, cure: str) -> str:
     return f"{where}: want {want}, got {got if isinstance(got, str) else repr(got)}; {cure}"

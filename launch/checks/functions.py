@@ -6,7 +6,6 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bus.wire.messages import Status
 from launch.checks.findings import Report
@@ -77,12 +76,12 @@ def _call(report: Report, name: str, score: Scorer, row: Row) -> None:
     report.good("reward", f"{name}: the label of row {row.number + 1} as the response is worth {got}")
 
 
-async def _within(score: Scorer, request: RewardRequest) -> Any:
+async def _within(score: Scorer, request: RewardRequest) -> float | dict[str, float]:
     async with asyncio.timeout(CALL_S):
         return await score(request)
 
 
-def _is_answer(label: Any, *, many: bool) -> bool:
+def _is_answer(label: object, *, many: bool) -> bool:
     if many and isinstance(label, list):
         return all(_is_answer(one, many=False) for one in label)
     return isinstance(label, str | int | float)

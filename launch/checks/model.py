@@ -6,10 +6,10 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from actors.errors import UnsupportedModel
 from actors.serving.builtin.shape import ModelShape
+from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
@@ -70,7 +70,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     return model
 
 
-def prepared_values(prepare: PrepareConfig) -> dict[str, Any]:
+def prepared_values(prepare: PrepareConfig) -> dict[str, object]:
     """Return the fields of the config.json that ``prepare`` will write, as far as the checks read them."""
     return {
         "model_type": "qwen3",
@@ -87,7 +87,7 @@ def prepared_values(prepare: PrepareConfig) -> dict[str, Any]:
     }
 
 
-def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
+def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     path, want = Path(model.path), "a directory with a Hugging Face model (config.json, *.safetensors, tokenizer.json)"
     if not model.path:
         cure = "set one, or have a small one made: prepare: {kind: digits}"
@@ -109,7 +109,7 @@ def _read_config(report: Report, model: ModelConfig) -> dict[str, Any] | None:
     return values
 
 
-def _shape(report: Report, values: Mapping[str, Any], where: str) -> ModelShape | None:
+def _shape(report: Report, values: Mapping[str, object], where: str) -> ModelShape | None:
     """Return the sizes; None for a model that the built-in decoder does not support, and that the learner would train differently, too."""
     try:
         return ModelShape.of(values, where=where)

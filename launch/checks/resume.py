@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -50,10 +49,10 @@ def check_resume(report: Report, config: RunConfig) -> None:
         report.good("resume", f"{config.root}: the same model, prompts and sampling as at its start")
 
 
-def identity(config: RunConfig) -> dict[str, Any]:
+def identity(config: RunConfig) -> dict[str, object]:
     """Return the entries of ``DataRules.identity`` that the files on disk give; entries that are not known yet are missing."""
     data, sampling = config.data, config.sampling
-    found: dict[str, Any] = {"run": config.run, "seed": data.seed}
+    found: dict[str, object] = {"run": config.run, "seed": data.seed}
     found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     file = Path(data.path)
     if file.is_file() and file.stat().st_size <= HASHED_MOST:
@@ -84,18 +83,18 @@ def began_with(file: Path) -> RunConfig | None:
         return None
 
 
-def _recorded(root: Path) -> dict[str, Any]:
+def _recorded(root: Path) -> dict[str, object]:
     """Return the identity in the newest readable checkpoint; empty without one."""
     for checkpoint in checkpoints.listed(root):
         try:
-            found: dict[str, Any] = read_state(checkpoints.read_state(checkpoint.path))["identity"]
+            found: dict[str, object] = read_state(checkpoints.read_state(checkpoint.path))["identity"]
             return found
         except (OSError, ValueError, KeyError, TypeError, ReplayMismatch) as error:
             log.warning("checkpoint passed over directory=%s error=%s", checkpoint.path, error)
     return {}
 
 
-def _shown(name: str, value: Any, config: RunConfig | None) -> str:
+def _shown(name: str, value: object, config: RunConfig | None) -> str:
     """Return a value for a message, behind the file that it describes if that is known."""
     place = "" if config is None else config.model.path if name == "model" else config.data.path if name == "prompts_digest" else ""
     return f"{place}: {value}" if place else repr(value)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bus import exit_codes
 from launch.run.access import LEARNER, OPERATOR, allowed
@@ -53,7 +53,7 @@ def _config(args: argparse.Namespace) -> RunConfig | None:
     return loaded.config
 
 
-def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: Any) -> None:
+def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> None:
     """Check the configuration and print warnings to stderr. Raises CheckFailed after errors."""
     from launch.checks.run import Purpose, check
 

@@ -4,14 +4,13 @@ import argparse
 import asyncio
 import os
 import socket
-from typing import Any
 
 from rich.console import Console
 
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.streams.dead import DROP, REQUEUE
-from bus.wire.messages import Dead, DeadLetterDecision, Requeue
+from bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue
 from launch.samples.block import plain
 from launch.samples.search import to_json
 
@@ -105,12 +104,12 @@ async def _read(bus: Bus) -> tuple[dict[int, Dead], dict[int, DeadLetterDecision
     return {dead.task: dead async for _, dead in bus.dead.scan()}, await bus.dead.decisions()
 
 
-def _as_map(dead: Dead, word: str) -> dict[str, Any]:
+def _as_map(dead: Dead, word: str) -> dict[str, object]:
     fields = ("task", "reason", "attempts", "actor", "prompt", "root", "reissues")
     return {name: getattr(dead, name) for name in fields} | {"word": word or None}
 
 
-def _short(prompt: Any) -> str:
+def _short(prompt: Prompt) -> str:
     text = prompt if isinstance(prompt, str) else " | ".join(str(turn.get("content", "")) for turn in prompt)
     text = " ".join(text.split())
     return text if len(text) <= PROMPT_SHOWN else text[: PROMPT_SHOWN - 3] + "..."

@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.client.jetstream import StreamState
+from bus.client.rows import Value
 from bus.errors import NotFound
 from bus.liveness.heartbeats import processes
 from bus.streams.bus import Bus
@@ -26,6 +27,83 @@ _MOST_NAMES = 6
 """Largest number of fields, and of actors, of invalid samples that are named."""
 
 
+class TaskCounts(TypedDict):
+    """Training tasks of a run."""
+
+    issued: int
+    settled: int
+    open: int
+    waiting: int
+    leased: int
+    last_id: int
+    given_up: dict[str, int]
+    """Number of tasks by reason."""
+
+
+class SampleCounts(TypedDict):
+    """Samples of a run; None while no feeder reports."""
+
+    first_seq: int
+    last_seq: int
+    messages: int
+    bytes: int
+    trained: int
+    dropped: dict[str, int]
+    """Number of samples by reason."""
+    failed: int | None
+    buffered: int | None
+    invalid: int | None
+    invalid_by_field: dict[str, int]
+    invalid_by_actor: dict[str, int]
+    refused: list[str]
+    """Actors that send only invalid samples."""
+
+
+class CursorStatus(TypedDict):
+    """Place of one reader of SAMPLES."""
+
+    floor: int
+    behind: int
+    policy: str
+    given_up: bool
+
+
+class ProcessStatus(TypedDict):
+    """One live row."""
+
+    role: str
+    id: str
+    host: str
+    pid: int
+    phase: str
+    waits_for: str
+    trouble: str
+    version: int
+    silent_s: float
+    address: str
+    load: dict[str, float]
+    capabilities: Value
+    unreadable: str
+
+
+class RunStatus(TypedDict):
+    """All values of ``status``, as ``--json`` prints them."""
+
+    run: str
+    step: int
+    planned: int
+    minibatches_skipped: int
+    reward: float | None
+    lag_mean: float | None
+    lag_max: float | None
+    head: Value | None
+    tasks: TaskCounts
+    samples: SampleCounts
+    cursors: dict[str, CursorStatus]
+    processes: list[ProcessStatus]
+    unreadable: str
+
+
 async def show_status(bus: Bus, args: argparse.Namespace) -> int:
     """Print the processes of a run and the state of its tasks and samples; return 0."""
     status = await read_status(bus)
@@ -36,7 +114,7 @@ async def show_status(bus: Bus, args: argparse.Namespace) -> int:
     return 0
 
 
-async def read_status(bus: Bus) -> dict[str, Any]:
+async def read_status(bus: Bus) -> RunStatus:
     """Return all values of ``status`` as plain maps, lists and numbers."""
     rows = await processes(bus, look_s=1.5)
     state, backlog = await bus.samples.info(), await bus.tasks.backlog()
@@ -74,7 +152,7 @@ async def read_status(bus: Bus) -> dict[str, Any]:
     }
 
 
-def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> dict[str, Any]:
+def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> SampleCounts:
     return {
         "first_seq": state.first_seq,
         "last_seq": state.last_seq,
@@ -91,7 +169,7 @@ def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -
     }
 
 
-def _process(row: LiveRow, age_s: float) -> dict[str, Any]:
+def _process(row: LiveRow, age_s: float) -> ProcessStatus:
     return {
         "role": row.role,
         "id": row.id,
@@ -152,13 +230,13 @@ def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _invalid_words(samples: Mapping[str, Any]) -> str:
+def _invalid_words(samples: SampleCounts) -> str:
     """Return the number of invalid samples in a status, by field and by actor, as text; empty if there are none."""
     if not samples["invalid"]:
         return ""
     fields, actors = (
-        ", ".join(f"{escape(name)} {count}" for name, count in list(samples[by].items())[:_MOST_NAMES])
-        for by in ("invalid_by_field", "invalid_by_actor")
+        ", ".join(f"{escape(name)} {count}" for name, count in list(counts.items())[:_MOST_NAMES])
+        for counts in (samples["invalid_by_field"], samples["invalid_by_actor"])
     )
     return f", {samples['invalid']} invalid ({fields}; by actor {actors})"
 
@@ -174,7 +252,7 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
     return present + sum(id < first for id in settled)
 
 
-def print_status(console: Console, status: dict[str, Any]) -> None:
+def print_status(console: Console, status: RunStatus) -> None:
     """Print the result of ``read_status`` as text and a table."""
     head = status["head"]
     version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"

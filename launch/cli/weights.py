@@ -4,9 +4,8 @@ import argparse
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.console import Console
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
+from bus.wire.json_object import JsonMapping
 
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""
@@ -75,7 +75,7 @@ async def _ask(session: aiohttp.ClientSession, engine: str, address: str, versio
         return EngineChecksums(engine=engine, version=str(version), silent=str(error) or type(error).__name__)
 
 
-def _sums(answer: Mapping[str, Any]) -> Checksums:
+def _sums(answer: JsonMapping) -> Checksums:
     scheme = str(answer["scheme"])
     return {(scheme, part["dtype"], tuple(part["names"]), int(part.get("zeros", 0))): str(part["sum"]) for part in answer["parts"]}
 

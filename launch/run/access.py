@@ -7,9 +7,10 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bus.client.address import Address, parse
+from bus.wire.json_object import JsonMapping
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
 
 
 def viewer_line(
-    url: str, environment: Mapping[str, str], root: Path | None = None, bus: Mapping[str, Any] | None = None, *, user: str = VIEWER
+    url: str, environment: Mapping[str, str], root: Path | None = None, bus: JsonMapping | None = None, *, user: str = VIEWER
 ) -> str:
     """Return the address for viewer or operator: as ``address_line``, with ``user``'s password if the run in ``root`` has it.
 

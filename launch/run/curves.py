@@ -1,8 +1,9 @@
 """The picture of a run: curves.png. Loads matplotlib."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from bus.wire.json_object import JsonMapping
 
 REWARD = "data/reward_mean"
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
@@ -19,7 +20,7 @@ UNSMOOTHED = ("offpolicy/lag_max",)
 """Curves drawn as they are: the mean of five maxima is no maximum."""
 
 
-def draw(lines: Sequence[Mapping[str, Any]], file: Path, *, title: str) -> None:
+def draw(lines: Sequence[JsonMapping], file: Path, *, title: str) -> None:
     """Draw the panels that have data into a PNG."""
     import matplotlib
 

@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from bus import exit_codes
 from bus.client.retries import cancellable
@@ -26,7 +25,11 @@ SAME_SIGNAL_S = 1.0
 
 
 def run(
-    main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], *, drain_s: float, uvloop: bool = True, same_signal_s: float = SAME_SIGNAL_S
+    main: Callable[[asyncio.Event], Coroutine[object, None, None]],
+    *,
+    drain_s: float,
+    uvloop: bool = True,
+    same_signal_s: float = SAME_SIGNAL_S,
 ) -> int:
     """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the code of its error.
 
@@ -36,7 +39,7 @@ def run(
         return runner.run(_supervised(main, drain_s, same_signal_s))
 
 
-async def _supervised(main: Callable[[asyncio.Event], Coroutine[Any, Any, None]], drain_s: float, same_signal_s: float) -> int:
+async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
     work = loop.create_task(cancellable(main(draining)), name="main")
     first_s = 0.0

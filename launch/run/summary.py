@@ -5,9 +5,9 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from bus.system.files import write_whole
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Done, VersionRow
 from launch.run.audit import RunAccounting, mean
 
@@ -17,7 +17,7 @@ REWARD = "data/reward_mean"
 SKIPPED = "train/skipped_minibatches"
 
 
-def metric_lines(outcomes: Sequence[Done]) -> list[dict[str, Any]]:
+def metric_lines(outcomes: Sequence[Done]) -> list[JsonObject]:
     """Return one flat map per step, in order; for a step that was repeated after a restart the newest outcome counts."""
     newest = {done.step: done for done in outcomes}
     return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
@@ -40,9 +40,7 @@ class Observed:
     restarts: Mapping[str, int]
 
 
-def summarize(
-    accounting: RunAccounting, lines: Sequence[Mapping[str, Any]], versions: Sequence[VersionRow], observed: Observed
-) -> dict[str, Any]:
+def summarize(accounting: RunAccounting, lines: Sequence[JsonMapping], versions: Sequence[VersionRow], observed: Observed) -> JsonObject:
     """Return everything that summary.json holds, in its order."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     loads = observed.loads
@@ -78,7 +76,7 @@ def summarize(
     }
 
 
-def _samples(accounting: RunAccounting) -> dict[str, Any]:
+def _samples(accounting: RunAccounting) -> dict[str, object]:
     return {
         "samples_published": accounting.published,
         "samples_trained": accounting.trained,
@@ -96,7 +94,7 @@ def _samples(accounting: RunAccounting) -> dict[str, Any]:
     }
 
 
-def _pushes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _pushes(lines: Sequence[JsonMapping]) -> dict[str, float | None]:
     """Return means over pushes; several steps may have reported the same push."""
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
     return {
@@ -105,7 +103,7 @@ def _pushes(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def broken_promises(summary: Mapping[str, Any], *, require_reward: float) -> list[str]:
+def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]:
     """Return the promises that the run did not keep, as text; empty if it kept all."""
     wrong = [
         f"{name} = {summary[name]}, want 0"
@@ -133,6 +131,6 @@ def seconds_of_steps(file: Path) -> dict[int, float]:
     return seconds
 
 
-def write_lines(file: Path, lines: Sequence[Mapping[str, Any]]) -> None:
+def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
     """Write JSON lines atomically."""
     write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))

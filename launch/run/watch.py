@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from bus.client.jetstream import StreamState
 from bus.errors import BusError
@@ -176,7 +175,7 @@ class RunWatch:
         """Return the counters of the first process of a role; empty for none."""
         return next((row.load for row, _ in self.rows if row.role == role), {})
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> dict[str, str]:
         """Return the names and values of a plain line."""
         return {
             "step": f"{self.step}/{self.steps}",

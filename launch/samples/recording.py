@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Self
 
 import msgpack
 import numpy as np
@@ -23,6 +23,7 @@ import numpy as np
 from bus.errors import WireError
 from bus.streams.history import StoredSample
 from bus.wire.codec import unpack
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import SCHEMA
 
 END = b"TIDEMILL"
@@ -88,7 +89,7 @@ class Recorder:
         self._file.write(_OFFSET.pack(at) + END)
         self._file.flush()
 
-    def _frame(self, type: str, **fields: Any) -> None:
+    def _frame(self, type: str, **fields: object) -> None:
         data = msgpack.packb({"schema": SCHEMA, "type": type, **fields})
         self._file.write(_LENGTH.pack(len(data)) + data)
         self._offset += _LENGTH.size + len(data)
@@ -151,7 +152,7 @@ class Recording:
         """Close the file."""
         self._file.close()
 
-    def _next(self, *types: str) -> dict[str, Any]:
+    def _next(self, *types: str) -> JsonObject:
         """Return the fields of the next frame. Raises EOFError if the file ends within it, ValueError if it is no frame of ``types``."""
         head = self._file.read(_LENGTH.size)
         data = self._file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
@@ -196,7 +197,7 @@ def repair(path: Path) -> tuple[Origin | None, int]:
         return recording.origin, seqs[-1]
 
 
-def _stored(fields: dict[str, Any]) -> StoredSample:
+def _stored(fields: JsonMapping) -> StoredSample:
     return StoredSample(
         seq=fields["seq"], subject=fields["subject"], headers=fields["headers"], data=fields["payload"], stored_s=fields["stored_s"]
     )

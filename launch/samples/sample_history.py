@@ -2,7 +2,6 @@
 
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
 
 from bus.errors import WireError
 from bus.streams.bus import Bus
@@ -32,7 +31,7 @@ class SampleHistory:
     done: Done | None = None
     """Outcome of the step; None while it is not recorded."""
 
-    def as_map(self) -> dict[str, Any]:
+    def as_map(self) -> dict[str, object]:
         """Return the disposition for JSON; without the fields of a step unless it is ``trained``."""
         if self.state != "trained":
             return {"state": self.state, "reason": self.reason}

@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any
 
 from bus.errors import NotFound, WireError
 from bus.streams.bus import Bus
 from bus.streams.history import History, StoredSample
 from bus.streams.samples import Glimpse
 from bus.wire.codec import decode_sample
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sample
 from launch.samples.filters import Filter, Headline, headline, headline_of
 from launch.samples.lags import Lags
@@ -141,12 +141,12 @@ def clock(unix_s: float) -> str:
     return moment.strftime("%H:%M:%S" if today else "%Y-%m-%d %H:%M:%S")
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     """Return JSON of any value of a message: bytes in hexadecimal, keys as text, numbers that JSON lacks as text."""
     return json.dumps(_plain(value), allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key if isinstance(key, str) else repr(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -158,7 +158,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else repr(value)
 
 
-def as_map(seq: int, sample: Sample | WireError) -> dict[str, Any]:
+def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
     """Return a sample as a map for JSON."""
     if isinstance(sample, WireError):
         return {"seq": seq, "error": str(sample)}

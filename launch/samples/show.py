@@ -5,7 +5,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -107,7 +106,7 @@ async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
     return Vocabulary.read([Path(place) for place in places if place])
 
 
-def _json(found: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, Any]:
+def _json(found: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
     return {
         **as_map(found.line.seq, sample),
         "lag": found.line.lag,

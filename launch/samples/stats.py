@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
-from typing import Any
+from typing import TypedDict
 
 from rich.console import Console
 from rich.live import Live
@@ -29,6 +29,34 @@ _RIGHT = ("completed", "truncated")
 """Statuses of samples that count for groups."""
 
 
+class Statistics(TypedDict):
+    """Numbers of a window of samples; shares are of the samples, None if there are none to count."""
+
+    samples: int
+    seconds: float
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    tokens: dict[str, float] | None
+    """Mean, maximum and percentiles."""
+    reward: dict[str, float] | None
+    """Mean and standard deviation."""
+    groups: int
+    zero_variance_share: float | None
+    pass_at: dict[str, float]
+    status: dict[str, float]
+    lag: dict[str, int]
+    """Number of samples by lag."""
+    actors: dict[str, float]
+    engines: dict[str, float]
+
+
+class WindowStatistics(Statistics):
+    """The numbers with the run and the window they are of, as ``--json`` prints them."""
+
+    run: str
+    window: str
+
+
 async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     """Print the statistics once, or with --follow until cancelled; return 0. Raises ValueError.
 
@@ -39,7 +67,7 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
     window = await _Window.open(search, args.window, end_s)
 
-    def now(now_s: float) -> dict[str, Any]:
+    def now(now_s: float) -> WindowStatistics:
         """Return the statistics of the window at ``now_s`` (Unix time of the server, s)."""
         return {"run": bus.run, "window": args.window, **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward)}
 
@@ -50,7 +78,7 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     return 0
 
 
-async def _refresh(window: "_Window", now: Callable[[float], dict[str, Any]], *, as_json: bool) -> None:
+async def _refresh(window: "_Window", now: Callable[[float], WindowStatistics], *, as_json: bool) -> None:
     """Background loop: print every ``_REFRESH_S`` seconds, in place on a terminal."""
     console = Console(highlight=False)
     with Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else nullcontext() as live:
@@ -118,8 +146,8 @@ def pass_at_k(num: int, right: int, k: int) -> float:
     return 1.0 - math.comb(num - right, k) / math.comb(num, k)
 
 
-def summarize(lines: Sequence[Headline] | deque[Headline], span_s: float, *, pass_reward: float = 1.0) -> dict[str, Any]:
-    """Return all numbers of a window of ``span_s`` seconds; shares are of the samples, None if there are none to count."""
+def summarize(lines: Sequence[Headline] | deque[Headline], span_s: float, *, pass_reward: float = 1.0) -> Statistics:
+    """Return all numbers of a window of ``span_s`` seconds."""
     tokens = [line.tokens for line in lines if line.tokens is not None]
     groups = complete_groups(lines)
     return {
@@ -184,14 +212,14 @@ def _shares(values: Iterable[str | None]) -> dict[str, float]:
     return {word: count / counts.total() for word, count in counts.most_common()}
 
 
-def _print(stats: dict[str, Any], *, as_json: bool) -> None:
+def _print(stats: WindowStatistics, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(stats), flush=True)
     else:
         Console(highlight=False).print(as_table(stats))
 
 
-def as_table(stats: dict[str, Any]) -> Table:
+def as_table(stats: WindowStatistics) -> Table:
     """Return the statistics as a table for a terminal."""
     table = Table(
         box=None, show_header=False, padding=(0, 2, 0, 0), title=f"{stats['run']}, window {stats['window']}", title_justify="left"
@@ -206,9 +234,9 @@ def as_table(stats: dict[str, Any]) -> Table:
     if stats["groups"]:
         table.add_row("groups", f"{stats['groups']} complete; all rewards equal in {stats['zero_variance_share']:.1%} of them")
         table.add_row("pass@k", ", ".join(f"{k}: {value:.4f}" for k, value in stats["pass_at"].items()))
-    for name in ("status", "actors", "engines"):
-        if stats[name]:
-            table.add_row(name, ", ".join(f"{word} {share:.1%}" for word, share in stats[name].items()))
+    for name, shares in (("status", stats["status"]), ("actors", stats["actors"]), ("engines", stats["engines"])):
+        if shares:
+            table.add_row(name, ", ".join(f"{word} {share:.1%}" for word, share in shares.items()))
     for lag, count in stats["lag"].items():
         share = count / sum(stats["lag"].values())
         table.add_row(f"lag {lag}", f"{'█' * round(40 * share):40} {share:.1%}")

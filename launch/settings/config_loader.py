@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+from bus.wire.json_object import JsonObject
 from launch.settings import yaml_file
 from launch.settings.run_config import RunConfig
 from launch.settings.yaml_file import SettingsError, shown
@@ -74,7 +75,7 @@ def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environmen
     return Loaded(config, presets | {path: setting.origin for path, setting in settings.items()})
 
 
-def from_map(values: Mapping[str, Any], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
+def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
     """Return a configuration from a nested map, such as the run's row on the bus, and from ``changed``. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _take(settings, _flatten(RunConfig, values, "", lambda _: origin))
@@ -90,7 +91,7 @@ def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[st
     return settings
 
 
-def to_map(config: Any) -> dict[str, Any]:
+def to_map(config: Any) -> JsonObject:
     """Return the configuration as plain maps, lists and values."""
     return {
         f.name: to_map(value) if dataclasses.is_dataclass(value) else list(value) if isinstance(value, tuple) else value
@@ -147,7 +148,7 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
         """Return the value set for a path; None if there is none."""
         return settings[path].value if path in settings else None
 
-    def follow(path: str, value: Any, why: str) -> None:
+    def follow(path: str, value: object, why: str) -> None:
         """Set a path, with the reason as its origin, unless it has a value that is neither None nor empty."""
         if given(path) in (None, ""):
             settings[path] = Setting(value, f"derived: {why}")
@@ -183,7 +184,7 @@ def _take(settings: dict[str, Setting], found: typing.Iterable[tuple[str, Settin
         settings[path] = setting
 
 
-def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], str]) -> Iterator[tuple[str, Setting]]:
+def _flatten(kind: object, values: object, path: str, origin: typing.Callable[[str], str]) -> Iterator[tuple[str, Setting]]:
     """Yield the leaves of a nested map, as deep as the dataclasses go. Raises SettingsError."""
     section = _section(kind)
     if section is None or values is None or (path and values == {}):
@@ -201,7 +202,7 @@ def _flatten(kind: Any, values: Any, path: str, origin: typing.Callable[[str], s
 
 def _kind_of(path: str, origin: str) -> Any:
     """Return the type of the setting that ``path`` names. Raises SettingsError if there is none."""
-    kind: Any = RunConfig
+    kind: object = RunConfig
     walked: list[str] = []
     for key in path.split("."):
         section = _section(kind)
@@ -261,7 +262,7 @@ def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
     return below.pop() if len(below) == 1 else ""
 
 
-def _with_below(there: dict[str, Any], settings: Mapping[str, Setting], prefix: str) -> dict[str, Any]:
+def _with_below(there: JsonObject, settings: Mapping[str, Setting], prefix: str) -> JsonObject:
     """Return a free map with the entries that were set one by one; a dot in a key is one level."""
     result = copy.deepcopy(there)
     for known, setting in settings.items():
@@ -277,7 +278,7 @@ def _with_below(there: dict[str, Any], settings: Mapping[str, Setting], prefix: 
     return result
 
 
-def _coerce(kind: Any, setting: Setting, path: str) -> Any:
+def _coerce(kind: object, setting: Setting, path: str) -> Any:
     value, bare = setting.value, _bare(kind)
     if value is None and _NONE in typing.get_args(kind):
         return None
@@ -296,12 +297,12 @@ def _coerce(kind: Any, setting: Setting, path: str) -> Any:
     raise SettingsError(f"{setting.origin}: {path}: want {KINDS.get(bare, str(bare))}, got {shown(value)}")
 
 
-def _not_a_map(section: type, value: Any) -> str:
+def _not_a_map(section: type, value: object) -> str:
     first = dataclasses.fields(section)[0].name
     return f"want a map of settings, such as {{{first}: ...}}, got {shown(value)}"
 
 
-def _section(kind: Any) -> type | None:
+def _section(kind: object) -> type | None:
     """Return the dataclass that a field holds, None for a field with a value."""
     for one in (kind, *typing.get_args(kind)):
         if dataclasses.is_dataclass(one) and isinstance(one, type):
@@ -309,12 +310,12 @@ def _section(kind: Any) -> type | None:
     return None
 
 
-def _bare(kind: Any) -> Any:
+def _bare(kind: object) -> Any:
     kind = _without_none(kind)
     return typing.get_origin(kind) or kind
 
 
-def _without_none(kind: Any) -> Any:
+def _without_none(kind: object) -> Any:
     return next(one for one in typing.get_args(kind) if one is not _NONE) if isinstance(kind, types.UnionType) else kind
 
 

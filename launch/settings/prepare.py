@@ -5,11 +5,12 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bus.system.files import write_whole
+from bus.wire.json_object import JsonObject
 from launch.settings.datasets import prompts, write_prompts
 from launch.settings.prepare_config import PrepareConfig
 
@@ -68,7 +69,7 @@ def refuse_other(config: PrepareConfig, directory: Path) -> bool:
     return record is not None and bool(record["complete"])
 
 
-def digest(config: dict[str, Any]) -> str:
+def digest(config: Mapping[str, object]) -> str:
     """Return the SHA-256 of a config, the same for the same values in any order."""
     return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
 
@@ -83,7 +84,7 @@ def _make(config: PrepareConfig, prepared: Prepared) -> None:
     logger.info("model written directory=%s layers=%d hidden=%d", prepared.model, config.layers, config.hidden)
 
 
-def _read_record(directory: Path) -> dict[str, Any] | None:
+def _read_record(directory: Path) -> JsonObject | None:
     path = directory / RECORD
     if not path.exists():
         return None
@@ -93,10 +94,10 @@ def _read_record(directory: Path) -> dict[str, Any] | None:
     return dict(record)
 
 
-def _write_record(directory: Path, config: dict[str, Any], *, complete: bool) -> None:
+def _write_record(directory: Path, config: Mapping[str, object], *, complete: bool) -> None:
     write_whole(directory / RECORD, json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n")
 
 
-def _differences(there: dict[str, Any], wanted: dict[str, Any]) -> str:
+def _differences(there: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     names = sorted({*there, *wanted})
     return ", ".join(f"{n}: there {there.get(n)!r}, wanted {wanted.get(n)!r}" for n in names if there.get(n) != wanted.get(n))

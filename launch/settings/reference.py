@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from bus.wire.json_object import JsonObject
 from launch.settings.run_config import RunConfig
 from launch.settings.wiring import ENGINES
 from learner.algorithms.config import unset_names
@@ -39,7 +40,7 @@ with the reason. The default `preset` means the value of the preset that `learne
 """
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {"engine.kind": ENGINES}
 """Choices of the settings that are checked outside of their dataclass."""
-NONSENSE: Mapping[type, tuple[Any, ...]] = {int: (-(10**9), 1, 10**15), float: (-1e9, 1e15), str: ("no such",)}
+NONSENSE: Mapping[type, tuple[object, ...]] = {int: (-(10**9), 1, 10**15), float: (-1e9, 1e15), str: ("no such",)}
 """Trial values by type: a field with a bound or choices refuses one of them with an error that names the bound or choices."""
 IMPORT_PATH = "module:function"
 """Entry among choices for a function of the user's own."""
@@ -60,10 +61,10 @@ class Entry:
     nullable: bool
     section: type | None
     """Dataclass of a section; None for a setting."""
-    default: Any
+    default: object
     allowed: str
     """Choices or bounds, as the error for a wrong value states them; empty = none are known."""
-    choices: tuple[Any, ...]
+    choices: tuple[object, ...]
     """All allowed values, if they are a closed list."""
     sentence: str
 
@@ -104,7 +105,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def schema() -> dict[str, Any]:
+def schema() -> JsonObject:
     """Return the JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults, sentences; no unknown keys."""
     found = list(entries())
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of Tidemill"}
@@ -149,13 +150,13 @@ def _kind_words(kind: Any) -> str:
 # ---- the schema
 
 
-def _object(path: str, found: Sequence[Entry], sentence: str) -> dict[str, Any]:
+def _object(path: str, found: Sequence[Entry], sentence: str) -> JsonObject:
     within = [one for one in found if one.path.rpartition(".")[0] == path]
     properties = {one.path.rpartition(".")[2]: _object(one.path, found, one.sentence) if one.section else _value(one) for one in within}
     return {"type": ["object", "null"], "description": _plain(sentence), "properties": properties, "additionalProperties": False}
 
 
-def _value(entry: Entry) -> dict[str, Any]:
+def _value(entry: Entry) -> JsonObject:
     """Return the schema of a key: it accepts all that ``launch/settings/config_loader.py`` accepts, and no type that it refuses."""
     value = _typed(entry) | _bounds(entry)
     if entry.nullable:
@@ -165,7 +166,7 @@ def _value(entry: Entry) -> dict[str, Any]:
     return value | about | ({} if default is None else {"default": default})
 
 
-def _typed(entry: Entry) -> dict[str, Any]:
+def _typed(entry: Entry) -> JsonObject:
     bare = typing.get_origin(entry.kind) or entry.kind
     if IMPORT_PATH in entry.choices:
         closed = [one for one in entry.choices if one != IMPORT_PATH]
@@ -179,9 +180,9 @@ def _typed(entry: Entry) -> dict[str, Any]:
     return {"type": {int: "integer", bool: "boolean", str: ["string", "number"], dict: "object"}[bare]}
 
 
-def _bounds(entry: Entry) -> dict[str, Any]:
+def _bounds(entry: Entry) -> JsonObject:
     """Return the bounds that are plain numbers and do not depend on other settings."""
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     names = {">": "exclusiveMinimum", ">=": "minimum", "<": "exclusiveMaximum", "<=": "maximum"}
     for text in entry.allowed.split("; "):
         if plain := _BOUND.fullmatch(text):
@@ -215,7 +216,7 @@ def _first_words(section: type) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
-def _default(field: "Field[Any]") -> Any:
+def _default(field: "Field[object]") -> object:
     if field.default_factory is not MISSING:
         made = field.default_factory()
         return None if is_dataclass(made) else made
@@ -232,7 +233,7 @@ def _refusals(section: type, name: str, path: str, kind: Any) -> Iterator[str]:
     yield from seen
 
 
-def _wanted(section: type, values: Mapping[str, Any], *names: str) -> str:
+def _wanted(section: type, values: Mapping[str, object], *names: str) -> str:
     """Return the text between ``want`` and ``got`` of the error about one of ``names``; empty if there is none."""
     try:
         section(**values)
@@ -243,7 +244,7 @@ def _wanted(section: type, values: Mapping[str, Any], *names: str) -> str:
     return ""
 
 
-def _wanted_of_run(path: str, value: Any) -> str:
+def _wanted_of_run(path: str, value: object) -> str:
     """Return the same text from the checks of settings against each other, with all others at their defaults."""
     try:
         return _wanted(RunConfig, _nested(RunConfig, path.split("."), value), path)
@@ -251,7 +252,7 @@ def _wanted_of_run(path: str, value: Any) -> str:
         return ""  # its own section has refused it already
 
 
-def _nested(section: type, keys: Sequence[str], value: Any) -> dict[str, Any]:
+def _nested(section: type, keys: Sequence[str], value: object) -> dict[str, object]:
     key, *below = keys
     if not below:
         return {key: value}
@@ -260,10 +261,10 @@ def _nested(section: type, keys: Sequence[str], value: Any) -> dict[str, Any]:
     return {key: inner(**_nested(inner, below, value))}
 
 
-def _choices(section: type, field: "Field[Any]", kind: Any, text: str) -> tuple[Any, ...]:
+def _choices(section: type, field: "Field[object]", kind: Any, text: str) -> tuple[object, ...]:
     """Return the values in ``a, b or c`` or ``a | b | c`` if each of them is allowed by itself; else nothing."""
     words = re.split(r" \| |, | or ", text.removeprefix("one of "))
-    values: list[Any] = [int(word) if kind is int and word.isdecimal() else word for word in words]
+    values: list[object] = [int(word) if kind is int and word.isdecimal() else word for word in words]
     if len(values) < 2 or not all(isinstance(value, kind) for value in values):
         return ()
     return () if any(_wanted(section, {field.name: value}, field.name) == text for value in values) else tuple(values)

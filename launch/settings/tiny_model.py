@@ -54,7 +54,7 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     return _fast(tokenizer)
 
 
-def _fast(tokenizer: Any) -> Any:
+def _fast(tokenizer: object) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False)

@@ -1,16 +1,17 @@
 """Name -> adapter: the only place that names backends. Each is imported when it is requested."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from actors.config import EngineConfig
+
+if TYPE_CHECKING:
+    from actors.serving.port import Factory
 
 ENGINES = ("builtin", "sglang")
 """Allowed values of ``engine.kind``."""
 
 
-def engine_factory(config: EngineConfig) -> Callable[[Path, EngineConfig], Any]:
+def engine_factory(config: EngineConfig) -> "Factory":
     """Return the factory of the engine that ``config.kind`` names. Raises ValueError for an unknown name."""
     match config.kind:
         case "builtin":

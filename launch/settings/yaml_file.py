@@ -52,7 +52,7 @@ def value(text: str, where: str) -> Any:
     return _parse(text, lambda _: where)[0]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a value in YAML notation, shortened."""
     try:
         text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
@@ -89,7 +89,7 @@ def _parse(text: str, at: Callable[[int], str]) -> tuple[Any, dict[str, int]]:
         raise SettingsError(f"{at(1)}: not YAML: {error}; put the value in quotes") from None
 
 
-def _hint(text: str, mark: Any) -> str:
+def _hint(text: str, mark: yaml.Mark | None) -> str:
     lines = text.splitlines()
     line = lines[mark.line].strip() if mark and mark.line < len(lines) else ""
     return f"look at {shown(line)}, and at brackets, quotes and blanks before it"

@@ -17,14 +17,14 @@ ANCHORED = ("ppo", "cispo", "gspo", "gspo_token", "topr", "sapo", "vespo", "dppo
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3", "low_var_kl", "k1+", "k3+")
 
-_PPO: dict[str, Any] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
+_PPO: dict[str, object] = {"loss": "ppo", "anchor": "proximal", "clip_low": 0.2, "clip_high": 0.28}
 """Range: DAPO 2503.14476."""
-_TIS: dict[str, Any] = {"weight": "token", "weight_action": "clip", "weight_low": 0.0, "weight_high": 2.0}
+_TIS: dict[str, object] = {"weight": "token", "weight_action": "clip", "weight_low": 0.0, "weight_high": 2.0}
 """Cap of 2: Yao et al. 2025."""
-_NONE: dict[str, Any] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
-_PLAIN: dict[str, Any] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
+_NONE: dict[str, object] = {"weight": "none", "weight_action": "clip", "weight_low": 0.0, "weight_high": 0.0}
+_PLAIN: dict[str, object] = {"loss": "reinforce", "anchor": "none", "clip_low": 0.0, "clip_high": 0.0}
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
+PRESETS: Mapping[str, Mapping[str, object]] = {
     "none": _PLAIN | _NONE,
     "naive": _PPO | _NONE,
     "bypass": _PPO | _NONE | {"anchor": "rollout"},
@@ -52,7 +52,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Fields of each preset; those that a preset does not name have the defaults below."""
 UNCORRECTED = ("none", "naive")
 """Presets that train stale data as if it were fresh."""
-_DEFAULTS: dict[str, Any] = {
+_DEFAULTS: dict[str, object] = {
     "proximal": "recompute",
     "reject": (),
     "binary_kl_limit": 0.0,

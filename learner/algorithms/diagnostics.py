@@ -9,7 +9,6 @@ Shape letters: T = tokens of a micro-batch, M = trainable tokens in it, B = buck
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,7 +58,7 @@ def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
     )
 
 
-def _reduce_flat(values: Mapping[str, Tensor], group: dist.ProcessGroup, operation: Any) -> dict[str, Tensor]:
+def _reduce_flat(values: Mapping[str, Tensor], group: dist.ProcessGroup, operation: object) -> dict[str, Tensor]:
     names = sorted(values)
     flat = torch.cat([values[name].reshape(-1) for name in names])
     dist.all_reduce(flat, operation, group=group)

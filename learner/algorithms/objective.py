@@ -88,7 +88,7 @@ def _shaped(name: str) -> LossFunction:
 
     def call(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:
         """Call the loss with the settings that it takes."""
-        settings: dict[str, Any] = {}
+        settings: dict[str, object] = {}
         if name in ("ppo", "gspo", "gspo_token"):
             assert config.clip_low is not None and config.clip_high is not None
             settings = {"clip": policy_losses.Clip(low=config.clip_low, high=config.clip_high, dual=config.clip_dual)}
@@ -128,7 +128,7 @@ class Objective:
         self.config = config
         assert config.loss is not None
         self._loss = LOSS_FUNCTIONS.get(config.loss) or imported(config.loss, "loss")
-        self._estimator: Any = ADVANTAGES.get(config.advantage)
+        self._estimator = ADVANTAGES.get(config.advantage)
         self._advantages: AdvantageFunction = self._estimator.function if self._estimator else imported(config.advantage, "advantage")
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
 

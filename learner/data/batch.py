@@ -13,8 +13,14 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Plan, Sample, Status
 from learner.errors import FeedError
+
+Array = NDArray[Any]
+"""One dimension, of the dtype in ``_DTYPES``."""
+Frame = bytes | memoryview | Array
+"""One frame of a ZMQ message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -113,7 +119,7 @@ def build_batches(
     aligned = [_align(sample, row, plan) for row, sample in enumerate(samples)]
     with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
-    rows: dict[str, NDArray[Any]] = {
+    rows: dict[str, Array] = {
         "rewards_N": rewards_N,
         "groups_N": np.repeat(plan.tasks, plan.group_sizes).astype(np.int64),
         "response_lengths_N": np.array([sample.response_length for sample in samples], np.int32),
@@ -212,7 +218,7 @@ def _concatenate(parts: Sequence[MicroBatch], pad_to: int) -> MicroBatch:
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)
 
 
-def encode(batch: StepBatch) -> list[bytes | NDArray[Any]]:
+def encode(batch: StepBatch) -> list[Frame]:
     """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch, as raw bytes."""
     header = {
         "type": "batch",
@@ -225,13 +231,13 @@ def encode(batch: StepBatch) -> list[bytes | NDArray[Any]]:
         "max_new_tokens": batch.max_new_tokens,
         "num_micro_batches": len(batch.micro_batches),
     }
-    frames: list[bytes | NDArray[Any]] = [msgpack.packb(header), batch.state]
+    frames: list[Frame] = [msgpack.packb(header), batch.state]
     frames += [_raw(batch, name) for name in _ROWS]
     frames += [_raw(micro_batch, name) for micro_batch in batch.micro_batches for name in _TOKENS]
     return frames
 
 
-def decode(header: Mapping[str, Any], frames: Sequence[Any]) -> StepBatch:
+def decode(header: JsonMapping, frames: Sequence[Frame]) -> StepBatch:
     """Return the batch from its unpacked header and the frames after it; arrays are views of the frames where aligned.
 
     Raises FeedError when frames are missing or truncated.
@@ -256,11 +262,11 @@ def decode(header: Mapping[str, Any], frames: Sequence[Any]) -> StepBatch:
     )
 
 
-def _raw(owner: StepBatch | MicroBatch, name: str) -> NDArray[Any]:
+def _raw(owner: StepBatch | MicroBatch, name: str) -> Array:
     return np.ascontiguousarray(getattr(owner, name), np.dtype(_DTYPES[name]))
 
 
-def _array(name: str, frame: Any) -> NDArray[Any]:
+def _array(name: str, frame: Any) -> Array:
     dtype = np.dtype(_DTYPES[name])
     view = memoryview(frame)
     if view.nbytes % dtype.itemsize:
@@ -269,7 +275,7 @@ def _array(name: str, frame: Any) -> NDArray[Any]:
     return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
 
 
-def _micro_batch(step: int, frames: Sequence[Any]) -> MicroBatch:
+def _micro_batch(step: int, frames: Sequence[Frame]) -> MicroBatch:
     micro_batch = MicroBatch(**{name: _array(name, frame) for name, frame in zip(_TOKENS, frames, strict=True)})
     lengths = {name: len(getattr(micro_batch, name)) for name in _TOKENS if name != "cu_seqlens"}
     if len(set(lengths.values())) != 1 or micro_batch.cu_seqlens[-1] != lengths["tokens_T"]:

@@ -9,11 +9,11 @@ Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import msgpack
 
 from bus.errors import WireError
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
 from learner.data.groups import BufferedSample, Group, mismatch
 from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, field_of
@@ -517,9 +517,9 @@ class DataSource:
         return source
 
 
-def read_state(data: bytes) -> dict[str, Any]:
+def read_state(data: bytes) -> JsonObject:
     """Return the map of a snapshot. Raises ReplayMismatch for another schema."""
-    state: dict[str, Any] = msgpack.unpackb(data)
+    state: dict[str, object] = msgpack.unpackb(data)
     if state.get("schema") != SCHEMA:
         raise ReplayMismatch("state of the data", f"schema {SCHEMA}", state.get("schema"))
     return state

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt
 from learner.errors import PromptError
 
@@ -28,8 +29,8 @@ class Row:
     number: int
     """Index in the file, from 0."""
     prompt: Prompt
-    label: Any = None
-    metadata: dict[str, Any] = field(default_factory=dict)
+    label: object = None
+    metadata: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +193,7 @@ def _where(path: Path, number: int) -> str:
     return f"{path}:{number + 1}"
 
 
-def _read(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read(path: Path) -> Iterator[JsonMapping]:
     """Yield the rows of the file in its order. Raises PromptError."""
     if not path.is_file():
         raise PromptError(str(path), "a file of prompts", "no such file")
@@ -204,7 +205,7 @@ def _read(path: Path) -> Iterator[Mapping[str, Any]]:
         raise PromptError(str(path), "a .jsonl or .parquet file", f"suffix {path.suffix!r}")
 
 
-def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[JsonMapping]:
     with path.open("rb") as file:
         for number, line in enumerate(file):
             try:
@@ -218,7 +219,7 @@ def _read_jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
             yield values
 
 
-def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_parquet(path: Path) -> Iterator[JsonMapping]:
     import pyarrow
     import pyarrow.parquet
 
@@ -230,7 +231,7 @@ def _read_parquet(path: Path) -> Iterator[Mapping[str, Any]]:
         raise PromptError(str(path), "a parquet file", str(error)) from error
 
 
-def value_at(values: Mapping[str, Any], key: str, *, where: str, setting: str) -> Any:
+def value_at(values: Mapping[str, object], key: str, *, where: str, setting: str) -> Any:
     """Return the value under ``key``, or that under its parts in nested maps (``reward_model.ground_truth``).
 
     A key that exists unsplit takes precedence on every level. Raises PromptError with the keys of the level at which the lookup fails.
@@ -257,7 +258,7 @@ def _kind(value: object) -> str:
     return names.get(type(value), "a number" if isinstance(value, (int, float)) else type(value).__name__)
 
 
-def row_of(path: Path, number: int, values: Mapping[str, Any], keys: tuple[str, str, str]) -> Row:
+def row_of(path: Path, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
     """Return the row for one line's values. Raises PromptError."""
     where = _where(path, number)
     prompt, label, metadata = (

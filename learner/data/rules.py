@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import msgpack
 
@@ -72,7 +71,7 @@ class DataRules:
         return self.max_refill * self.groups_per_step
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Settings that may not change during a run, because samples do not record under which values they were made."""
         names = ("run", "seed", "prompts_digest", "model", "temperature", "top_p", "top_k")
         return {name: getattr(self, name) for name in names}

@@ -1,8 +1,8 @@
 """Admission control: bounds the number of tasks in flight, and chooses the next prompt."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Task
 from learner.data.rules import DataRules
 
@@ -114,7 +114,7 @@ class Admission:
         self._unpublished = {trained: count for trained, count in self._unpublished.items() if trained > step}
         return True
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, object]:
         """Return the state for a snapshot, in types of msgpack."""
         # The keys are those of the first snapshots; attributes have been renamed since.
         return {
@@ -123,7 +123,7 @@ class Admission:
             "unpublished": sorted(self._unpublished.items()),
         }
 
-    def load(self, data: dict[str, Any]) -> None:
+    def load(self, data: JsonMapping) -> None:
         """Replace the state by one that ``dump`` has returned. The head is not part of it: the caller registers it again."""
         self._position = (data["position"][0], data["position"][1])
         self._pending_reissues = [Reissue(**again) for again in data["owed"]]

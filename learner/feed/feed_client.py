@@ -7,12 +7,13 @@ the deadline is for the silence of the feeder, not for the duration of the wait.
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import zmq
 
 from bus.exit_codes import CRASHED
-from learner.data.batch import StepBatch, decode
+from bus.wire.json_object import JsonObject
+from learner.data.batch import Frame, StepBatch, decode
 from learner.errors import FeederFailed, FeederLost, FeedError
 from learner.feed.feed_gate import admit_by
 from learner.feed.feed_keys import FeedKeys
@@ -99,10 +100,10 @@ class FeedClient:
         self._send("failed", rank=self._rank, reason=reason, exit_code=exit_code)
         self._registered = False
 
-    def _send(self, kind: str, **values: Any) -> None:
+    def _send(self, kind: str, **values: object) -> None:
         self._socket.send(pack(kind, **values))
 
-    def _receive(self, asked_for: str, *, wanted: Sequence[str]) -> tuple[dict[str, Any], list[Any]]:
+    def _receive(self, asked_for: str, *, wanted: Sequence[str]) -> tuple[JsonObject, list[Frame]]:
         """Return header and frames of the next message that is not a ``wait``. Raises as ``hello``."""
         while True:
             began = time.monotonic()

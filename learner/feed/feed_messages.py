@@ -8,10 +8,10 @@ import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any
 
 import msgpack
 
+from bus.wire.json_object import JsonObject
 from learner.errors import FeedError
 
 _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
@@ -52,12 +52,12 @@ class End:
     """End of the run: the last step is done and its checkpoint is committed."""
 
 
-def pack(kind: str, **values: Any) -> bytes:
+def pack(kind: str, **values: object) -> bytes:
     """Return the header frame of a message of this type."""
     return msgpack.packb({"type": kind, **values})
 
 
-def unpack(frame: Any, *, where: str) -> dict[str, Any]:
+def unpack(frame: bytes | memoryview, *, where: str) -> JsonObject:
     """Return the header map of a message. Raises FeedError for other bytes."""
     try:
         header = msgpack.unpackb(bytes(frame))
@@ -68,7 +68,7 @@ def unpack(frame: Any, *, where: str) -> dict[str, Any]:
     return header
 
 
-def unpack_from_rank(frame: Any, *, where: str) -> dict[str, Any]:
+def unpack_from_rank(frame: bytes, *, where: str) -> JsonObject:
     """Return the header of a rank's message, validated against the fields of its type. Raises FeedError."""
     header = unpack(frame, where=where)
     kind = header["type"]

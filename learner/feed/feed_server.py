@@ -9,13 +9,14 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from bus.client.waiter import Waiter
 from bus.exit_codes import CRASHED
+from bus.wire.json_object import JsonMapping, JsonObject
+from learner.data.batch import Frame
 from learner.errors import FeedError, RankFailed
 from learner.feed.feed_gate import Gate
 from learner.feed.feed_keys import FeedKeys
@@ -23,8 +24,8 @@ from learner.feed.feed_messages import Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
 
-Frames = Sequence[Any]
-"""Frames of a ZMQ message: anything with a buffer."""
+Frames = Sequence[Frame]
+"""Frames of a ZMQ message."""
 _HELLO = 0
 """Value of ``_Rank.waits`` for a rank that waits for its start; steps begin at 1."""
 _LOG_REFUSED_S = 60.0
@@ -37,7 +38,7 @@ class Outcome:
 
     kind: str
     """done | published | checkpointed."""
-    values: dict[str, Any]
+    values: JsonObject
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,7 +101,7 @@ class FeedServer:
                 identity, *frames = await self._socket.recv_multipart()
                 await self._received(identity, frames)
 
-    async def _received(self, identity: bytes, frames: Frames) -> None:
+    async def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
         """Handle one message. An invalid one ends the feeder only if an accepted rank sent it; others are refused."""
         rank = self._ranks.get(identity)
         try:
@@ -157,7 +158,7 @@ class FeedServer:
         waiting = [rank.since_s for rank in self._ranks.values() if rank.waits not in (None, _HELLO)]
         return now - min(waiting) if waiting else 0.0
 
-    def _handle(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+    def _handle(self, rank: _Rank, header: JsonMapping) -> None:
         kind = header["type"]
         if kind == "hello":
             raise FeedError(f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello")
@@ -168,7 +169,7 @@ class FeedServer:
         else:
             self._reported(rank, kind, header)
 
-    def _hello(self, identity: bytes, header: Mapping[str, Any]) -> None:
+    def _hello(self, identity: bytes, header: JsonMapping) -> None:
         """Register a rank. Raises FeedError for one that is not of this layout, or is registered already."""
         if header["type"] != "hello":
             raise FeedError(f"feed at {self.url}", "hello first", header["type"])
@@ -182,7 +183,7 @@ class FeedServer:
             raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
         self._ranks[identity] = rank
 
-    def _requested(self, rank: _Rank, header: Mapping[str, Any]) -> None:
+    def _requested(self, rank: _Rank, header: Mapping[str, object]) -> None:
         step = header["step"]
         if self._start is None or step != max(rank.asked, self._start.step) + 1:
             raise FeedError(f"next of rank {rank.rank}", f"the step after {rank.asked}, after the start", step)
@@ -192,7 +193,7 @@ class FeedServer:
             self.asked = step
             self.waiter.wake()
 
-    def _reported(self, rank: _Rank, kind: str, header: Mapping[str, Any]) -> None:
+    def _reported(self, rank: _Rank, kind: str, header: Mapping[str, object]) -> None:
         if rank.rank != 0:
             raise FeedError(f"{kind} of rank {rank.rank}", "it from rank 0", header)
         self.outcomes.put_nowait(Outcome(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
@@ -225,5 +226,5 @@ class FeedServer:
             served = min(rank.asked - (rank.waits is not None) for rank in self._ranks.values())
             self._ready = {step: batches for step, batches in self._ready.items() if step > served}
 
-    async def _send(self, identity: bytes, *frames: Any) -> None:
+    async def _send(self, identity: bytes, *frames: Frame) -> None:
         await self._socket.send_multipart([identity, *frames], copy=False)

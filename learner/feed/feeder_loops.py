@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from bus.client.retries import cancellable
 from bus.client.waiter import Waiter
@@ -414,7 +413,7 @@ class Feeder:
             heartbeat.update(**self._appearance(starved_s))
             await asyncio.sleep(BEAT_S)
 
-    def _appearance(self, starved_s: float) -> dict[str, Any]:
+    def _appearance(self, starved_s: float) -> dict[str, object]:
         if not hasattr(self, "_outcomes"):  # heartbeats begin before the state is restored
             return {"phase": self._phase, "waits_for": self._text}
         if self._phase not in ("ending", "draining"):

@@ -5,7 +5,6 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,7 @@ from bus.errors import BusUnavailable, Fenced
 from bus.liveness.epoch import current_epoch
 from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Plan
 from learner import checkpoints
 from learner.checkpoints import Checkpoint
@@ -120,7 +120,7 @@ class Outcomes:
         if step == self._steps:
             self.finished.set()
 
-    async def _commit(self, row: dict[str, Any]) -> None:
+    async def _commit(self, row: Value) -> None:
         """Write the row. Raises Fenced for a learner that was replaced: by the newest epoch, or by that of the row that stands there."""
         await self._refuse_if_replaced()
 
@@ -135,7 +135,7 @@ class Outcomes:
         """Raises Fenced."""
         _refuse_newer(await current_epoch(self._bus), self._epoch)
 
-    async def _trim(self, latest: Checkpoint, state: dict[str, Any]) -> None:
+    async def _trim(self, latest: Checkpoint, state: JsonMapping) -> None:
         """Trim checkpoints and streams to the oldest kept checkpoint, less the window of history."""
         await self._refuse_if_replaced()  # another's checkpoints are not ours to remove
         kept = await asyncio.to_thread(checkpoints.prune, self._root, keep=self._keep, latest=latest)

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bus.streams.bus import Bus
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle
 from learner import checkpoints
 from learner.data.datasource import DataSource
@@ -79,7 +79,7 @@ async def recorded_versions(bus: Bus) -> dict[int, int]:
     return versions
 
 
-def _usable(root: Path, row: dict[str, Any]) -> Path:
+def _usable(root: Path, row: JsonMapping) -> Path:
     """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt ones are set aside.
 
     Raises NoCheckpoint if none is valid.
