@@ -7,6 +7,8 @@ from learner.errors import ConfigRefused
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of ``model_type`` that have a bridge."""
+LOGITS_AT_ONCE = 1 << 23
+"""Number of logits in memory at once (32 MB in float32); see ``learner/logprobs.py``."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 """Sizes that tensor parallelism divides."""
 

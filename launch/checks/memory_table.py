@@ -1,0 +1,148 @@
+"""Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing, loads no torch.
+
+The tensors of a rank are counted as Megatron's classes allocate them here, and those that a layer keeps for the backward pass one by one
+(``_layer_bytes``); tests compare both with a real rank. What a library takes for itself (CUDA context, NCCL, cuBLAS, fragmentation of
+the allocator, Python: some GB together) is not in the table.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from actors.serving.builtin.shape import ModelShape
+from launch.settings.run_config import RunConfig
+from learner.megatron.sizes import LOGITS_AT_ONCE
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+FLOAT32, TOKEN_ID = 4, 8
+STAGED_COPIES = 2
+"""Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One line of the table."""
+
+    process: str
+    """rank 0 | rank | engine."""
+    part: str
+    bytes: int
+    on_host: bool = False
+    """True for memory of the host even where the process computes on an accelerator."""
+
+
+def table(shape: ModelShape, config: RunConfig, *, cuda: bool, learner_dtype: str, engine_dtype: str) -> tuple[Row, ...]:
+    """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
+
+    The row of tokens is ``learner.max_tokens_per_micro_batch`` long, or as long as the longest sample if that is longer.
+    """
+    return (*_rank(shape, config, learner_dtype, cuda=cuda), *_engine(shape, config, engine_dtype))
+
+
+def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+    learner, item = config.learner, ITEM_BYTES[dtype]
+    split, tokens = learner.tensor_parallel, row_tokens(shape, config)
+    own = rank_parameters(shape, split)
+    yield Row(process="rank", part="weights", bytes=item * own)
+    yield Row(process="rank", part="gradients, float32", bytes=FLOAT32 * own)
+    yield Row(
+        process="rank",
+        part="Adam: two moments" + ("" if dtype == "float32" else " and main weights") + ", float32",
+        bytes=optimizer_bytes(own, dtype),
+    )
+    if learner.algorithm.needs_reference:
+        yield Row(process="rank", part="reference model", bytes=item * own, on_host=cuda)
+    if config.weights.push_every > 1:
+        yield Row(process="rank", part="weights of the last version", bytes=item * own, on_host=cuda)
+    kept = f"kept for the backward pass of {tokens:,} tokens"
+    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * activation_bytes_per_token(shape, dtype, tensor_parallel=split))
+    yield Row(
+        process="rank",
+        part=f"logits of {tokens:,} tokens, at once",
+        bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype),
+    )
+    staged = STAGED_COPIES * item * parameters(shape)
+    yield Row(
+        process="rank 0", part=f"{STAGED_COPIES} copies of the weights, for pushes", bytes=staged, on_host=config.weights.staging != "cuda"
+    )
+
+
+def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[Row]:
+    if config.engine.kind != "builtin":
+        return
+    item, longest = ITEM_BYTES[dtype], config.engine.max_context or shape.max_positions
+    weights = item * parameters(shape)
+    yield Row(process="engine", part="weights", bytes=weights)
+    yield Row(process="engine", part="weights of a push under way", bytes=weights)
+    keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
+    yield Row(
+        process="engine",
+        part=f"keys and values of {config.engine.max_running} requests of {longest:,} tokens, at most",
+        bytes=config.engine.max_running * longest * keys,
+    )
+
+
+def row_tokens(shape: ModelShape, config: RunConfig) -> int:
+    """Return the number of tokens of the longest packed row: the budget, or a single sample that is longer than it."""
+    longest = (config.data.max_prompt_tokens or shape.max_positions - config.sampling.max_new_tokens) + config.sampling.max_new_tokens
+    return max(config.learner.max_tokens_per_micro_batch, min(longest, shape.max_positions))
+
+
+def parameters(shape: ModelShape) -> int:
+    """Return the number of parameters; a tied output projection counts once."""
+    return sum(math.prod(tensor) for tensor in shape.tensors().values())
+
+
+def rank_parameters(shape: ModelShape, tensor_parallel: int) -> int:
+    """Return the number of parameters of one rank: matrices and their biases are split, norms are whole, as are biases of row-split matrices."""
+    return sum(
+        math.prod(tensor) // (1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel)
+        for name, tensor in shape.tensors().items()
+    )
+
+
+def optimizer_bytes(num_parameters: int, dtype: str) -> int:
+    """Return the bytes of Adam's state: two float32 moments, and float32 main weights where the weights are not float32."""
+    return num_parameters * FLOAT32 * (2 if dtype == "float32" else 3)
+
+
+def activation_bytes_per_token(shape: ModelShape, dtype: str, *, tensor_parallel: int = 1) -> int:
+    """Return the bytes that the decoder keeps per token between forward and backward pass, without recomputation, logits excluded."""
+    item = ITEM_BYTES[dtype]
+    ends = (
+        TOKEN_ID + (tensor_parallel > 1) + shape.hidden * (3 * item if dtype == "float32" else 2 * FLOAT32 + item) + FLOAT32
+    )  # embedding (and its mask), last norm
+    return shape.num_layers * _layer_bytes(shape, item, tensor_parallel) + ends
+
+
+def _layer_bytes(shape: ModelShape, item: int, split: int) -> int:
+    """Return the bytes that one layer keeps per token. Norms compute in float32, and keep their input, its normalised value and a scale."""
+    heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
+    queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
+    norm_copies = 3 if item == FLOAT32 else 2  # float32: the input of the next matrix is the product with the norm's weight
+    norms = 2 * (norm_copies * shape.hidden * FLOAT32 + FLOAT32) + (0 if item == FLOAT32 else 2 * shape.hidden * item)
+    rotary = 4 * shape.head_dim * item  # cosines and sines, for queries and for keys
+    # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
+    attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
+    # both halves of the first projection, and three results on the way to the second one
+    mlp = 5 * (shape.intermediate // split) * item
+    return norms + rotary + attention + mlp + (_head_norm_bytes(heads, kv_heads, shape.head_dim, item) if shape.head_norm else 0)
+
+
+def _head_norm_bytes(heads: int, kv_heads: int, head_dim: int, item: int) -> int:
+    """Return the bytes that the norms of queries and keys keep per token (Qwen3)."""
+    scales = (heads + kv_heads) * FLOAT32
+    if item == FLOAT32:  # the norm's input is a view of the joint projection; of queries in several groups it is a copy
+        return (heads * (1 if kv_heads == 1 else 2) + kv_heads) * head_dim * FLOAT32 + scales
+    return 2 * (heads + kv_heads) * head_dim * FLOAT32 + scales
+
+
+def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str) -> int:
+    """Return the most bytes of logits and their gradients at any time: of all tokens if they are few, else of one chunk (``logprobs.py``)."""
+    item = ITEM_BYTES[dtype]
+    elements = tokens * vocabulary
+    if elements <= LOGITS_AT_ONCE:
+        return elements * (item + 2 * FLOAT32)
+    chunk = max(tokens, LOGITS_AT_ONCE)
+    product = 0 if item == FLOAT32 else chunk * item
+    return chunk * 2 * FLOAT32 + product + tokens * hidden * FLOAT32

@@ -1,0 +1,90 @@
+"""The table of memory agrees with a rank: the bytes of its tensors, and of what the layers keep for the backward pass."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from actors.serving.builtin.shape import ModelShape
+from launch.checks.memory_table import activation_bytes_per_token, optimizer_bytes, parameters, rank_parameters
+from learner.config import OptimizerConfig
+from learner.megatron import parallel
+from learner.megatron.attention import packed_row
+from learner.megatron.cpu_shim import megatron_device, plain_torch
+from learner.megatron.model import Policy, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel
+from tests.learner_steps import run_ranks
+from tests.megatron_world import one_rank
+from tests.tiny_models import write_tiny_model
+
+SIZES = {"hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Parallel]:
+    with one_rank() as joined:
+        yield joined
+
+
+def kept_bytes(policy: Policy) -> int:
+    """Return the bytes that the forward pass of two packed sequences keeps for its backward pass, weights not counted."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in policy.module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor  # which keeps it alive: no address is used twice
+        return tensor
+
+    row = packed_row(np.array([0, TOKENS // 2, TOKENS], np.int32), torch.arange(TOKENS) % (TOKENS // 2))
+    tokens_T = torch.arange(TOKENS) % 200 + 3
+    more = {"fp32_output": False} if policy.config.bf16 else {}
+    with megatron_device(), saved_tensors_hooks(keep, lambda tensor: tensor), plain_torch():
+        policy.ddp(tokens_T[None], row.position_ids_T[None], None, packed_seq_params=row, **more)  # type: ignore[index]
+    return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: str, dtype: str, tied: bool) -> None:
+    model_dir = write_tiny_model(tmp_path, family, tied=tied, num_hidden_layers=3, **SIZES)
+    shape = ModelShape.read(model_dir)
+    policy = build_policy(model_dir, dtype=dtype, parallel=world)
+    assert sum(parameter.numel() for parameter in policy.module.parameters()) == parameters(shape) == rank_parameters(shape, 1)
+    assert sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) == 4 * parameters(shape)
+    assert kept_bytes(policy) == TOKENS * activation_bytes_per_token(shape, dtype)
+
+    optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2)
+    optimizer.zero_grad()
+    with megatron_device():
+        optimizer.step(1, loss=0.0)
+    inner = optimizer.inner.optimizer
+    state = [tensor for values in inner.state.values() for tensor in values.values() if torch.is_tensor(tensor) and tensor.dim()]
+    mains = [] if dtype == "float32" else [parameter for group in inner.param_groups for parameter in group["params"]]
+    assert sum(tensor.nbytes for tensor in (*state, *mains)) == optimizer_bytes(parameters(shape), dtype)
+
+
+def measured(model_dir: Path, dtype: str, out: Path) -> None:
+    """Write the sizes of this rank, one of two that share the model, to ``out/rank-<r>.json``."""
+    joined = parallel.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
+    policy = build_policy(model_dir, dtype=dtype, parallel=joined)
+    found = {"parameters": sum(parameter.numel() for parameter in policy.module.parameters()), "kept": kept_bytes(policy)}
+    (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
+    parallel.leave()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_the_table_agrees_with_two_ranks_that_share_the_model(tmp_path: Path, family: str, dtype: str) -> None:
+    model_dir = write_tiny_model(tmp_path / "model", family, tied=False, vocab_size=304, num_hidden_layers=3, **SIZES)
+    shape = ModelShape.read(model_dir)
+    for found in run_ranks(measured, (model_dir, dtype), world=2, out=tmp_path):
+        assert found["parameters"] == rank_parameters(shape, 2)
+        assert found["kept"] == TOKENS * activation_bytes_per_token(shape, dtype, tensor_parallel=2)
