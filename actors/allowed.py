@@ -8,7 +8,6 @@ import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
 from actors.config import ActorConfig, EngineConfig
 from actors.errors import NotAllowed
@@ -35,7 +34,7 @@ def checked(patterns: Sequence[str]) -> tuple[str, ...]:
     return tuple(patterns)
 
 
-def refuse_foreign(row: Mapping[str, Any], role: str, allowed: Sequence[str], *, where: str) -> None:
+def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str) -> None:
     """Raise NotAllowed for settings of ``role`` (actor | engine) in ``row`` that fit none of the patterns in ``allowed``."""
     refused = {
         f"{path}={text}": what
@@ -47,13 +46,13 @@ def refuse_foreign(row: Mapping[str, Any], role: str, allowed: Sequence[str], *,
         raise NotAllowed(where, named, " ".join(f"--allow {shlex.quote(setting)}" for setting in refused))
 
 
-def _guarded(row: Mapping[str, Any], role: str) -> Iterator[tuple[str, str, str]]:
+def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
     """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always allowed."""
     for path, what in GUARDED.items():
         if not path.startswith(f"{role}."):
             continue
-        own: Any = _OWN[role]
-        value: Any = row.get(role)
+        own: object = _OWN[role]
+        value: object = row.get(role)
         for name in path.split(".")[1:]:
             own = getattr(own, name)
             value = value.get(name) if isinstance(value, Mapping) else value
@@ -64,7 +63,7 @@ def _guarded(row: Mapping[str, Any], role: str) -> Iterator[tuple[str, str, str]
                 yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
 
 
-def _harmless(path: str, value: Any, own: Any) -> bool:
+def _harmless(path: str, value: object, own: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     of_the_house = path == "actor.reward" and isinstance(value, str) and value in TABLE
     return value is None or value == own or is_number or of_the_house

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator, Mapping
-from typing import Any
 
 import aiohttp
 
@@ -16,7 +15,7 @@ MAX_LINE_BYTES = 1 << 26
 """Most bytes of one event: each state of a stream has the whole response so far."""
 
 
-def event(content: Mapping[str, Any]) -> bytes:
+def event(content: Mapping[str, object]) -> bytes:
     """Return one event, encoded."""
     return DATA + json.dumps(content).encode() + b"\n\n"
 

@@ -8,16 +8,19 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar
 
 from aiohttp import web
 
 from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
 from bus.client.reach import AUTO, LOOPBACK
+from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.listener import Handler, Listener
 
 log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 MEMORY = frozenset({"kv_cache", "weights"})
 """Kinds of memory that an engine can release."""
@@ -63,13 +66,13 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
         return web.json_response(error_of(repr(error), 500), status=500)
 
 
-async def body_of(request: web.Request) -> Mapping[str, Any]:
+async def body_of(request: web.Request) -> Mapping[str, object]:
     """Return the body of a request as a map; empty for a request without one. Raises BadRequest unless it is a JSON map."""
     raw = await request.read()
     return json_map(raw) if raw else {}
 
 
-def json_map(raw: bytes) -> dict[str, Any]:
+def json_map(raw: bytes) -> JsonObject:
     """Return a body as a map. Raises BadRequest unless it is a JSON map that can be encoded again."""
     try:
         body = json.loads(raw.decode())
@@ -100,7 +103,7 @@ def _deeper(value: object, most: int) -> bool:
     return bool(level)
 
 
-def _want_unicode(body: Mapping[str, Any]) -> None:
+def _want_unicode(body: Mapping[str, object]) -> None:
     """Raise BadRequest for a lone surrogate (half of an emoji that a client has cut): it is no character and cannot be encoded."""
     for name, value in body.items():
         try:
@@ -110,7 +113,7 @@ def _want_unicode(body: Mapping[str, Any]) -> None:
             raise BadRequest(f"{ascii(name)[1:-1]}: want Unicode text, got a lone surrogate ({half!a})") from error
 
 
-def seconds_in(body: Mapping[str, Any], name: str, default: float) -> float:
+def seconds_in(body: Mapping[str, object], name: str, default: float) -> float:
     """Return a time limit in seconds. Raises BadRequest unless it is > 0 and <= MAX_S."""
     value = body.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_S:
@@ -118,15 +121,15 @@ def seconds_in(body: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def port_in(body: Mapping[str, Any], name: str) -> int:
+def port_in(body: Mapping[str, object], name: str) -> int:
     """Return a TCP port, 1 .. 65535. Raises BadRequest."""
-    port: int = need(body, name, int)
+    port = need(body, name, int)
     if not 0 < port < 1 << 16:
         raise BadRequest(f"{name}: want a port, 1 .. 65535, got {port}")
     return port
 
 
-def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
+def need(body: Mapping[str, object], name: str, kind: type[Found]) -> Found:
     """Return the field ``name``, of type ``kind``. Raises BadRequest when it is absent or has another type (a bool is no int)."""
     value = body.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -134,12 +137,12 @@ def need(body: Mapping[str, Any], name: str, kind: type) -> Any:
     return value
 
 
-def group_in(body: Mapping[str, Any]) -> str:
+def group_in(body: Mapping[str, object]) -> str:
     """Return the name of the process group; SGLang's default if the body has none. Raises BadRequest for one that is no text."""
     return str(need({"group_name": "weight_update_group", **body}, "group_name", str))
 
 
-def version_in(body: Mapping[str, Any]) -> int | None:
+def version_in(body: JsonMapping) -> int | None:
     """Return the weight version; None if the body has none. SGLang's versions are strings; ours are numbers in them.
 
     Raises BadRequest unless it is a number >= 0.
@@ -156,7 +159,7 @@ def version_in(body: Mapping[str, Any]) -> int | None:
     return version
 
 
-def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
+def memory_tags_in(body: Mapping[str, object]) -> frozenset[str]:
     """Return the kinds of memory that a release or resume refers to; null means all of them. Raises BadRequest for other tags."""
     tags = body.get("tags")
     if tags is None:
@@ -166,7 +169,7 @@ def memory_tags_in(body: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(tags)
 
 
-def of_update_in(body: Mapping[str, Any]) -> bool:
+def of_update_in(body: Mapping[str, object]) -> bool:
     """Return whether a request for checksums refers to the weights of the open update, not to the served ones. Raises BadRequest."""
     of = body.get("of", "served")
     if of not in ("served", "update"):
@@ -190,11 +193,11 @@ async def listen(listener: Listener, config: EngineConfig, host: str | None, por
     )
 
 
-def done(message: str, **more: Any) -> web.Response:
+def done(message: str, **more: object) -> web.Response:
     """Return HTTP 200 with SGLang's ``success`` and ``message``, and the fields of ``more``."""
     return web.json_response({"success": True, "message": message, **more})
 
 
-def error_of(message: str, code: int) -> dict[str, Any]:
+def error_of(message: str, code: int) -> dict[str, object]:
     """Return SGLang's JSON of an error. ``code``: the HTTP status."""
     return {"error": {"message": message, "code": code}}

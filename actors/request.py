@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.errors import BadRequest
+from bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,7 @@ def token_ids(given: object, where: str, limits: Limits) -> NDArray[np.int32]:
     return ids.astype(np.int32)
 
 
-def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[NDArray[np.int32]], bool]:
+def _prompts(body: JsonMapping, limits: Limits) -> tuple[list[NDArray[np.int32]], bool]:
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
         raise BadRequest("body: want exactly one of input_ids and text, got " + ("none" if text is None else "both"))
@@ -181,7 +182,7 @@ def _rids(given: object, counts: list[int]) -> list[str]:
     raise BadRequest(f"rid: want a string, or {total} of them, got {_shorten(given)}")
 
 
-def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, tuple[Any, ...]], where: str) -> None:
+def _refuse_unknown(given: Mapping[str, object], known: Iterable[str], neutral: Mapping[str, tuple[object, ...]], where: str) -> None:
     for name, value in given.items():
         if name in known:
             continue
@@ -264,7 +265,7 @@ CHECKS: dict[str, Callable[[object, str], Any]] = {
     "skip_special_tokens": _boolean,
     "no_stop_trim": _boolean,
 }
-NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+NEUTRAL_SAMPLING: dict[str, tuple[object, ...]] = {
     "min_p": (None, 0),
     "frequency_penalty": (None, 0),
     "presence_penalty": (None, 0),
@@ -294,7 +295,7 @@ GENERATE_FIELDS = frozenset(
         "min_version_timeout_s",
     }
 )
-NEUTRAL_GENERATE: dict[str, tuple[Any, ...]] = {
+NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
     "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),

@@ -31,7 +31,7 @@ MAX_THREADS = 256
 """Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would accumulate."""
 
 
-def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
+def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
     The scorer passes on the reward's exceptions, and raises RewardFailed when the result is not a number, or map of numbers, that a
@@ -49,7 +49,7 @@ def load(name: str, options: Mapping[str, Any] | None = None) -> Scorer:
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
         """Call the reward with its options, and validate its result."""
-        result: Any = call(request, **bound)
+        result: object = call(request, **bound)
         return _checked(name, await result if inspect.isawaitable(result) else result)
 
     return score
@@ -74,11 +74,11 @@ def _find(name: str) -> Callable[..., Any]:
         raise UnknownReward(name, f"{module_name} has no {attribute!r}{_nearest(attribute, vars(module))}")
     if not callable(reward):
         raise UnknownReward(name, f"want a callable, {attribute} is {type(reward).__name__}")
-    found: Callable[..., Any] = reward
+    found: Callable[..., object] = reward
     return found
 
 
-def _check_options(name: str, reward: Callable[..., Any], options: Mapping[str, Any]) -> None:
+def _check_options(name: str, reward: Callable[..., object], options: Mapping[str, object]) -> None:
     """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``.
 
     Raises UnknownReward or BadRewardOption.
@@ -99,7 +99,7 @@ def _check_options(name: str, reward: Callable[..., Any], options: Mapping[str, 
             raise BadRewardOption(name, option, f"want {_KINDS[kind]}, got {options[option]!r}")
 
 
-def _plain_types(reward: Callable[..., Any]) -> dict[str, type]:
+def _plain_types(reward: Callable[..., object]) -> dict[str, type]:
     target = reward if inspect.isroutine(reward) else getattr(reward, "__call__", reward)  # noqa: B004
     try:
         hints = get_type_hints(target)
@@ -115,12 +115,12 @@ def _fits(value: object, kind: type) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _nearest(word: str, words: Mapping[str, Any]) -> str:
+def _nearest(word: str, words: Mapping[str, object]) -> str:
     found = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
     return f" (nearest: {found[0]!r})" if found else ""
 
 
-def _checked(name: str, result: Any) -> float | dict[str, float]:
+def _checked(name: str, result: object) -> float | dict[str, float]:
     if isinstance(result, Mapping):
         reward: float | dict[str, float] = {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
     else:
@@ -147,7 +147,7 @@ class _Threaded:
         self._name, self._reward = name, reward
         self._running = 0
 
-    async def __call__(self, request: RewardRequest, **options: Any) -> Parts:
+    async def __call__(self, request: RewardRequest, **options: object) -> Parts:
         if self._running >= MAX_THREADS:
             raise RewardFailed(self._name, f"{self._running} calls are running or hang; no more are started")
         loop = asyncio.get_running_loop()
@@ -165,7 +165,7 @@ class _Threaded:
 
         def work() -> None:
             """Run the reward, in its own thread."""
-            result: Any = None
+            result: object = None
             error: Exception | None = None
             try:
                 result = self._reward(request, **options)

@@ -11,7 +11,6 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -156,6 +155,6 @@ def url_of(host: str, port: int) -> str:
 
 
 def _refusal(kind: type[web.HTTPError], message: str) -> web.HTTPError:
-    answer: dict[str, Any] = {"success": False, "message": message, "error": {"message": message, "code": kind.status_code}}
+    answer: dict[str, object] = {"success": False, "message": message, "error": {"message": message, "code": kind.status_code}}
     headers = {"WWW-Authenticate": "Bearer"} if kind is web.HTTPUnauthorized else None
     return kind(text=json.dumps(answer), content_type="application/json", headers=headers)

@@ -9,9 +9,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-Send = Callable[[dict[str, Any]], Awaitable[Any]]
+from bus.wire.json_object import JsonObject
+
+Send = Callable[[JsonObject], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""
-Pending = list[tuple[dict[str, Any], "asyncio.Future[Any]"]]
+Pending = list[tuple[JsonObject, "asyncio.Future[object]"]]
 """The body and the future answer of each request of a batch."""
 _BY_REQUEST = ("rid", "input_ids", "sampling_params")
 """Fields that are lists in the batch form; the others must be the same for all."""
@@ -21,14 +23,14 @@ class RequestBatcher:
     """Collects requests for one engine and sends them in batches."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Any, Pending] = {}
+        self._waiting: dict[object, Pending] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def request(self, body: dict[str, Any], send: Send) -> Any:
+    async def request(self, body: JsonObject, send: Send) -> object:
         """Return the answer to ``body``. The batch is sent by the ``send`` of its first caller; an exception of it is raised in all."""
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
-        answer: asyncio.Future[Any] = loop.create_future()
+        answer: asyncio.Future[object] = loop.create_future()
         if key not in self._waiting:
             self._waiting[key] = []
             loop.call_soon(self._start, key, send)  # after this turn of the loop, so that its other requests are in the batch
@@ -41,7 +43,7 @@ class RequestBatcher:
             task.cancel()
         await asyncio.gather(*self._sending, return_exceptions=True)
 
-    def _start(self, key: Any, send: Send) -> None:
+    def _start(self, key: object, send: Send) -> None:
         waiting = [(body, answer) for body, answer in self._waiting.pop(key) if not answer.done()]
         if not waiting:
             return

@@ -17,6 +17,7 @@ from actors.engines.port import EngineInfo, Generation
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.events import END, data_in
 from bus.liveness.keys import RunKeys
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling, Span
 from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
 
@@ -52,7 +53,7 @@ class HttpEngine:
         # A batch has one value of ``continued_tokens`` for all of its requests.
         batcher = None if begun is not None else self._batcher
 
-        async def send(wanted: dict[str, Any]) -> Any:
+        async def send(wanted: Mapping[str, object]) -> object:
             """Return the decoded answer of /generate."""
             return await self._call("POST", "/generate", wanted, timeout_s=timeout_s)
 
@@ -118,7 +119,7 @@ class HttpEngine:
             await self._batcher.close()
         await self._api.close()
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+    async def _call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
         return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
 
 
@@ -151,8 +152,8 @@ def _request(
     min_version: int,
     timeout_s: float,
     begun: Generation | None,
-) -> dict[str, Any]:
-    params: dict[str, Any] = {
+) -> dict[str, object]:
+    params: JsonObject = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -162,7 +163,7 @@ def _request(
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    body: dict[str, Any] = {"rid": rid, "input_ids": np.asarray(prompt).tolist(), "sampling_params": params, "return_logprob": True}
+    body: dict[str, object] = {"rid": rid, "input_ids": np.asarray(prompt).tolist(), "sampling_params": params, "return_logprob": True}
     if begun is not None and len(begun.tokens):
         body["input_ids"] += begun.tokens.tolist()
         body["continued_tokens"] = len(begun.tokens)

@@ -12,13 +12,14 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from actors.allowed import refuse_foreign
 from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable, NotFound
 from bus.streams.bus import Bus, connect
+from bus.wire.json_object import JsonObject
 from bus.wire.messages import LiveRow
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig
     return None
 
 
-async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> dict[str, Any] | None:
+async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> JsonObject | None:
     """Return the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
     ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``. Raises NotAllowed for
@@ -85,7 +86,7 @@ async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed
     return None
 
 
-def section(config: dict[str, Any], name: str, kind: type[Config]) -> Config:
+def section(config: JsonObject, name: str, kind: type[Config]) -> Config:
     """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
     values = dict(config.get(name, {}))
     known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol, TypedDict
 
 from actors.engines.port import Engine
 from actors.errors import EngineError, EngineFailed, EngineUnavailable, VersionUnavailable
@@ -150,6 +150,19 @@ class _PooledEngine:
         return f"quarantined after {self.failures} failures"
 
 
+class EngineOverview(TypedDict):
+    """State of one engine, for status answers and totals."""
+
+    url: str
+    id: str
+    serving: bool
+    version: int
+    in_flight: int
+    failures: int
+    remark: str
+    """Reason why it does not serve; empty if it does."""
+
+
 class EnginePool:
     """The known engines. The one with the fewest requests in flight is chosen; one that fails is quarantined, twice as long each time.
 
@@ -255,7 +268,7 @@ class EnginePool:
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
         return f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
 
-    def overview(self) -> list[dict[str, Any]]:
+    def overview(self) -> list[EngineOverview]:
         """Return the state of each engine, for status answers and totals."""
         now = time.monotonic()
         return [

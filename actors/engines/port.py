@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ class EngineInfo:
     """Most tokens of prompt + response; 0 = not reported."""
     vocab_size: int = 0
     """Number of token ids; 0 = not reported."""
-    details: dict[str, Any]
+    details: dict[str, object]
     """All fields that it reports, for display; never for decisions."""
 
 

@@ -13,13 +13,16 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 from actors.errors import BadRequest
 from actors.text import tool_calls
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply
+from bus.wire.json_object import JsonMapping, JsonObject
+
+Found = TypeVar("Found")
 
 COMPLETION_TOKENS = 16
 """OpenAI's default ``max_tokens`` of a completion."""
@@ -48,7 +51,7 @@ WITHOUT_EFFECT = {
     *("parallel_tool_calls", "reasoning_effort", "verbosity"),
 }
 """Fields that are accepted and ignored: clients send them, and they have no effect here."""
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_logprobs": (None, 0),
     "echo": (None, False),
     "suffix": (None, ""),
@@ -67,13 +70,13 @@ class ParsedRequest:
 
     chat: bool
     model: str
-    messages: tuple[Mapping[str, Any], ...] = ()
-    template: Mapping[str, Any] = field(default_factory=dict)
+    messages: tuple[JsonMapping, ...] = ()
+    template: JsonMapping = field(default_factory=dict)
     """Further arguments of the chat template."""
     prompts: tuple[str | list[int], ...] = ()
     """Prompts of a completion, as texts or token ids."""
-    sampling: Mapping[str, Any]
-    passed_on: Mapping[str, Any]
+    sampling: JsonMapping
+    passed_on: JsonMapping
     stream: bool
     usage: bool
     """True when a streamed answer ends with the token counts."""
@@ -86,7 +89,7 @@ class ParsedRequest:
         """Number of responses to each prompt."""
         return int(self.sampling.get("n", 1))
 
-    def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> dict[str, Any]:
+    def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
         """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
         params = dict(self.sampling)
         if params.get("max_new_tokens") is None:
@@ -105,7 +108,7 @@ class ParsedRequest:
         }
 
 
-def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
+def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
     """Return a request with OpenAI's own fields validated; the engine validates those that become SGLang's. Raises BadRequest."""
     known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
     for name, value in body.items():
@@ -129,7 +132,7 @@ def parse(body: Mapping[str, Any], *, chat: bool) -> ParsedRequest:
     options = body.get("stream_options") or {}
     if not isinstance(options, Mapping):
         raise BadRequest(f"stream_options: want a map, got {options!r}")
-    parsed: dict[str, Any] = {
+    parsed: JsonObject = {
         "chat": chat,
         "model": _of(body, "model", str, ""),
         "sampling": sampling,
@@ -168,7 +171,7 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
     return [text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt) for prompt in parsed.prompts]  # type: ignore[arg-type]
 
 
-def error(message: str, status: int) -> dict[str, Any]:
+def error(message: str, status: int) -> JsonObject:
     """Return an error in OpenAI's format. For status 400 a field at the beginning of ``message`` is its ``param``, by OpenAI's name."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     where, found, what = message.partition(":")
@@ -205,31 +208,31 @@ class ResponseBuilder:
         """Place -> number of tokens streamed."""
         self._offsets: dict[int, int] = {}
         """Place -> number of characters of the tokens with log-probs sent."""
-        self._metas: dict[int, Mapping[str, Any]] = {}
+        self._metas: dict[int, JsonMapping] = {}
 
-    def whole(self, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[JsonMapping]) -> JsonObject:
         """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by place."""
         choices = []
         for place, answer in enumerate(answers):
             self._metas[place] = answer["meta_info"]
             answer = {**answer, "index": place}
-            choice: dict[str, Any] = {"index": place}
+            choice: JsonObject = {"index": place}
             choice |= {"message": self.message(answer)} if self._request.chat else {"text": _text(answer)}
             finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
             choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **self._extras(answer, 0)}
             choices.append(choice)
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
 
-    def message(self, answer: Mapping[str, Any]) -> dict[str, Any]:
+    def message(self, answer: JsonMapping) -> JsonObject:
         """Return the assistant's message of a finished chat: content and tool calls."""
         reply = self._reply(_text(answer), finished=True)
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        message: JsonObject = {"role": "assistant", "content": reply.content}
         if reply.calls:
             message["content"] = reply.content or None
             message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(reply.calls)]
         return message
 
-    def parts(self, answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def parts(self, answer: JsonMapping) -> Iterator[JsonObject]:
         """Yield the chunks for the new part of a streamed state, which has the whole response so far."""
         place = answer.get("index", 0)
         first = place not in self._shown
@@ -244,30 +247,30 @@ class ResponseBuilder:
         if not new and not calls and not ended:
             return
         self._counted[place] = len(answer["output_ids"])
-        delta: dict[str, Any] = {"content": new} if new else {}
+        delta: JsonObject = {"content": new} if new else {}
         if calls:
             delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
         content = {"delta": delta} if self._request.chat else {"text": new}
         finish = self._finish(answer, bool(reply.calls))
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **self._extras(answer, counted)}, finish)
 
-    def last(self) -> Iterator[dict[str, Any]]:
+    def last(self) -> Iterator[JsonObject]:
         """Yield the chunks that follow when all responses have ended."""
         if self._request.usage:
             yield {**self._head, "object": self._part, "choices": [], "usage": self._usage()}
 
-    def _chunk(self, place: int, what: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    def _chunk(self, place: int, what: JsonObject, finish: str | None) -> JsonObject:
         choice = {"index": place, "logprobs": None, **what, "finish_reason": finish}
         return {**self._head, "object": self._part, "choices": [choice]}
 
     def _reply(self, text: str, *, finished: bool) -> ParsedReply:
         return ParsedReply(text, ()) if self._form is None else tool_calls.read(text, self._form, finished=finished)
 
-    def _call(self, call: Call, place: int, number: int) -> dict[str, Any]:
+    def _call(self, call: Call, place: int, number: int) -> JsonObject:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
 
-    def _finish(self, answer: Mapping[str, Any], called: bool) -> str | None:
+    def _finish(self, answer: JsonMapping, called: bool) -> str | None:
         finish = _finish(answer)
         return "tool_calls" if called and finish == "stop" else finish
 
@@ -275,7 +278,7 @@ class ResponseBuilder:
         stop = self._request.sampling.get("stop") or ()
         return (stop,) if isinstance(stop, str) else stop
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         """Return the token counts. A prompt counts once, however many responses it has."""
         metas = list(self._metas.values())
         prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._request.n == 0]
@@ -287,7 +290,7 @@ class ResponseBuilder:
             "prompt_tokens_details": {"cached_tokens": min(cached, sum(prompts))},
         }
 
-    def _logprobs(self, answer: Mapping[str, Any], since: int) -> dict[str, Any] | None:
+    def _logprobs(self, answer: JsonMapping, since: int) -> JsonObject | None:
         if not self._request.logprobs:
             return None
         place, entries = answer.get("index", 0), answer["meta_info"]["output_token_logprobs"][since:]
@@ -300,7 +303,7 @@ class ResponseBuilder:
         self._offsets[place] = ends[-1]
         return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": ends[:-1]}
 
-    def _extras(self, answer: Mapping[str, Any], since: int) -> dict[str, Any]:
+    def _extras(self, answer: JsonMapping, since: int) -> JsonObject:
         if not self._request.token_ids:
             return {}
         meta = answer["meta_info"]
@@ -311,11 +314,11 @@ class ResponseBuilder:
         }
 
 
-def _text(answer: Mapping[str, Any]) -> str:
+def _text(answer: JsonMapping) -> str:
     return str(answer.get("text") or "")
 
 
-def _finish(answer: Mapping[str, Any]) -> str | None:
+def _finish(answer: JsonMapping) -> str | None:
     finish = answer["meta_info"].get("finish_reason")
     return None if finish is None else str(finish["type"])
 
@@ -336,7 +339,7 @@ def _settled(text: str, stops: Sequence[str]) -> int:
     return len(text) - held
 
 
-def _of(body: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
+def _of(body: Mapping[str, object], name: str, kind: type[Found], default: Found) -> Found:
     value = body.get(name)
     if value is None:
         return default
@@ -354,13 +357,13 @@ def _count(logprobs: object) -> bool:
     raise BadRequest(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {logprobs!r}")
 
 
-def _messages(given: object) -> tuple[Mapping[str, Any], ...]:
+def _messages(given: object) -> tuple[JsonMapping, ...]:
     if not isinstance(given, list) or not given:
         raise BadRequest(f"messages: want a list of at least one message, got {given!r}")
     return tuple(_message(each, f"messages[{place}]") for place, each in enumerate(given))
 
 
-def _message(given: object, where: str) -> Mapping[str, Any]:
+def _message(given: object, where: str) -> JsonMapping:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise BadRequest(f'{where}: want {{"role": ..., "content": ...}}, got {given!r}')
     content = given.get("content")
@@ -379,7 +382,7 @@ def _message(given: object, where: str) -> Mapping[str, Any]:
     return message
 
 
-def _template(body: Mapping[str, Any]) -> dict[str, Any]:
+def _template(body: Mapping[str, object]) -> JsonObject:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
     if given := OF_TEMPLATE & more.keys():
         raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from aiohttp import web
 
@@ -16,9 +16,10 @@ from actors.openai import openai_api
 from actors.request import Limits
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
+from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.listener import Handler
 
-State = Mapping[str, Any]
+State = JsonMapping
 
 
 class EngineProperties(Protocol):
@@ -48,7 +49,7 @@ class EngineProperties(Protocol):
 class GenerateBackend(Protocol):
     """An engine's implementation of /generate."""
 
-    def states(self, body: Mapping[str, Any]) -> AsyncGenerator[State, None]:
+    def states(self, body: Mapping[str, object]) -> AsyncGenerator[State, None]:
         """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows, with its ``index``.
 
         A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the unfinished responses.
@@ -157,7 +158,7 @@ async def _write_state(response: web.StreamResponse, state: State, builder: open
         await response.write(event(part))
 
 
-def _error_of(error: Exception) -> dict[str, Any]:
+def _error_of(error: Exception) -> JsonObject:
     if isinstance(error, EngineUnavailable):
         return {**openai_api.error(error.reason, 503), "unavailable": type(error).__name__}
     return openai_api.error(str(error), 400 if isinstance(error, BadRequest) else 500)

@@ -9,10 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from actors.errors import BadRequest
 from actors.http_api import json_map
+from bus.wire.json_object import JsonObject
 
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
 """Headers with a session id; the first that is set counts. (The second is that of SGLang's own gateway.)"""
@@ -37,7 +38,7 @@ class Request:
     """Session id. Requests of one session go to one engine, as long as it serves; empty = none."""
 
     @property
-    def map(self) -> dict[str, Any]:
+    def map(self) -> JsonObject:
         """The body as a JSON map; empty when it is no map, or one that engines refuse."""
         if not self.body.lstrip().startswith(b"{"):
             return {}
@@ -46,11 +47,11 @@ class Request:
         except BadRequest:
             return {}
 
-    def field(self, name: str) -> Any:
+    def field(self, name: str) -> object:
         """Return one field of the map; None when it is absent. A large body is parsed only if the name is in it."""
         return self.map.get(name) if f'"{name}"'.encode() in self.body else None
 
-    def with_body(self, body: Mapping[str, Any], path: str | None = None) -> "Request":
+    def with_body(self, body: Mapping[str, object], path: str | None = None) -> "Request":
         """Return the same request with another body, and another path if given."""
         return replace(self, body=json.dumps(body).encode(), path=self.path if path is None else path)
 
@@ -64,7 +65,7 @@ class Answer:
         self._held = held or AsyncExitStack()
 
     @classmethod
-    def of(cls, status: int, content: Any) -> "Answer":
+    def of(cls, status: int, content: object) -> "Answer":
         """Return an answer with a JSON body."""
         return cls(status, {"Content-Type": "application/json"}, _once(json.dumps(content).encode()))
 

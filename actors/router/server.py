@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import aiohttp
 from aiohttp import web
@@ -150,7 +149,7 @@ class Router:
             return web.json_response({"error": {"message": "no engine could be reached", "code": 502}}, status=502)
         return web.Response()
 
-    async def _abort_at(self, url: str, body: Any, headers: Mapping[str, str]) -> bool:
+    async def _abort_at(self, url: str, body: object, headers: Mapping[str, str]) -> bool:
         try:
             async with self._session.post(url + "/abort_request", json=body, headers=headers) as response:
                 return response.status == 200

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from actors.errors import BadRequest, EngineError
 from actors.events import DONE, data_of, event
@@ -28,6 +27,7 @@ from actors.router.tool_call_cache import ToolCallCache
 from actors.router.tree import Piece, TokenTree, columns
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
+from bus.wire.json_object import JsonMapping, JsonObject
 
 MAX_CONTEXT = 1 << 15
 """Context length in tokens, where neither the engine nor the model's config states one."""
@@ -105,20 +105,20 @@ class TokenHistory:
                     self._note_one(state.get("index", 0), state, owners, session)
             yield chunk
 
-    def _note(self, answers: Any, owners: "_Owners", session: str) -> None:
+    def _note(self, answers: object, owners: "_Owners", session: str) -> None:
         for place, answer in enumerate(answers if isinstance(answers, list) else [answers]):
             self._note_one(place, answer, owners, session)
 
-    def _note_one(self, place: int, answer: Mapping[str, Any], owners: "_Owners", session: str) -> None:
+    def _note_one(self, place: int, answer: Mapping[str, object], owners: "_Owners", session: str) -> None:
         prompt = owners.prompt(place)
         if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
             self.remember(prompt, answer, session)
 
-    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, Any], session: str = "") -> None:
+    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, object], session: str = "") -> None:
         """Remember a prompt with its finished response; a response without ids and log-probs is left out."""
         self.tree.remember([*prompt, *self._sampled(answer)], session)
 
-    def _sampled(self, answer: Mapping[str, Any]) -> list[Piece]:
+    def _sampled(self, answer: JsonMapping) -> list[Piece]:
         """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""
         ids, meta = list(answer.get("output_ids") or ()), answer["meta_info"]
         log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
@@ -226,7 +226,7 @@ class TokenHistory:
     def _chat_text(self, parsed: openai_api.ParsedRequest) -> str:
         return openai_api.chat_text(replace(parsed, messages=self._call_cache.with_original_text(parsed.messages)), self._template)
 
-    def _note_calls(self, answer: Mapping[str, Any], builder: openai_api.ResponseBuilder) -> None:
+    def _note_calls(self, answer: Mapping[str, object], builder: openai_api.ResponseBuilder) -> None:
         self._call_cache.remember(builder.message(answer), str(answer.get("text") or ""))
 
     # -- /retrieve_from_text --------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def _ids(pieces: Sequence[Piece]) -> list[int]:
 class _Owners:
     """Prompts by response: ``n`` responses of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
 
-    def __init__(self, prompts: Sequence[list[Piece]], params: Any) -> None:
+    def __init__(self, prompts: Sequence[list[Piece]], params: object) -> None:
         each = params if isinstance(params, list) else [params] * len(prompts)
         counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
         self._prompts = prompts
@@ -275,7 +275,7 @@ class _Owners:
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None
 
 
-def _state(line: bytes) -> dict[str, Any] | None:
+def _state(line: bytes) -> JsonObject | None:
     """Return the response state in an event; None for an event without one ([DONE], an error)."""
     if (data := data_of(line)) is None or not data.startswith(b"{"):
         return None
@@ -283,7 +283,7 @@ def _state(line: bytes) -> dict[str, Any] | None:
     return state if "meta_info" in state else None
 
 
-def _versions(meta: Mapping[str, Any], num_tokens: int) -> list[int]:
+def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:
     """Return the version of each token; -1 where it is not reported as a number."""
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version"), "start": 0, "end": num_tokens}]
     versions = [-1] * num_tokens

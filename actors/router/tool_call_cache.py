@@ -3,7 +3,8 @@
 import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from bus.wire.json_object import JsonMapping
 
 
 class ToolCallCache:
@@ -11,10 +12,10 @@ class ToolCallCache:
 
     def __init__(self, max_text: int) -> None:
         self._max_text, self._size = max_text, 0
-        self._by_id: OrderedDict[str, tuple[Any, str]] = OrderedDict()
+        self._by_id: OrderedDict[str, tuple[object, str]] = OrderedDict()
         """Id of the first call -> the message sent to the client, normalised, and the text it was parsed from."""
 
-    def remember(self, message: Mapping[str, Any], text: str) -> None:
+    def remember(self, message: JsonMapping, text: str) -> None:
         """Remember a finished response; one without calls is ignored."""
         if not message.get("tool_calls"):
             return
@@ -24,11 +25,11 @@ class ToolCallCache:
             _, (_, oldest) = self._by_id.popitem(last=False)
             self._size -= len(oldest)
 
-    def with_original_text(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    def with_original_text(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
         """Return the messages; those that the client sent back unchanged have the original text and no ``tool_calls``."""
         return tuple(map(self._original, messages))
 
-    def _original(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _original(self, message: JsonMapping) -> Mapping[str, object]:
         calls = message.get("tool_calls")
         sent, text = self._by_id.get(str(calls[0].get("id")), (None, "")) if calls else (None, "")
         if sent is None or sent != _comparable(message):
@@ -36,7 +37,7 @@ class ToolCallCache:
         return {"role": message["role"], "content": text}
 
 
-def _comparable(message: Mapping[str, Any]) -> Any:
+def _comparable(message: JsonMapping) -> object:
     """Return the parts of a message that must be equal; formatting of JSON and other fields may differ."""
     calls = [(call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message["tool_calls"]]
     return message.get("role"), message.get("content") or "", calls

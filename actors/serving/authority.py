@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
 
 from actors.errors import BadRequest, EngineError, EngineUnavailable
 from bus.errors import BusError
@@ -27,7 +26,7 @@ class Authority:
         self.refused = ""
         """Why the newest command was refused; "" once a command has been accepted."""
 
-    async def require_current_epoch(self, record: Record, body: Mapping[str, Any], engine: str, what: str) -> None:
+    async def require_current_epoch(self, record: Record, body: Mapping[str, object], engine: str, what: str) -> None:
         """Check the epoch of a command, if it has one, and ``record`` it.
 
         Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would fence the real
@@ -46,7 +45,7 @@ class Authority:
             log.warning("command refused: %s", refused)
         self.refused = refused
 
-    async def _epoch_in(self, body: Mapping[str, Any], engine: str) -> int | None:
+    async def _epoch_in(self, body: Mapping[str, object], engine: str) -> int | None:
         epoch = body.get("epoch")
         if epoch is None:
             return None

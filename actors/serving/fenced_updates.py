@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
 
 from actors.errors import StaleEpoch, UpdateRefused
 from actors.serving.port import Result
@@ -20,7 +19,7 @@ class FencedUpdates:
         self.completed = 0
         self.stall_s = 0.0
         """Sum of the seconds for which updates have held up generation."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks: set[asyncio.Task[object]] = set()
 
     def require_current_epoch(self, epoch: int | None, what: str) -> None:
         """Record the epoch. Raises StaleEpoch when a higher one was seen."""
@@ -30,17 +29,17 @@ class FencedUpdates:
             raise StaleEpoch(what, epoch, self.epoch)
         self.epoch = epoch
 
-    async def run_shielded(self, operation: Coroutine[Any, Any, Result]) -> Result:
+    async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
         """Run an operation to its end even if the caller is cancelled: the thread that it waits for may still write the weights."""
         return await asyncio.shield(self._started(operation))
 
-    def _started(self, operation: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
+    def _started(self, operation: Coroutine[object, None, Result]) -> "asyncio.Task[Result]":
         task = asyncio.create_task(operation)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
-    def _done(self, task: "asyncio.Task[Any]") -> None:
+    def _done(self, task: "asyncio.Task[object]") -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # the caller has received it, or has hung up

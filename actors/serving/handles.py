@@ -26,6 +26,7 @@ from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, Updat
 from actors.http_api import need
 from actors.serving.authority import Authority
 from actors.serving.port import Updates
+from bus.wire.json_object import JsonMapping
 from weightstore.errors import WeightstoreError
 from weightstore.format.manifest import TensorSpec
 from weightstore.transport.handles import Mapped, Offered
@@ -54,7 +55,7 @@ class HandleListener:
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: asyncio.Task[None] | None = None
         self._directory = ""
-        self._verbs: dict[str, Callable[[bytes, Mapping[str, Any]], Awaitable[dict[str, Any]]]] = {
+        self._verbs: dict[str, Callable[[bytes, Mapping[str, object]], Awaitable[dict[str, object]]]] = {
             "join": self._join,
             "begin": self._begin,
             "bucket": self._bucket,
@@ -102,7 +103,7 @@ class HandleListener:
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
         """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of ``http_api.translate``."""
-        body: Mapping[str, Any] = {}
+        body: Mapping[str, object] = {}
         sender = envelope[0]
         try:
             body = _map_of(request)
@@ -128,7 +129,7 @@ class HandleListener:
         with contextlib.suppress(zmq.ZMQError):  # the learner has ended
             await self._socket.send_multipart([*envelope, msgpack.packb({"id": body.get("id"), **answer})])
 
-    async def _join(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _join(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
         """Accept a learner. Its memory is unmapped when its process ends, in whatever way."""
         pid = need(body, "pid", int)
         try:
@@ -141,11 +142,11 @@ class HandleListener:
         log.info("the learner joined, by handles pid=%d", pid)
         return {}
 
-    async def _begin(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _begin(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
         await self._updates.run_shielded(self._updates.begin(need(body, "version", int)))
         return {}
 
-    async def _bucket(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _bucket(self, sender: bytes, body: JsonMapping) -> dict[str, object]:
         learner = self._joined(sender)
         specs = [_spec(entry) for entry in need(body, "specs", list)]
         offered = Offered(learner.mapped, need(body, "handle", dict))
@@ -153,18 +154,18 @@ class HandleListener:
         await self._updates.run_shielded(taking)
         return {}
 
-    async def _checksums(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _checksums(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
         _, report = await self._updates.run_shielded(self._updates.checksum_report(of_update=True))
         return report.to_json()
 
-    async def _end(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _end(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
         return {"stall_s": await self._updates.run_shielded(self._updates.end(need(body, "version", int)))}
 
-    async def _load(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _load(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
         directory, version = Path(need(body, "directory", str)), need(body, "version", int)
         return {"stall_s": await self._updates.run_shielded(self._updates.load_directory(directory, version))}
 
-    async def _leave(self, sender: bytes, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _leave(self, sender: bytes, body: Mapping[str, object]) -> dict[str, object]:
         self._unmap()
         await self._sender_left()
         return {}
@@ -210,7 +211,7 @@ def _sweep() -> None:
                 pass  # busy, about to listen, or another user's
 
 
-def _map_of(request: bytes) -> Mapping[str, Any]:
+def _map_of(request: bytes) -> Mapping[str, object]:
     try:
         body = msgpack.unpackb(request)
     except (ValueError, msgpack.UnpackException) as error:

@@ -2,13 +2,14 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from aiohttp import web
 
 from actors.request import Limits
 from actors.serving.authority import Authority
 from actors.text.text import Text
+from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Capabilities
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
@@ -20,7 +21,7 @@ PHASES = ("joining", "catching up", "serving", "stale", "draining")
 COMMAND_S = 60.0
 """Time-out of one operation of an update, unless its request has another."""
 Result = TypeVar("Result")
-Body = Mapping[str, Any]
+Body = JsonMapping
 
 
 class ServedEngine(Protocol):
@@ -109,7 +110,7 @@ class Updates(Protocol):
     def require_current_epoch(self, epoch: int | None, what: str) -> None:
         """Record the epoch. Raises StaleEpoch when a higher one was seen."""
 
-    async def run_shielded(self, operation: Coroutine[Any, Any, Result]) -> Result:
+    async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
         """Run an operation to its end even if the caller is cancelled. Returns its result, raises its errors."""
 
     async def join(self, body: Body) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -22,6 +21,7 @@ from actors.http_api import (
 )
 from actors.openai.openai_server import OpenAiRoutes
 from actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
+from bus.wire.json_object import JsonObject
 from weightstore.format.checksums import ChecksumReport
 from weightstore.listener import Access, Handler, Listener
 
@@ -76,7 +76,9 @@ class EngineServer:
             "POST /resume_memory_occupation": operation(lambda body: updates.resume(memory_tags_in(body)), web.json_response),
         }
 
-    def _operation(self, operation: Callable[[Body], Coroutine[Any, Any, Result]], response: Callable[[Result], web.Response]) -> Handler:
+    def _operation(
+        self, operation: Callable[[Body], Coroutine[object, None, Result]], response: Callable[[Result], web.Response]
+    ) -> Handler:
         """Return a handler that checks a command's epoch, runs its operation to the end, and responds with the result."""
 
         async def handle(request: web.Request) -> web.Response:
@@ -85,30 +87,30 @@ class EngineServer:
 
         return handle
 
-    async def _command(self, request: web.Request) -> dict[str, Any]:
+    async def _command(self, request: web.Request) -> JsonObject:
         """Return the body of a learner's command without its epoch, which is checked first."""
         body = dict(await body_of(request))
         await self._engine.authority.require_current_epoch(self._updates.require_current_epoch, body, self._engine.url, request.path)
         body.pop("epoch", None)
         return body
 
-    def _pause(self, body: Body) -> Coroutine[Any, Any, None]:
+    def _pause(self, body: Body) -> Coroutine[object, None, None]:
         mode = body.get("mode", "abort")
         if mode not in PAUSE_MODES:
             raise BadRequest(f"mode: want one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         return self._updates.pause(mode)
 
-    def _join(self, body: Body) -> Coroutine[Any, Any, None]:
+    def _join(self, body: Body) -> Coroutine[object, None, None]:
         # Checked here, because the SGLang adapter passes the body on as it is.
         need(body, "master_address", str), port_in(body, "master_port"), need(body, "world_size", int)
         seconds_in(body, "timeout_s", COMMAND_S), group_in(body)
         return self._updates.join(body)
 
-    def _begin(self, body: Body) -> Coroutine[Any, Any, None]:
+    def _begin(self, body: Body) -> Coroutine[object, None, None]:
         timeout_s = seconds_in(body, "timeout_s", COMMAND_S)
         return self._updates.begin(version_in(body), timeout_s)
 
-    def _receive_bucket(self, body: Body) -> Coroutine[Any, Any, None]:
+    def _receive_bucket(self, body: Body) -> Coroutine[object, None, None]:
         for name in ("names", "dtypes", "shapes"):
             need(body, name, list)
         seconds_in(body, "timeout_s", COMMAND_S)

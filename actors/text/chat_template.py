@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -58,7 +57,9 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = True, **more: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], *, tools: object = None, add_generation_prompt: bool = True, **more: object
+    ) -> str:
         """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
         given = {**self._special, **more}
         try:
@@ -70,7 +71,7 @@ class ChatTemplate:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

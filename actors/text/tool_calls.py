@@ -9,7 +9,6 @@ Text that only looks like a call (no JSON, no name, not closed) stays content: n
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 ARGUMENTS = ("arguments", "parameters")
@@ -45,14 +44,14 @@ def read(text: str, form: str, *, finished: bool) -> ParsedReply:
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
-def with_maps(calls: object, where: str) -> list[dict[str, Any]]:
+def with_maps(calls: object, where: str) -> list[dict[str, object]]:
     """Return a message's ``tool_calls`` with the arguments as maps, as chat templates expect. Raises ValueError."""
     if not isinstance(calls, list):
         raise ValueError(f"{where}: want a list, got {calls!r}")
     return [_with_map(call, f"{where}[{place}]") for place, call in enumerate(calls)]
 
 
-def _with_map(call: object, where: str) -> dict[str, Any]:
+def _with_map(call: object, where: str) -> dict[str, object]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ValueError(f'{where}: want {{"id": ..., "type": "function", "function": {{"name": ..., "arguments": ...}}}}, got {call!r}')

@@ -46,7 +46,7 @@ class ChecksumReport:
     """A key of ``SCHEMES``."""
     parts: tuple[Part, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the report as the map that ``parse`` reads."""
         parts = [{"names": list(part.names), "dtype": part.dtype, "sum": part.sum, "zeros": part.zeros} for part in self.parts]
         return {"scheme": self.scheme, "parts": parts}

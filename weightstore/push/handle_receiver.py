@@ -7,7 +7,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import msgpack
 import zmq
@@ -61,7 +60,7 @@ class HandleReceiver:
         self._epoch, self._deadline_s, self._memory, self._control, self._ranks = epoch, deadline_s, memory, control, ranks
         self._refused = refused
         self._last_id, self._version = 0, -1
-        self._waiters: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._waiters: dict[int, asyncio.Future[dict[str, object]]] = {}
         self._reading, self._gone = asyncio.Lock(), False
         self._socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -131,7 +130,7 @@ class HandleReceiver:
             self._monitor.close(linger=0)
             self._socket.close(linger=0)
 
-    async def _offer(self, verb: str, **fields: Any) -> None:
+    async def _offer(self, verb: str, **fields: object) -> None:
         """Send a request that an engine refuses if it cannot read this memory. No answer is no refusal."""
         try:
             await self._request(verb, **fields)
@@ -140,7 +139,7 @@ class HandleReceiver:
                 self._refused(error.reason)
             raise
 
-    async def _request(self, verb: str, **fields: Any) -> dict[str, Any]:
+    async def _request(self, verb: str, **fields: object) -> dict[str, object]:
         """Send a request and return the answer. All foreign errors are translated here."""
         id = self._last_id = self._last_id + 1
         request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": self._deadline_s, **fields}
@@ -159,7 +158,7 @@ class HandleReceiver:
             raise ReceiverFailed(self.url, verb, f"status {status}: {answer.get('message', '')}", answered=True)
         return answer
 
-    async def _answer(self, verb: str, id: int) -> dict[str, Any]:
+    async def _answer(self, verb: str, id: int) -> dict[str, object]:
         """Return the answer to this request; one waiter reads for all of them. Raises ReceiverFailed when the engine is gone."""
         answer = self._waiters[id] = asyncio.get_running_loop().create_future()
         try:

@@ -129,7 +129,7 @@ class Publisher:
         self._closing: asyncio.Event | None = None
         self._futures: set[Future[Any]] = set()
         self._over = False
-        self._pushing: asyncio.Task[Any] | None = None
+        self._pushing: asyncio.Task[object] | None = None
 
     # -- the trainer's thread -----------------------------------------------------------------------------------------------
 
@@ -235,7 +235,7 @@ class Publisher:
             raise PublisherClosed(f"publisher: not running ({self._failure!r})" if self._failure else "publisher: not running")
         return self._pusher
 
-    def _submit(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+    def _submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)

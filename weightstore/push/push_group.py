@@ -185,7 +185,7 @@ async def _send_in_turn(round: "_PushRound", channel: Channel, members: Sequence
     await round.until(round.under_way)
 
 
-async def _in_phase(member: Member, phase: str, work: Coroutine[Any, Any, None]) -> None:
+async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, None]) -> None:
     async with member.phase(phase):
         await work
 
@@ -222,7 +222,7 @@ class _PushRound:
     """The tasks of one round with several engines: the first error of any cancels all of them."""
 
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Task[Any], tuple[str, Member | None]] = {}
+        self._tasks: dict[asyncio.Task[object], tuple[str, Member | None]] = {}
 
     async def __aenter__(self) -> "_PushRound":
         return self
@@ -233,31 +233,31 @@ class _PushRound:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
-    def under_way(self) -> list[asyncio.Task[Any]]:
+    def under_way(self) -> list[asyncio.Task[object]]:
         """Tasks of the round that have not been waited for to their end."""
         return list(self._tasks)
 
-    def start(self, phase: str, member: Member | None, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> asyncio.Task[T]:
+    def start(self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None) -> asyncio.Task[T]:
         """Start and return a task of ``member``; None = of the learner itself. With ``timeout_s`` a late one fails as PeerLost."""
         task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
         self._tasks[task] = phase, member
         return task
 
-    async def until(self, tasks: Iterable[asyncio.Task[Any]]) -> None:
+    async def until(self, tasks: Iterable[asyncio.Task[object]]) -> None:
         """Wait for these tasks. Raises _GroupBroken as soon as any task of the round has failed."""
         waited = set(tasks)
         while waited & self._tasks.keys():
             done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             self._take(done)
 
-    async def each(self, phase: str, work: Iterable[tuple[Member, Coroutine[Any, Any, None]]]) -> None:
+    async def each(self, phase: str, work: Iterable[tuple[Member, Coroutine[object, None, None]]]) -> None:
         """Wait for all, also after an error: nothing is shared. Raises _GroupBroken naming all that failed."""
         for member, one in work:
             self.start(phase, member, one)
         done, _ = await asyncio.wait(self._tasks)
         self._take(done)
 
-    def _take(self, done: set[asyncio.Task[Any]]) -> None:
+    def _take(self, done: set[asyncio.Task[object]]) -> None:
         errors: dict[Member, ReceiverFailed] = {}
         ours: Exception | None = None
         where = ""
@@ -277,7 +277,7 @@ class _PushRound:
             raise _GroupBroken(where, errors, ours)
 
 
-async def _bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+async def _bounded(work: Coroutine[object, None, T], timeout_s: float) -> T:
     try:
         async with asyncio.timeout(timeout_s):
             return await work
@@ -285,7 +285,7 @@ async def _bounded(work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         raise PeerLost("tidemill", "waiting for the engines", f"not done within {timeout_s:g} s") from None
 
 
-async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _all(work: Iterable[Coroutine[object, None, object]]) -> list[Any]:
     """Wait for all, then raise the first error, if there is one."""
     found = await asyncio.gather(*work, return_exceptions=True)
     for one in found:

@@ -135,7 +135,7 @@ class BroadcastGroup:
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
 
-    def _gloo(self, store: dist.Store) -> Any:
+    def _gloo(self, store: dist.Store) -> object:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timedelta(seconds=self.timeout_s)
         # By default gloo offers the address that the name of this host resolves to, which peers may not reach.
@@ -143,7 +143,7 @@ class BroadcastGroup:
         options._threads = 1
         return dist.ProcessGroupGloo(store, self.rank, self.world_size, options)  # type: ignore[arg-type]
 
-    def _nccl(self, store: dist.Store) -> Any:
+    def _nccl(self, store: dist.Store) -> object:
         if not dist.is_nccl_available():
             raise RuntimeError("this torch has no NCCL; cure: weights.backend: gloo")
         options = dist.ProcessGroupNCCL.Options()

@@ -27,7 +27,7 @@ class CudaMemory:
         """Return flat uint8 [num_bytes] of zeros on the current GPU."""
         return torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
 
-    def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+    def handle(self, flat: Tensor, ranks: int) -> dict[str, object]:
         """Return the GPU's UUID, the part of its storage, and one share for each of ``ranks`` processes."""
         return {
             "device": _uuid(flat.get_device()),  # not its number: another process may count its GPUs differently
@@ -40,14 +40,14 @@ class CudaMemory:
         """Nothing to do: torch frees the memory when its last reader has closed it."""
 
 
-def opened(handle: Mapping[str, Any]) -> Tensor:
+def opened(handle: Mapping[str, object]) -> Tensor:
     """Return the bytes of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     return rebuild_cuda_tensor(*arguments(handle, 0, _ordinal(str(handle.get("device")))))
 
 
-def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[Any, ...]:
+def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[object, ...]:
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for one reader. Raises BadManifest."""
     shares = handle["shares"]
     if rank >= len(shares) or len(shares[rank]) != SHARE:
@@ -58,7 +58,7 @@ def arguments(handle: Mapping[str, Any], rank: int, device: int | str) -> tuple[
     return *kinds, device, storage, storage_bytes, storage_offset, False, counter, counter_offset, event, wait
 
 
-def _share(flat: Tensor) -> list[Any]:
+def _share(flat: Tensor) -> list[object]:
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, reduced = reduce_tensor(flat)

@@ -47,13 +47,15 @@ STATUSES = {
 }
 
 
-EMPTY: Mapping[str, Any] = {}
+EMPTY: Mapping[str, object] = {}
 
 
 class CallFailed(WeightstoreError):
     """A call without an answer of status 200."""
 
-    def __init__(self, url: str, path: str, failure: Failure, reason: str, *, status: int = 0, answer: Mapping[str, Any] = EMPTY) -> None:
+    def __init__(
+        self, url: str, path: str, failure: Failure, reason: str, *, status: int = 0, answer: Mapping[str, object] = EMPTY
+    ) -> None:
         """``status``: of the answer, 0 = none came; ``answer``: the JSON map in its body, empty when that is something else."""
         super().__init__(url, path, failure, reason)
         self.url, self.path, self.failure, self.reason, self.status, self.answer = url, path, failure, reason, status, answer
@@ -89,7 +91,7 @@ class EngineApi:
         self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
         self._given, self._opened = session, session
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> Any:
+    async def call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON of the answer; None for an answer of another kind."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             raw = await response.read()
@@ -98,14 +100,14 @@ class EngineApi:
         except ValueError as error:
             raise self._translate(CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)) from error
 
-    async def read(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None) -> bytes:
+    async def read(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> bytes:
         """Return the body of the answer."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             return await response.read()
 
     @asynccontextmanager
     async def open(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its answer, of status 200, to be read inside the context; ``timeout_s`` bounds the whole of it."""
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
@@ -156,7 +158,7 @@ def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:
     return CallFailed(url, path, failure, reason or f"HTTP {status}", status=status, answer=answer)
 
 
-def _reason_in(raw: bytes) -> tuple[str, Mapping[str, Any]]:
+def _reason_in(raw: bytes) -> tuple[str, Mapping[str, object]]:
     """Return the reason of a refusal (SGLang's ``error.message`` or ``message``, else the text), and the JSON map it is in."""
     text = raw[:MAX_REASON_BYTES].decode(errors="replace")
     try:

@@ -46,7 +46,7 @@ class Memory(Protocol):
         """Return flat uint8 [num_bytes], of zeros."""
         raise NotImplementedError
 
-    def handle(self, flat: Tensor, ranks: int) -> dict[str, Any]:
+    def handle(self, flat: Tensor, ranks: int) -> dict[str, object]:
         """Return a handle of a part of such memory for an engine of ``ranks`` processes; valid for one message."""
         raise NotImplementedError
 
@@ -112,7 +112,7 @@ class Mapped:
     def __init__(self) -> None:
         self._blocks: dict[tuple[int, int, int], Tensor] = {}
 
-    def part(self, handle: Mapping[str, Any]) -> Tensor:
+    def part(self, handle: Mapping[str, object]) -> Tensor:
         """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
         pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
         if offset + num_bytes > size:
@@ -140,7 +140,7 @@ class Offered:
         return _number(self.handle, "num_bytes")
 
     @property
-    def shares(self) -> list[Any] | None:
+    def shares(self) -> list[object] | None:
         """Shares of GPU memory, one for each process that reads it; each can be opened once. None for host memory."""
         return self.handle.get("shares")
 
@@ -168,7 +168,7 @@ def _mapped(path: str, inode: int, size: int) -> Tensor:
         os.close(fd)
 
 
-def _number(handle: Mapping[str, Any], name: str) -> int:
+def _number(handle: Mapping[str, object], name: str) -> int:
     value = handle.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise BadManifest(f"handle: {name}", "a number >= 0", repr(value))

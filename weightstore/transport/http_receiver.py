@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 import aiohttp
 from torch import Tensor
@@ -103,7 +102,7 @@ class HttpReceiver:
         body = {"model_path": directory, "weight_version": str(version), "flush_cache": False}
         return stall_of(self.url, "update_weights_from_disk", await self._post("update_weights_from_disk", body))
 
-    async def _post(self, path: str, body: dict[str, Any], *, bounded: bool = True) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, object], *, bounded: bool = True) -> dict[str, object]:
         """Return the JSON map of the answer, empty for any other answer. Unless ``bounded``, wait for it without a deadline."""
         body = {**body, "epoch": self._epoch, "timeout_s": self._deadline_s}
         answer = _json_map(await self._api.read("POST", f"/{path}", body, timeout_s=self._deadline_s if bounded else None))
@@ -125,7 +124,7 @@ class _NotSupported(ReceiverFailed):
     """The engine has no such path, or does not implement it."""
 
 
-def _specs(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+def _specs(specs: Sequence[TensorSpec]) -> dict[str, object]:
     """Return the tensors of a bucket as in SGLang's requests."""
     return {
         "names": [spec.name for spec in specs],
@@ -134,13 +133,13 @@ def _specs(specs: Sequence[TensorSpec]) -> dict[str, Any]:
     }
 
 
-def newer_epoch(answer: Mapping[str, Any], mine: int) -> int:
+def newer_epoch(answer: Mapping[str, object], mine: int) -> int:
     """Return the epoch of a newer learner that the engine has seen, else 0: a 409 that names no higher epoch does not fence."""
     epoch = answer.get("epoch")
     return epoch if isinstance(epoch, int) and epoch > mine else 0
 
 
-def stall_of(url: str, phase: str, answer: Mapping[str, Any]) -> float:
+def stall_of(url: str, phase: str, answer: Mapping[str, object]) -> float:
     """Return the seconds for which generation was paused; 0 if the answer has none. Raises ReceiverFailed."""
     stall_s = answer.get("stall_s")
     if stall_s is None:
@@ -150,7 +149,7 @@ def stall_of(url: str, phase: str, answer: Mapping[str, Any]) -> float:
     return float(stall_s)
 
 
-def _json_map(raw: bytes) -> dict[str, Any]:
+def _json_map(raw: bytes) -> dict[str, object]:
     try:
         answer = json.loads(raw)
     except ValueError:

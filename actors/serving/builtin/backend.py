@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -26,6 +25,7 @@ from actors.serving.builtin.update_checks import specs_in
 from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import COMMAND_S, Body, Result
+from bus.wire.json_object import JsonObject
 from weightstore.listener import Handler
 
 SNAPSHOT_S = 3600.0
@@ -65,7 +65,7 @@ class BuiltinBackend:
         await response.write(DONE)
         return response
 
-    async def states(self, body: Body) -> AsyncGenerator[dict[str, Any], None]:
+    async def states(self, body: Body) -> AsyncGenerator[JsonObject, None]:
         """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._submitted(body) as (generate, progress):
             async for state in self._states(generate, progress):
@@ -110,7 +110,7 @@ class BuiltinBackend:
         """Abort the responses that have not ended: their client has hung up."""
         self._scheduler.abort(set(progress.sequences).__contains__, CLIENT_GONE)
 
-    async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[dict[str, Any]]:
+    async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[JsonObject]:
         """Yield every response in order, once all have ended; or, streamed, each whenever it has grown."""
         if not generate.stream:
             await progress.finished()
@@ -120,7 +120,7 @@ class BuiltinBackend:
         async for place, num_tokens, ended in progress.changes():
             yield self._state(generate, progress, place, partial=None if ended else num_tokens)
 
-    def _state(self, generate: Generate, progress: Progress, place: int, *, partial: int | None = None) -> dict[str, Any]:
+    def _state(self, generate: Generate, progress: Progress, place: int, *, partial: int | None = None) -> JsonObject:
         sequence, host = progress.sequences[place], self._host
         if partial is None and sequence.error is not None:
             state = error_of(sequence.error, 500)
@@ -154,7 +154,7 @@ class BuiltinBackend:
             return web.Response(text="Cache flushed.\n")
         return web.Response(text="Flush cache failed.\n", status=400)
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self) -> JsonObject:
         """Return the model's directory, architecture, vocabulary and version."""
         host, shape = self._host, self._shape
         return {
@@ -169,7 +169,7 @@ class BuiltinBackend:
             "has_tokenizer": host.text is not None,
         }
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self) -> JsonObject:
         """Return the engine's limits, state and counters, under SGLang's names where it has one."""
         host, config, scheduler = self._host, self._host.config, self._scheduler
         return {

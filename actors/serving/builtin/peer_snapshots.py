@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from actors.errors import PeerTransferRefused
 from actors.scratch import Scratch
@@ -34,7 +33,7 @@ class PeerSnapshotServer:
     """Snapshots by name: ``v<version>-<digest of the manifest>``. ``close`` removes them all. Used in the loop's thread."""
 
     def __init__(
-        self, served: Callable[[], Awaitable[tuple[int, Weights]]], model_dir: Path, *, write: Callable[..., Any] = snapshot.write
+        self, served: Callable[[], Awaitable[tuple[int, Weights]]], model_dir: Path, *, write: Callable[..., object] = snapshot.write
     ) -> None:
         """``served`` returns a version and its weights."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write

@@ -1,11 +1,11 @@
 """The receiving end of a process group: messages in the order requested, one in transit while the one before is written."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from actors.errors import UpdateRefused
 from actors.http_api import need, port_in, seconds_in
 from actors.serving.port import COMMAND_S
+from bus.wire.json_object import JsonMapping
 from weightstore.errors import PeerLost, WeightstoreError
 from weightstore.format.manifest import Bucket
 
@@ -61,7 +62,7 @@ class JoinedGroup:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive weights")
 
     @classmethod
-    async def join(cls, name: str, body: Mapping[str, Any]) -> "JoinedGroup":
+    async def join(cls, name: str, body: JsonMapping) -> "JoinedGroup":
         """Join the group that the body of /init_weights_update_group names. Raises BadRequest, UpdateRefused."""
         from weightstore.transport.broadcast import BroadcastGroup
 

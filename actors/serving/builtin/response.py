@@ -1,13 +1,13 @@
 """SGLang's JSON for a response: one sequence, finished or so far."""
 
 import time
-from typing import Any
 
 from actors.serving.builtin.sequence import Sequence
 from actors.text.text import Text
+from bus.wire.json_object import JsonObject
 
 
-def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> dict[str, Any]:
+def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> JsonObject:
     """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
 
     ``version`` is that of the served weights, for a response without tokens.
@@ -15,7 +15,7 @@ def response_json(sequence: Sequence, text: Text | None, version: int, *, logpro
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None
     spans = sequence.weight_versions(num_tokens)
-    meta: dict[str, Any] = {
+    meta: dict[str, object] = {
         "id": sequence.rid,
         "finish_reason": finish,
         "prompt_tokens": len(sequence.prompt),
@@ -32,7 +32,7 @@ def response_json(sequence: Sequence, text: Text | None, version: int, *, logpro
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
         meta["output_token_logprobs_length"] = num_tokens
-    state: dict[str, Any] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
+    state: dict[str, object] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
     if text is not None:
         state["text"] = response_text(sequence, text, num_tokens, trim=finish is not None)
     return state

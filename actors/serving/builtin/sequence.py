@@ -7,13 +7,13 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from actors.request import SamplingParams
 from actors.text.text import StopStrings, Text
+from bus.wire.json_object import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Sequence:
         self.suppressed = sorted(enders) if params.min_new_tokens else []
         """Ids with probability 0 for the first ``min_new_tokens``."""
         self.stop_strings = StopStrings(model.text, params.stop) if params.stop and model.text else None
-        self.finish: dict[str, Any] | None = None
+        self.finish: JsonObject | None = None
         self.error: str | None = None
         """Failure of the engine that ended the response; None = there was none."""
         self.cached_tokens = 0
@@ -126,7 +126,7 @@ class Sequence:
         self.retractions += 1
         self.key = self.context().tobytes()
 
-    def weight_versions(self, num_tokens: int) -> list[dict[str, Any]]:
+    def weight_versions(self, num_tokens: int) -> list[JsonObject]:
         """Return the spans of the first ``num_tokens`` tokens, empty ones left out."""
         edges = [*(start for _, start in self.spans[1:]), num_tokens]
         spans = ((version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False))

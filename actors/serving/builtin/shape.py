@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.errors import UnsupportedModel
+from bus.wire.json_object import JsonMapping
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 """Values of ``model_type`` that the decoder supports."""
@@ -66,7 +67,7 @@ class ModelShape:
         return cls.of(config, eos_ids=eos_ids, where=str(path))
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
+    def of(cls, config: Mapping[str, object], *, eos_ids: tuple[int, ...] = (), where: str) -> "ModelShape":
         """Return the shape in the map of a config.json; ``where`` is its path in errors. Raises UnsupportedModel."""
         try:
             _check_supported(config, where)
@@ -108,7 +109,7 @@ class ModelShape:
         return shapes
 
 
-def _check_supported(config: Mapping[str, Any], where: str) -> None:
+def _check_supported(config: JsonMapping, where: str) -> None:
     family = config.get("model_type")
     if family not in FAMILIES:
         raise UnsupportedModel(f"{where}: model_type", f"the built-in engine decodes {', '.join(FAMILIES)}; got {family!r}")
@@ -120,7 +121,7 @@ def _check_supported(config: Mapping[str, Any], where: str) -> None:
         raise UnsupportedModel(f"{where}: quantization_config", "want unquantised weights")
 
 
-def _from_config(config: Mapping[str, Any], *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
+def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
     try:
         family, heads, hidden = str(config["model_type"]), int(config["num_attention_heads"]), int(config["hidden_size"])
         head_dim = int(config.get("head_dim") or hidden // heads)
@@ -169,7 +170,7 @@ def _rope(config: Mapping[str, Any], where: str) -> Rope:
     raise UnsupportedModel(f"{where}: rope_scaling", f"want default, linear or llama3, got {kind!r}")
 
 
-def eos_ids_of(config: Mapping[str, Any], model_dir: Path) -> tuple[int, ...]:
+def eos_ids_of(config: JsonMapping, model_dir: Path) -> tuple[int, ...]:
     """Return the end-of-sequence ids of both configuration files; the engine adds the tokenizer's own (``Text``)."""
     found: set[int] = set()
     generation = model_dir / "generation_config.json"

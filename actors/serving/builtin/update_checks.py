@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +63,7 @@ def bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
     return Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
 
 
-def specs_in(body: Mapping[str, Any]) -> list[TensorSpec]:
+def specs_in(body: Mapping[str, object]) -> list[TensorSpec]:
     """Return the tensors announced in SGLang's JSON. Raises BadRequest, and UpdateRefused for values that no tensor can have."""
     names, dtypes, shapes = (need(body, name, list) for name in ("names", "dtypes", "shapes"))
     if not len(names) == len(dtypes) == len(shapes):

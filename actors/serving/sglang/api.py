@@ -1,7 +1,6 @@
 """Calls to an SGLang server, with its failures as errors of ``actors.errors``."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, UpdateRefused
 from actors.serving.port import COMMAND_S
@@ -25,7 +24,7 @@ class Api(EngineApi):
 
         super().__init__(url, _error, headers=headers)
 
-    async def command(self, path: str, body: Mapping[str, Any], *, timeout_s: float = COMMAND_S) -> None:
+    async def command(self, path: str, body: Mapping[str, object], *, timeout_s: float = COMMAND_S) -> None:
         """Send a command of an update. Raises UpdateRefused when it fails in whatever way."""
         try:
             answer = await self.call("POST", path, body, timeout_s=timeout_s)

@@ -5,8 +5,8 @@ On CPU SGLang returns the SHA-256 of a parameter; on GPUs, and for each of sever
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from bus.wire.json_object import JsonMapping
 from weightstore.format.checksums import ChecksumReport, Part
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -28,7 +28,7 @@ class Layout:
     """Why its checksums cannot be compared; "" = they can."""
 
 
-def layout_of(info: Mapping[str, Any], *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> Layout:
+def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> Layout:
     """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on CPU."""
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":

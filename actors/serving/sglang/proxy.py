@@ -21,6 +21,7 @@ from actors.serving.sglang.api import Aborted, Api
 from actors.serving.sglang.request_ids import RequestIds
 from actors.serving.sglang.validation import responses_in
 from actors.serving.sglang.weight_updates import WeightUpdates
+from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.listener import Handler
 
 HOLD_S = 30.0
@@ -50,7 +51,7 @@ class Proxy:
                 return await self._relay(request, accepted, watch)
             return web.Response(body=await self._answer(accepted, watch), content_type="application/json")
 
-    async def states(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    async def states(self, body: JsonMapping) -> AsyncGenerator[JsonObject, None]:
         """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._accepted(body) as (accepted, watch):
             if accepted.get("stream"):
@@ -63,7 +64,7 @@ class Proxy:
                     yield one
 
     @asynccontextmanager
-    async def _accepted(self, body: Mapping[str, Any]) -> AsyncIterator[tuple[dict[str, Any], Watch]]:
+    async def _accepted(self, body: JsonMapping) -> AsyncIterator[tuple[JsonObject, Watch]]:
         """Validate a body of /generate and yield it in SGLang's form. Until this context is left the request and its aborts are counted."""
         host = self._host
         if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
@@ -86,7 +87,7 @@ class Proxy:
             finally:
                 host.ended(count)
 
-    async def _keyed(self, body: Body, watch: Watch, *, again: bool) -> dict[str, Any]:
+    async def _keyed(self, body: Body, watch: Watch, *, again: bool) -> JsonObject:
         """Wait while an update is under way. Returns the request with a cache key that finds only results of the served weights."""
         await self._host.updates.between_updates(HOLD_S)
         _require_not_aborted(watch)
@@ -125,7 +126,7 @@ class Proxy:
                     with suppress(EngineError):  # the connection is closed, which has the same effect
                         await self._api.call("POST", "/abort_request", {"rid": name}, timeout_s=LEAVE_S)
 
-    async def _streamed(self, body: Body, watch: Watch) -> AsyncGenerator[dict[str, Any], None]:
+    async def _streamed(self, body: Body, watch: Watch) -> AsyncGenerator[JsonObject, None]:
         """Yield a stream's states, each with all tokens so far."""
         unended: set[int] = set()
         async with self._sent(body, watch, _first_state) as chunks:
@@ -185,7 +186,7 @@ class Proxy:
         async with self._translated(), self._api.open(method, path, body) as answer:
             return web.Response(body=await answer.read(), content_type=answer.content_type)
 
-    async def model_info(self) -> dict[str, Any]:
+    async def model_info(self) -> JsonObject:
         """Return the server's information, with the version and the limits known here."""
         host = self._host
         info = await self._api.call("GET", "/model_info", timeout_s=COMMAND_S)
@@ -196,7 +197,7 @@ class Proxy:
         }
         return {**info, **ours}
 
-    async def server_info(self) -> dict[str, Any]:
+    async def server_info(self) -> JsonObject:
         """Return the server's information without its keys, with the version, phase and epoch known here."""
         host = self._host
         info = await self._api.call("GET", "/server_info", timeout_s=COMMAND_S)
@@ -232,7 +233,7 @@ async def _chunks(begin: bytes, rest: aiohttp.StreamReader, ids: RequestIds) -> 
     yield ids.with_client_ids(line)
 
 
-def keyed(body: Mapping[str, Any], key: str) -> dict[str, Any]:
+def keyed(body: JsonMapping, key: str) -> JsonObject:
     """Return the request with ``key`` before its own keys in SGLang's cache."""
     own = body.get("extra_key")
     return {**body, "extra_key": [f"{key} {one or ''}" for one in own] if isinstance(own, list) else f"{key} {own or ''}"}
@@ -261,7 +262,7 @@ def _cached_before(raw: bytes, version: str) -> bool:
     return False
 
 
-def _number(body: Mapping[str, Any], name: str, default: float) -> float:
+def _number(body: JsonMapping, name: str, default: float) -> float:
     value = body.get(name)
     if value is None:
         return default

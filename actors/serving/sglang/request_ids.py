@@ -10,13 +10,15 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bus.wire.json_object import JsonMapping
+
 _ID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
 
 
 class RequestIds:
     """Request ids of the ``responses`` to one validated body of /generate."""
 
-    def __init__(self, body: Mapping[str, Any], responses: int) -> None:
+    def __init__(self, body: JsonMapping, responses: int) -> None:
         prompts: Any = body["input_ids"] if body.get("text") is None else body["text"]
         self._batch = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
         self.given: str | Sequence[str] = body.get("rid") or secrets.token_hex(16)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 from actors.config import EngineConfig
 from actors.errors import EngineError, EngineFailed
@@ -68,7 +67,7 @@ class ServerProcess:
         await self.lost.wait()
         raise _failure(self.api, self._child, f"SGLang has not answered for {self._silent_s:g} s")
 
-    async def watch(self, operation: Callable[[], "asyncio.Task[Any] | None"], between: Callable[[], Awaitable[None]]) -> None:
+    async def watch(self, operation: Callable[[], "asyncio.Task[object] | None"], between: Callable[[], Awaitable[None]]) -> None:
         """Poll the server until it has ended or no longer answers. ``between`` is called between two polls.
 
         ``operation``: update operation under way, during which the server may answer nothing else.
@@ -83,7 +82,7 @@ class ServerProcess:
         log.error("sglang lost url=%s", self.api.url)
         self.lost.set()
 
-    async def _answers(self, ended: "asyncio.Task[Any]", busy: "asyncio.Task[Any] | None") -> bool:
+    async def _answers(self, ended: "asyncio.Task[object]", busy: "asyncio.Task[object] | None") -> bool:
         """Return whether its scheduler answers within ``silent_s`` after the update operation under way; not once the server has ended."""
         answered = asyncio.create_task(self._until_answered())
         try:
@@ -137,9 +136,9 @@ async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Pat
     return api, child
 
 
-def _arguments(config: EngineConfig) -> dict[str, Any]:
+def _arguments(config: EngineConfig) -> dict[str, object]:
     """Return the engine's own settings under SGLang's names; the user's arguments take precedence."""
-    ours: dict[str, Any] = {"max_running_requests": config.max_running, "dtype": config.dtype}
+    ours: dict[str, object] = {"max_running_requests": config.max_running, "dtype": config.dtype}
     if config.device != "auto":
         ours["device"] = config.device
     if config.max_context:
@@ -150,7 +149,7 @@ def _arguments(config: EngineConfig) -> dict[str, Any]:
     return arguments
 
 
-def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, Any]) -> list[str]:
+def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, object]) -> list[str]:
     """Return ``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none,
     a list several words, a map JSON. (A list that SGLang wants as JSON is given as a string.)
 

@@ -6,7 +6,7 @@ memory, so the bucket is copied there first. Memory of a GPU is passed on as the
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +73,7 @@ def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
     ]
 
 
-def _pickled(value: dict[str, Any]) -> str:
+def _pickled(value: Mapping[str, object]) -> str:
     out, before = io.BytesIO(), torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy(STRATEGY)
     try:

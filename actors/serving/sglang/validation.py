@@ -11,6 +11,7 @@ from typing import Any
 
 from actors.errors import BadRequest
 from actors.request import Limits, token_ids
+from bus.wire.json_object import JsonMapping
 
 REFUSED = ("positional_embed_overrides",)
 """Fields that no request may have."""
@@ -29,7 +30,7 @@ KINDS: dict[str, type] = {
 STRINGS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
-def responses_in(body: Mapping[str, Any], limits: Limits, *, most: int) -> int:
+def responses_in(body: JsonMapping, limits: Limits, *, most: int) -> int:
     """Validate a body of /generate. Returns the number of responses that it requests, at most ``most``. Raises BadRequest."""
     lengths, batch = _prompts(body, limits)
     count = len(lengths)
@@ -55,7 +56,7 @@ def responses_in(body: Mapping[str, Any], limits: Limits, *, most: int) -> int:
     return total
 
 
-def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[int], bool]:
+def _prompts(body: JsonMapping, limits: Limits) -> tuple[list[int], bool]:
     """Return the lengths of the prompts in tokens, and whether they came as a list."""
     text, ids = body.get("text"), body.get("input_ids")
     if (text is None) == (ids is None):
@@ -73,7 +74,7 @@ def _prompts(body: Mapping[str, Any], limits: Limits) -> tuple[list[int], bool]:
     return [token_ids(one, f"input_ids[{at}]" if batch else "input_ids", limits).size for at, one in enumerate(prompts)], batch
 
 
-def _check_kinds(body: Mapping[str, Any], limits: Limits, count: int, *, batch: bool) -> None:
+def _check_kinds(body: JsonMapping, limits: Limits, count: int, *, batch: bool) -> None:
     """Check the other fields: one value, or in a batch one for each prompt."""
     for name, kind in KINDS.items():
         value = body.get(name)
@@ -99,7 +100,7 @@ def _is_number(given: object) -> bool:
     return isinstance(given, int | float) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
 
 
-def _sampling(params: Mapping[str, Any], limits: Limits) -> int:
+def _sampling(params: JsonMapping, limits: Limits) -> int:
     """Check the sampling parameters of one prompt. Returns its ``n``."""
     for name, value in params.items():
         if value is not None and (want := _want(name, value)):

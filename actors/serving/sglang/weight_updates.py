@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from actors.errors import CannotTell, UpdateRefused
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
@@ -26,6 +25,7 @@ from actors.serving.sglang.api import Api
 from actors.serving.sglang.checksums import HEAD, Layout, report_of
 from actors.serving.sglang.pauses import Pauses
 from actors.serving.sglang.tensors import SharedBucket
+from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import WeightstoreError
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
@@ -76,13 +76,13 @@ class WeightUpdates(FencedUpdates):
         """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         self._bracket = False
         self._turn = asyncio.Lock()
-        self.operation: asyncio.Task[Any] | None = None
+        self.operation: asyncio.Task[object] | None = None
         """The operation under way: the server may answer nothing else until it is done."""
         self._operation_ended_s = 0.0
         self._abandoned_after_s = COMMAND_S
         """Seconds without an operation after which an open update counts as abandoned."""
 
-    async def run_shielded(self, operation: Coroutine[Any, Any, Result]) -> Result:
+    async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
         """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
 
         async def exclusive() -> Result:
@@ -274,7 +274,7 @@ class WeightUpdates(FencedUpdates):
         if strange or again or len(set(names)) != len(names):
             raise UpdateRefused(f"{(strange or again or names)[0]}: " + ("the model has no such tensor" if strange else "received twice"))
 
-    async def _write(self, path: str, names: Sequence[str], body: Mapping[str, Any], timeout_s: float) -> None:
+    async def _write(self, path: str, names: Sequence[str], body: JsonMapping, timeout_s: float) -> None:
         self.version = -1  # from here on the weights are of two versions, until the end
         await self._api.command(path, {**body, "flush_cache": self._flush, "weight_version": str(self._open)}, timeout_s=timeout_s)
         self._received.update(names)
@@ -393,5 +393,5 @@ async def _require_listener(host: str, port: int) -> None:
         await writer.wait_closed()
 
 
-def _without_ours(body: Mapping[str, Any]) -> dict[str, Any]:
+def _without_ours(body: Mapping[str, object]) -> JsonObject:
     return {name: value for name, value in body.items() if name not in ("epoch", "timeout_s")}
