@@ -94,7 +94,7 @@ def parameters(shape: ModelShape) -> int:
 
 
 def rank_parameters(shape: ModelShape, tensor_parallel: int) -> int:
-    """Return the number of parameters of one rank: matrices and their biases are split, norms are whole, as are biases of row-split matrices."""
+    """Return the number of parameters of one rank: matrices and biases are split, but for norms and the biases of row-split matrices."""
     return sum(
         math.prod(tensor) // (1 if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")) else tensor_parallel)
         for name, tensor in shape.tensors().items()
@@ -138,7 +138,7 @@ def _head_norm_bytes(heads: int, kv_heads: int, head_dim: int, item: int) -> int
 
 
 def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str) -> int:
-    """Return the most bytes of logits and their gradients at any time: of all tokens if they are few, else of one chunk (``logprobs.py``)."""
+    """Return the most bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
     item = ITEM_BYTES[dtype]
     elements = tokens * vocabulary
     if elements <= LOGITS_AT_ONCE:
