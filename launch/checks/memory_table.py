@@ -24,19 +24,19 @@ class Row:
     """One line of the table."""
 
     process: str
-    """rank 0 | rank | engine."""
+    """rank | rank 0, besides | engine."""
     part: str
     bytes: int
     on_host: bool = False
     """True for memory of the host even where the process computes on an accelerator."""
 
 
-def table(shape: ModelShape, config: RunConfig, *, cuda: bool, learner_dtype: str, engine_dtype: str) -> tuple[Row, ...]:
+def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool) -> tuple[Row, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    The row of tokens is ``learner.max_tokens_per_micro_batch`` long, or as long as the longest sample if that is longer.
+    A packed row has ``learner.max_tokens_per_micro_batch`` tokens, or those of the longest sample if that has more.
     """
-    return (*_rank(shape, config, learner_dtype, cuda=cuda), *_engine(shape, config, engine_dtype))
+    return (*_rank(shape, config, config.learner.dtype, cuda=cuda), *_engine(shape, config, config.engine.dtype))
 
 
 def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
@@ -63,7 +63,7 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     )
     staged = STAGED_COPIES * item * parameters(shape)
     yield Row(
-        process="rank 0", part=f"{STAGED_COPIES} copies of the weights, for pushes", bytes=staged, on_host=config.weights.staging != "cuda"
+        process="rank 0, besides", part=f"{STAGED_COPIES} copies of the weights, for pushes", bytes=staged, on_host=config.weights.staging != "cuda"
     )
 
 

@@ -32,6 +32,7 @@ class CheckedModel:
     """Tokens of prompt and response together that the model takes, or the engine if it takes fewer."""
     num_parameters: int
     """0 = not known."""
+    shape: ModelShape
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -55,6 +56,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         vocab_size=shape.vocab_size,
         context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
         num_parameters=parameters,
+        shape=shape,
     )
     if prepare is None:
         _check_weights(report, path, shape)

@@ -64,7 +64,7 @@ def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> None:
 
 
 def config(args: argparse.Namespace) -> int:
-    """Check a configuration file, or print it, its JSON Schema or the reference page. Returns 0.
+    """Check a configuration file, or print it, the memory that it needs, its JSON Schema or the reference page. Returns 0.
 
     Raises ValueError without CONFIG, SettingsError, CheckFailed.
     """
@@ -78,6 +78,11 @@ def config(args: argparse.Namespace) -> int:
     loaded = _loaded(args)
     if args.print_config:
         print(render(loaded), end="")
+        return 0
+    if args.memory:
+        from launch.cli.memory import print_memory
+
+        print_memory(loaded)
         return 0
     _refuse(args, loaded)
     print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")

@@ -67,6 +67,7 @@ def _add_runs(commands: "Commands") -> None:
 
     config = commands.add_parser("config", help="check a configuration; with --print-config show every value and where it comes from")
     _configured(config, positional=True, required=False)
+    config.add_argument("--memory", action="store_true", help="print the memory that each process needs, and end")
     config.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end")
     config.add_argument("--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end")
 

@@ -1,0 +1,52 @@
+"""``tidemill config --memory``: the memory that each process of a run needs, as a table."""
+
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+
+from launch.checks.findings import Report
+from launch.checks.machine import GPU
+from launch.checks.memory_table import memory_rows
+from launch.checks.model import check_model
+from launch.checks.prepared import check_prepare
+from launch.settings.config_loader import Loaded
+
+NOT_COUNTED = (
+    "Not counted: what libraries take for themselves (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), padding of rows with sequences of "
+    "different lengths, and memory that the allocator cannot use again."
+)
+
+
+def print_memory(loaded: Loaded) -> None:
+    """Print the rows, and a sum for each process. Raises CheckFailed for a model that cannot be used."""
+    config, report = loaded.config, Report(loaded.origins)
+    model = check_model(report, config, made=check_prepare(report, config, fresh=False).model)
+    report.refuse()
+    assert model is not None, "without a model there is an error"
+    cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and GPU.exists())
+    rows = memory_rows(model.shape, config, cuda=cuda)
+    shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("process", "part"):
+        shown.add_column(name)
+    for name in ("device", "host") if cuda else ("memory",):
+        shown.add_column(name, justify="right")
+    for process, parts in groupby(rows, lambda row: row.process):
+        ours = list(parts)
+        for row in ours:
+            shown.add_row(process, row.part, *_cells(row.bytes, on_host=row.on_host, cuda=cuda))
+        sums = [sum(row.bytes for row in ours if row.on_host is on_host) for on_host in (False, True)]
+        shown.add_row(process, "sum", *(map(_size, sums) if cuda else [_size(sum(sums))]), style="bold")
+    console = Console(highlight=False)
+    console.print(shown)
+    console.print(NOT_COUNTED, style="dim")
+
+
+def _cells(size: int, *, on_host: bool, cuda: bool) -> list[str]:
+    if not cuda:
+        return [_size(size)]
+    return ["", _size(size)] if on_host else [_size(size), ""]
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

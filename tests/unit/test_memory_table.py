@@ -1,0 +1,72 @@
+"""The table of memory over settings. That it agrees with a real rank is tested in tests/integration/test_memory_table.py."""
+
+import re
+
+import pytest
+
+from actors.serving.builtin.shape import ModelShape
+from launch.checks.memory_table import Row, memory_rows, parameters, rank_parameters
+from launch.cli.main import main
+from launch.settings.config_loader import load
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+SHAPE = ModelShape.of(QWEN3_8B, where="Qwen3-8B")
+
+
+def rows(*settings: str, cuda: bool = True) -> dict[tuple[str, str], Row]:
+    config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
+    return {(row.process, re.split(",| of [0-9]| of the weights", row.part)[0]): row for row in memory_rows(SHAPE, config, cuda=cuda)}
+
+
+def test_a_known_model() -> None:
+    assert parameters(SHAPE) == 8_190_735_360  # Qwen3's model card: 8.2B
+    found = rows()
+    assert found["rank", "weights"].bytes == 2 * 8_190_735_360
+    assert found["rank", "gradients"].bytes == 4 * 8_190_735_360
+    assert found["rank", "Adam: two moments and main weights"].bytes == 12 * 8_190_735_360
+    assert not [part for _, part in found if part.startswith("reference")]
+
+
+def test_tensor_parallelism_divides_all_but_the_norms() -> None:
+    norms = SHAPE.num_layers * (2 * SHAPE.hidden + 2 * SHAPE.head_dim) + SHAPE.hidden
+    assert rank_parameters(SHAPE, 4) == (parameters(SHAPE) - norms) // 4 + norms
+    one, four = rows(), rows("learner.tensor_parallel=4")
+    kept = ("rank", "activations kept for the backward pass")
+    assert one[kept].bytes / 4 < four[kept].bytes < one[kept].bytes / 2  # the norms' part is whole on every rank
+
+
+def test_copies_are_on_the_host_of_an_accelerator() -> None:
+    settings = ("learner.algorithm.kl.coef=0.1", "weights.push_every=2")
+    for cuda in (True, False):
+        found = rows(*settings, cuda=cuda)
+        assert found["rank", "reference model"].on_host is cuda
+        assert not found["rank", "weights"].on_host
+    assert rows("weights.staging=cuda")["rank 0, besides", "2 copies"].on_host is False
+
+
+@pytest.mark.parametrize("tokens", [1024, 8192])
+def test_logits_never_grow_beyond_a_chunk(tokens: int) -> None:
+    found = rows(f"learner.max_tokens_per_micro_batch={tokens}", "data.max_prompt_tokens=512", "sampling.max_new_tokens=512")
+    assert found["rank", "logits"].bytes < tokens * SHAPE.vocab_size
+
+
+def test_a_sample_longer_than_the_budget_makes_a_longer_row() -> None:
+    found = rows("learner.max_tokens_per_micro_batch=100", "data.max_prompt_tokens=3000", "sampling.max_new_tokens=1000")
+    assert "4,000 tokens" in found["rank", "activations kept for the backward pass"].part
+
+
+def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "launch/configs/digits.yaml", "--memory"]) == 0
+    printed = capsys.readouterr().out
+    assert "Adam: two moments, float32" in printed and "sum" in printed and "Not counted" in printed
