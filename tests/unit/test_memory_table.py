@@ -52,7 +52,7 @@ def test_copies_are_on_the_host_of_an_accelerator() -> None:
         found = rows(*settings, cuda=cuda)
         assert found["rank", "reference model"].on_host is cuda
         assert not found["rank", "weights"].on_host
-    assert rows("weights.staging=cuda")["rank 0, besides", "2 copies"].on_host is False
+    assert rows("weights.transport=handles", "weights.staging=cuda")["rank 0, besides", "2 copies"].on_host is False
 
 
 @pytest.mark.parametrize("tokens", [1024, 8192])
