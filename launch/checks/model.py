@@ -32,6 +32,8 @@ class CheckedModel:
     """Tokens of prompt and response together that the model takes, or the engine if it takes fewer."""
     num_parameters: int
     """0 = not known."""
+    largest_tensor: int = 0
+    """Parameters of the largest tensor."""
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -49,12 +51,14 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     shape = _shape(report, values, where)
     if shape is None or len(report.errors) > before:
         return None
-    parameters = sum(math.prod(tensor) for tensor in shape.tensors().values())
+    sizes = [math.prod(tensor) for tensor in shape.tensors().values()]
+    parameters = sum(sizes)
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=shape.vocab_size,
         context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
         num_parameters=parameters,
+        largest_tensor=max(sizes, default=0),
     )
     if prepare is None:
         _check_weights(report, path, shape)
