@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from launch.devices.errors import Refused
 from launch.devices.shapes import CUDA, GLOO, HANDLES, NCCL, SGLANG, EnginePlace, Node, RankPlace, Want, every_device
+from weightstore.transport.nccl import nccl_differs
 
 USABLE = 0.95
 """Share of a device's memory that processes may plan with; the rest is for CUDA's contexts."""
@@ -50,16 +51,6 @@ def _no_nccl(nodes: Sequence[Node], want: Want, sender: str, engines: Sequence[E
     if any(device.slice >= 0 for device in every_device(nodes) if device.uuid in used):
         return "NCCL does not work between MIG slices", True
     return nccl_differs(want.nccl_learner, want.nccl_engine), bool(want.nccl_learner and want.nccl_engine)
-
-
-def nccl_differs(learner: str, engine: str) -> str:
-    """Return why two releases of NCCL cannot form a group: their major and minor numbers must be equal and known; empty = they can."""
-    if not learner or not engine:
-        whose = "the learner" if not learner else "the engine"
-        return f"the NCCL version of {whose} is not known"
-    if learner.split(".")[:2] != engine.split(".")[:2]:
-        return f"NCCL {learner} of the learner and {engine} of the engine differ"
-    return ""
 
 
 def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, engines: Sequence[EnginePlace]) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bus import exit_codes
 from launch.devices.errors import Refused
-from launch.devices.fitness import USABLE, nccl_differs
+from launch.devices.fitness import USABLE
 from launch.devices.placement import engine_place, place
 from launch.devices.shapes import Device, Node, Placed, Want, described
 
@@ -399,14 +399,6 @@ def test_one_more_engine_gets_a_block_that_no_other_has() -> None:
     with pytest.raises(Refused, match="got 2, 4, 6 free of 8 visible"):
         engine_place([node(8)], want, taken=("0-3", "0-5", "0-7"))
     assert engine_place([node(0)], want, taken=()).uuids == ()
-
-
-@pytest.mark.parametrize(
-    ("learner", "engine", "possible"),
-    [("2.29.7", "2.29.7", True), ("2.29.7", "2.29.1", True), ("2.29.7", "2.30.7", False), ("3.29", "2.29", False), ("", "2.29", False)],
-)
-def test_versions_of_nccl_agree_in_major_and_minor(learner: str, engine: str, possible: bool) -> None:
-    assert (nccl_differs(learner, engine) == "") is possible
 
 
 @st.composite

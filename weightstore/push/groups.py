@@ -27,6 +27,7 @@ from bus.wire.messages import LiveRow
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
 from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated, identity
+from weightstore.transport.nccl import DeviceEnd, no_nccl, share
 from weightstore.transport.port import WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -58,13 +59,23 @@ class GroupRules:
     at: Reach
     """Address at which the learner serves the rendezvous."""
     backend: str
+    """auto | gloo | nccl; auto = nccl to engines that can, else gloo."""
     deadline_s: float
+    own: DeviceEnd = field(default_factory=DeviceEnd)
+    """The learner's GPU."""
+
+    def backend_of(self, row: LiveRow) -> tuple[str, str]:
+        """Return the backend to an engine (empty: it is refused), and why it is not NCCL."""
+        reason = "" if self.backend == "gloo" else no_nccl(self.own, row.capabilities)
+        if self.backend == "gloo" or (reason and self.backend == "auto"):
+            return "gloo", reason
+        return ("" if reason else "nccl"), reason
 
     async def open(self, members: Sequence[Member]) -> Channel:
         """Open a channel to these members: by handles for one that reads the buckets itself, else a process group. Raises PeerLost."""
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
-        return await GroupChannel.open(members, at=self.at, backend=self.backend, deadline_s=self.deadline_s)
+        return await GroupChannel.open(members, at=self.at, backend=members[0].backend, deadline_s=self.deadline_s)
 
 
 @dataclass(slots=True)
@@ -83,6 +94,8 @@ class PushGroups:
         self._members: dict[str, Member] = {}
         self._groups: list[PushGroup] = []
         self._backoffs: dict[tuple[str, str, int], _Backoff] = {}
+        self._without_nccl: dict[tuple[str, str, int], str] = {}
+        """Engine -> why it gets no weights over NCCL, as logged."""
         self.evicted: dict[str, str] = {}
         """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
 
@@ -103,8 +116,7 @@ class PushGroups:
                 await self._drop(member, leave=row is None and member.id in alive)
         for row in rows.values():
             # a colocated engine is never left out: the learner needs its memory
-            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)):
-                self._add(row)
+            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)) and self._add(row):
                 _log.info("push group: new engine=%s url=%s", row.id, row.address)
         return list(self._groups)
 
@@ -127,15 +139,38 @@ class PushGroups:
         """Ask all engines to leave their groups, and release their receivers."""
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
-    def _add(self, row: LiveRow) -> None:
-        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push."""
-        member = Member(row, self._open_receiver(row), deadline_s=self._rules.deadline_s)
+    def _add(self, row: LiveRow) -> bool:
+        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push.
+
+        Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
+        """
+        receiver = self._open_receiver(row)
+        backend, reason = ("", "") if receiver.carries else self._rules.backend_of(row)
+        if reason:
+            self._report(row, backend, reason)
+            if not backend:
+                receiver.close()
+                self.evicted[row.id] = f"weights.backend: nccl is not possible: {reason}"
+                return False
+        member = Member(row, receiver, deadline_s=self._rules.deadline_s, backend=backend)
         group = next((group for group in self._groups if group.has_room(member)), None)
         if group is None:
             group = PushGroup(self._rules)
             self._groups.append(group)
         group.members.append(member)
         self._members[row.id] = member
+        return True
+
+    def _report(self, row: LiveRow, backend: str, reason: str) -> None:
+        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is expected."""
+        known = self._without_nccl.get(identity(row)) == reason
+        self._without_nccl[identity(row)] = reason
+        if known or (backend and not self._rules.own.uuid and not row.capabilities.devices):
+            return
+        if backend:
+            _log.warning("weights go over %s engine=%s reason=%s", backend, row.id, reason)
+        else:
+            _log.error("push group: refused engine=%s weights.backend=nccl reason=%s", row.id, reason)
 
     async def _drop(self, member: Member, *, leave: bool) -> None:
         if self._members.get(member.id) is member:
@@ -170,10 +205,14 @@ class PushGroup:
     def has_room(self, member: Member) -> bool:
         """Return whether an engine may be added.
 
-        Engines of one group are all colocated or none; one that reads the buckets itself has a group of its own.
+        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that reads the buckets
+        itself has a group of its own.
         """
-        carries = any(one.receiver.carries for one in (member, *self.members))
-        return not carries and member.colocated == self.is_colocated and len(self.members) < self._rules.engines
+        if any(one.receiver.carries or one.backend != member.backend for one in (member, *self.members)):
+            return False
+        if member.backend == "nccl" and any(share(one.devices, member.devices) for one in self.members):
+            return False
+        return member.colocated == self.is_colocated and len(self.members) < self._rules.engines
 
     async def update(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
         """Push a version to all engines of the group. Returns how each took it, or why it did not. Raises Fenced."""
