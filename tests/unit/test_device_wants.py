@@ -1,6 +1,7 @@
 """From settings to the wants of a placement, and from places to the environment of processes; the check before a start shows both."""
 
 import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,19 @@ def test_devices_decide_nothing_that_is_trained() -> None:
 
 def test_the_fake_is_found_through_the_environment_given(tmp_path: Path) -> None:
     assert len(this_node(environment(fake_nvidia_smi(tmp_path, 3))).devices) == 3
+
+
+@pytest.mark.parametrize(("script", "setting"), [("engine", "engine.devices"), ("learner", "learner.devices")])
+def test_the_launch_scripts_name_devices_by_hand(tmp_path: Path, script: str, setting: str) -> None:
+    program = tmp_path / "tidemill"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o700)
+    given = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "BUS": "nats://127.0.0.1:1"}
+    file = Path(__file__).resolve().parents[2] / f"launch/scripts/{script}.sh"
+
+    def words(**more: str) -> list[str]:
+        command = ["bash", str(file)]
+        return subprocess.run(command, env=given | more, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
+
+    assert words(DEVICES="2,3")[-2:] == ["--set", f"{setting}=[2,3]"]
+    assert not any(setting in word for word in words())
