@@ -50,6 +50,9 @@ class EngineConfig:
     """0 = any free one."""
     device: str = "auto"
     """auto | cpu | cuda."""
+    devices: tuple[str, ...] = ()
+    """GPUs of the engines of a machine: numbers of nvidia-smi or UUIDs, as many for each engine as it has ranks; empty = those that the
+    learner leaves (docs/devices.md). Engines that are started without ``--config`` take ``TIDEMILL_ENGINE__DEVICES`` instead."""
     dtype: str = "float32"
     """float32 | bfloat16."""
     max_running: int = 64

@@ -107,6 +107,8 @@ class LearnerConfig:
     """float32 | bfloat16."""
     device: str = "auto"
     """auto | cpu | cuda."""
+    devices: tuple[str, ...] = ()
+    """GPUs of the ranks, one each in their order: numbers of nvidia-smi or UUIDs; empty = the first ones (docs/devices.md)."""
     threads: int = 1
     """Torch threads of a rank on CPU."""
     seed: int = 0

@@ -14,7 +14,8 @@ class WeightsConfig:
     staging: str = "host"
     """Memory of the staged copies: host | cuda (two more copies on the learner's GPU; with handles only)."""
     backend: str = "auto"
-    """Process group backend: auto | gloo | nccl."""
+    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal NCCL version (major
+    and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
     group: str = "pairs"
     """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
     bucket_bytes: int = 64_000_000

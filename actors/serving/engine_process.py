@@ -29,6 +29,7 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import admin_keys
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
+from bus.wire.messages import Capabilities
 from weightstore.catchup.joining import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
 from weightstore.push.turns import AcceleratorLease
@@ -50,6 +51,24 @@ WHOLE = "a complete weight update"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeldDevices:
+    """Accelerators of an engine process, as it was started; the defaults are those of an engine on the CPU."""
+
+    own: tuple[str, ...] = ()
+    """UUIDs of the devices on which it computes."""
+    visible: tuple[str, ...] = ()
+    """UUIDs of the devices that it sees: it can open memory of these."""
+    nccl: str = ""
+    """NCCL version of the process that receives weights; empty = not known."""
+    memory_bytes: int = 0
+    """Memory of its smallest device."""
+
+    def stated_in(self, capabilities: Capabilities) -> Capabilities:
+        """Return the capabilities with these devices."""
+        return replace(capabilities, devices=self.own, visible_devices=self.visible, nccl=self.nccl, device_memory_bytes=self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePlaces:
     """Addresses and directories of an engine process, and its name."""
 
@@ -59,6 +78,8 @@ class EnginePlaces:
     model_dir: Path
     id: str = ""
     """Unique name of the engine; empty = one is made."""
+    devices: HeldDevices = field(default_factory=HeldDevices)
+    """Its accelerators, for its live row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +107,7 @@ async def run_engine(
         if bus is None:
             return
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", id)))
-        served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None)
+        served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None, places.devices)
         at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, places.bus_url), name="engine.host")
         engine = factory(
             places.model_dir,
@@ -111,8 +132,9 @@ async def run_engine(
 class _Served:
     """The engine's live row, and its use of a shared accelerator."""
 
-    def __init__(self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None) -> None:
+    def __init__(self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None, devices: HeldDevices) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
+        self._devices = devices
         self._waits_for, self._place = "", shared_memory_domain()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch)
         self.engine: ServedEngine | None = None
@@ -173,7 +195,7 @@ class _Served:
                 handles=engine.handles,
                 place=self._place,
                 load=engine.stats(),
-                capabilities=engine.capabilities,
+                capabilities=self._devices.stated_in(engine.capabilities),
             )
 
     def _waiting(self, engine: ServedEngine) -> str:

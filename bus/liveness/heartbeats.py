@@ -142,10 +142,15 @@ def _key(row: LiveRow) -> str:
     return f"{token(row.role)}.{token(row.id)}"
 
 
+def _tuple(item: Any) -> Any:
+    """Return a list as a tuple, which JSON has not."""
+    return tuple(item) if isinstance(item, list) else item
+
+
 def _parse(key: str, value: Value) -> LiveRow:
     """Return the row. Raises WireError for a row that names another process than its key."""
     known = {name: item for name, item in value.items() if name in _FIELDS}
-    stated = {name: item for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
+    stated = {name: _tuple(item) for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
     row = LiveRow(**known, capabilities=Capabilities(**stated))
     if _key(row) != key:
         raise WireError("role, id", f"those of the key {key}", _key(row))

@@ -328,7 +328,7 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of an engine to receive weights, and to serve them to other engines."""
+    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices alone."""
 
     single_request_push: bool = False
     """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request each."""
@@ -338,6 +338,14 @@ class Capabilities:
     """It shares an accelerator with the learner, and releases its memory for each step."""
     ranks: int = 1
     """Number of its processes that receive weights: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
+    devices: tuple[str, ...] = ()
+    """UUIDs of the accelerators on which it computes (``GPU-...``); empty = none, or not known."""
+    visible_devices: tuple[str, ...] = ()
+    """UUIDs of the accelerators whose memory it can open, its own among them; empty = none, or not known."""
+    nccl: str = ""
+    """NCCL version of the processes that receive weights (``2.29.7``); empty = not known."""
+    device_memory_bytes: int = 0
+    """Memory of its smallest accelerator; 0 = not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +368,7 @@ class LiveRow:
     load: dict[str, float] = field(default_factory=dict)
     """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
     capabilities: Capabilities = field(default_factory=Capabilities)
-    """Capabilities of an engine."""
+    """Capabilities of an engine; of a learner, its devices."""
     taking_memory: bool = False
     """A colocated engine is taking memory by itself; a learner that acquires the accelerator waits for it."""
     address: str = ""

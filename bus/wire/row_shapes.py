@@ -68,6 +68,12 @@ def _flag(value: object) -> bool:
     return value
 
 
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError
+    return [_text(item) for item in value]
+
+
 def _ranks(value: object) -> int:
     number = _whole(value)
     if not 1 <= number <= MOST_RANKS:
@@ -80,6 +86,7 @@ def _codec(want: str, check: Callable[[object], object]) -> FieldCodec:
 
 
 TEXT, WHOLE, NATURAL = _codec("text", _text), _codec("an integer of 64 bits", _whole), _codec("an integer >= 0", _natural)
+TEXTS = _codec("a list of text", _texts)
 NUMBERS, FLAG = keyed(TEXT, _codec("a finite number", _number)), _codec("true or false", _flag)
 
 
@@ -146,6 +153,10 @@ _CAPABILITIES = _of(
         "peer_snapshots": FLAG,
         "colocated": FLAG,
         "ranks": _codec(f"an integer from 1 to {MOST_RANKS}", _ranks),
+        "devices": TEXTS,
+        "visible_devices": TEXTS,
+        "nccl": TEXT,
+        "device_memory_bytes": NATURAL,
     },
 )
 _LIVE = _of(

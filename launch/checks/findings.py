@@ -40,6 +40,10 @@ class Report:
         """Findings that do not prevent the run."""
         return [finding for finding in self.findings if finding.level == WARNING]
 
+    def on(self, topic: str) -> list[str]:
+        """Return the texts of the findings on a topic."""
+        return [finding.text for finding in self.findings if finding.topic == topic]
+
     def at(self, setting: str) -> str:
         """Return a setting behind the place where it was set, if it was: ``run.yaml:3: model.path``."""
         return f"{self.origins[setting]}: {setting}" if setting in self.origins else setting

@@ -63,7 +63,10 @@ def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> It
     )
     staged = STAGED_COPIES * item * parameters(shape)
     yield Row(
-        process="rank 0, besides", part=f"{STAGED_COPIES} copies of the weights, for pushes", bytes=staged, on_host=config.weights.staging != "cuda"
+        process="rank 0, besides",
+        part=f"{STAGED_COPIES} copies of the weights, for pushes",
+        bytes=staged,
+        on_host=config.weights.staging != "cuda",
     )
 
 

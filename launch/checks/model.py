@@ -33,6 +33,8 @@ class CheckedModel:
     num_parameters: int
     """0 = not known."""
     shape: ModelShape
+    largest_tensor: int = 0
+    """Parameters of the largest tensor."""
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
@@ -50,13 +52,15 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     shape = _shape(report, values, where)
     if shape is None or len(report.errors) > before:
         return None
-    parameters = sum(math.prod(tensor) for tensor in shape.tensors().values())
+    sizes = [math.prod(tensor) for tensor in shape.tensors().values()]
+    parameters = sum(sizes)
     model = CheckedModel(
         directory=None if prepare is not None else path,
         vocab_size=shape.vocab_size,
         context=min(shape.max_positions, config.engine.max_context or shape.max_positions),
         num_parameters=parameters,
         shape=shape,
+        largest_tensor=max(sizes, default=0),
     )
     if prepare is None:
         _check_weights(report, path, shape)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from launch.checks.data import check_data
+from launch.checks.devices import check_devices
 from launch.checks.findings import Report
 from launch.checks.functions import check_algorithm, check_reward
 from launch.checks.machine import check_bus, check_engine, check_memory, check_places
@@ -29,7 +30,7 @@ class Purpose:
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:
-    """Return the report of all checks. It takes about a second, starts no process, writes nothing, loads no torch."""
+    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, writes nothing, loads no torch."""
     config, report = loaded.config, Report(loaded.origins)
     made = check_prepare(report, config, fresh=purpose.fresh)
     model = check_model(report, config, made=made.model)
@@ -41,7 +42,9 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_engine(report, config, here=purpose.starts_workers and config.up.engines > 0)
     check_bus(report, config, model, data, reach=purpose.uses_bus)
     check_places(report, config, model)
-    check_memory(report, config, model, engines=config.up.engines if purpose.starts_workers else 0)
+    engines = config.up.engines if purpose.starts_workers else 0
+    check_memory(report, config, model, engines=engines)
+    check_devices(report, config, model, engines=engines)
     if purpose.resumes:
         from launch.checks.resume import check_resume
 

@@ -17,6 +17,7 @@ from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from bus.streams.bus import Bus
+    from launch.checks.findings import Report
 
 ROUTER_DRAIN_S = 30.0
 """Seconds that a router has to finish its requests."""
@@ -53,18 +54,19 @@ def _config(args: argparse.Namespace) -> RunConfig | None:
     return loaded.config
 
 
-def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> None:
-    """Check the configuration and print warnings to stderr. Raises CheckFailed after errors."""
+def _refuse(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "Report":
+    """Check the configuration and print warnings to stderr. Returns the report. Raises CheckFailed after errors."""
     from launch.checks.run import Purpose, check
 
     report = check(loaded, Purpose(**purpose))
     report.refuse()
     for finding in report.warnings:
         print(f"tidemill {args.command}: warning: {finding.text}", file=sys.stderr)
+    return report
 
 
 def config(args: argparse.Namespace) -> int:
-    """Check a configuration file, or print it, the memory that it needs, its JSON Schema or the reference page. Returns 0.
+    """Check a configuration and show its devices on this machine, or print it, the memory it needs, its schema or the reference. Returns 0.
 
     Raises ValueError without CONFIG, SettingsError, CheckFailed.
     """
@@ -73,6 +75,8 @@ def config(args: argparse.Namespace) -> int:
 
         print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
         return 0
+    from launch.checks.devices import PLACEMENT
+
     if not args.config:
         raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
     loaded = _loaded(args)
@@ -84,8 +88,10 @@ def config(args: argparse.Namespace) -> int:
 
         print_memory(loaded)
         return 0
-    _refuse(args, loaded)
+    report = _refuse(args, loaded)
     print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
+    for line in report.on(PLACEMENT):
+        print(line)
     return 0
 
 

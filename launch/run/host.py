@@ -22,8 +22,10 @@ from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
 from bus.server.auth import CREDENTIALS_VARIABLE
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
+from launch.devices.errors import DeviceError
 from launch.run import desired
 from launch.run.desired import ROLES, LiveHost
+from launch.run.engine_devices import EngineDevices
 from launch.run.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
@@ -53,15 +55,20 @@ class Host:
         arguments: Callable[[str, str], Sequence[str]],
         drain_s: float,
         users: Mapping[str, Sequence[Path]] | None = None,
+        devices: EngineDevices | None = None,
     ) -> None:
         """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``.
 
+        ``devices``: the accelerators of its engines; None = those of this machine, none of which ranks have.
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
         then, and there are no more of them than users.
         """
         self._bus, self._supervisor, self._live_host = bus, supervisor, LiveHost(name, pool)
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
         self._users = users
+        self._devices = devices or EngineDevices(bus)
+        self._unplaced: dict[str, str] = {}
+        """Desired engines that are not started, and the reason: there is no device for them."""
         self._view = LiveView(bus)
         self._draining: dict[str, asyncio.Task[object]] = {}
         self._logged: set[str] = set()
@@ -80,8 +87,11 @@ class Host:
             while not draining.is_set():
                 try:
                     rows, hosts = await desired.read(self._bus), await self._hosts()
+                    counts = rows.of(self._live_host, hosts)
+                    if counts["engine"]:
+                        await self._devices.refresh()
                     if time.monotonic() >= trusted_from:
-                        self.reconcile(rows.of(self._live_host, hosts), rows.revision)
+                        self.reconcile(counts, rows.revision)
                 except BusError as error:
                     log.info("desired numbers not read, nothing is changed error=%s", error)
                     trusted_from = time.monotonic() + SETTLE_S
@@ -119,10 +129,12 @@ class Host:
         for name in kept:
             if name not in slots["engine"] + slots["actor"] or (name in given_up and revision != self._revision):
                 self._drain(name)
+        self._devices.keep_only(kept)
+        self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
         for role in ROLES:
             for name in slots[role]:
                 if name not in kept:  # a process that drains is kept until it has ended
-                    self._supervisor.keep(name, self._arguments(role, name), always=True, environment=self._environment(role, name))
+                    self._start(role, name)
         for name in given_up.keys() - self._logged:
             log.error("%s", given_up[name])
         self._logged = set(given_up)
@@ -135,11 +147,25 @@ class Host:
             return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
         return [file.stem for file in self._users[role][:wanted]]
 
+    def _start(self, role: str, name: str) -> None:
+        """Start a process, unless it is an engine for which there is no device."""
+        try:
+            environment = self._environment(role, name)
+        except DeviceError as error:
+            if self._unplaced.get(name) != str(error):
+                log.warning("not started process=%s reason=%s", name, error)
+            self._unplaced[name] = str(error)
+            return
+        self._unplaced.pop(name, None)
+        self._supervisor.keep(name, self._arguments(role, name), always=True, environment=environment)
+
     def _environment(self, role: str, name: str) -> dict[str, str]:
+        """Return the variables of a process: its credentials and its devices. Raises DeviceError when there are none for it."""
+        variables = self._devices.give(name) if role == "engine" else {}
         if self._users is None:
-            return {}
+            return variables
         (file,) = [file for file in self._users[role] if file.stem == name]
-        return {CREDENTIALS_VARIABLE: str(file)}
+        return {**variables, CREDENTIALS_VARIABLE: str(file)}
 
     def _drain(self, name: str) -> None:
         """Drain a process; if its name is desired again meanwhile, it is started after the end: never two of one name."""
@@ -158,6 +184,7 @@ class Host:
         load |= {f"{role}s": float(sum(name in running for name in self._supervisor.names(role))) for role in ROLES}
         load |= {"draining": float(len(self._draining)), "restarted": float(sum(self._supervisor.restarted.values()))}
         lost = [f"{name} given up: {error.cause}" for name, error in sorted(given_up.items())]
+        lost += [f"{name} not started: {reason}" for name, reason in sorted(self._unplaced.items())]
         lost += [
             f"{self.counts[role]} {role}s wanted, credentials for {len(files)} of them here"
             for role, files in (self._users or {}).items()

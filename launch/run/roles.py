@@ -22,7 +22,9 @@ from launch.settings.config_loader import SettingsError
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
+    from actors.config import EngineConfig
     from actors.router.config import RouterConfig
+    from actors.serving.engine_process import HeldDevices
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.streams.bus import Bus
     from launch.settings.config_loader import Setting
@@ -131,7 +133,7 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
 async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from the learner.
 
-    ``host`` and ``advertise`` of a configuration from the bus are never used. Raises NotAllowed.
+    ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed, DeviceError.
     """
     from actors.scratch import Scratch
     from actors.serving import engine_process
@@ -148,17 +150,43 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
             given = config.engine
             host = given.host if "engine.host" in own.changed else AUTO
             advertise = given.advertise if "engine.advertise" in own.changed else ""
-            elsewhere = dataclasses.replace(given, colocated=False, host=host, advertise=advertise)
+            devices = given.devices if "engine.devices" in own.changed else ()
+            elsewhere = dataclasses.replace(given, colocated=False, host=host, advertise=advertise, devices=devices)
             config = dataclasses.replace(config, engine=elsewhere)
         engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
+        engine, held = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
         model = await model_here(config, bus_url, id or "engine", fetched.path / "model", draining)
         if model is None:
             return
-        places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id)
+        places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=held)
         limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
         with importing():
             factory = engine_factory(engine)
         await engine_process.run_engine(places, engine, draining, factory=factory, limits=limits)
+
+
+def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
+    """Choose this engine's devices and hide the others from this process, before it initialises CUDA. Returns its settings and devices.
+
+    Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
+    """
+    from actors.serving.engine_process import HeldDevices
+    from launch.devices.visible import VARIABLE, this_node
+    from launch.devices.wanted import nccl_of_engine, own_place
+
+    engine, node = config.engine, this_node(os.environ)
+    place = own_place(node, config)
+    if node.devices:
+        os.environ[VARIABLE] = ",".join(place.visible)
+    if not place.uuids:
+        return engine, HeldDevices()
+    if engine.kind == "sglang" and place.visible != place.uuids:
+        arguments = {**engine.sglang.arguments, "base_gpu_id": place.base_index}
+        engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
+    memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
+    log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
+    held = HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory))
+    return engine, held
 
 
 async def config_on_bus(run: str, bus_url: str, role: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
@@ -306,27 +334,53 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
     """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live row.
 
-    The live row names the engines that take no pushes; progress is in the feeder's row.
+    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
     """
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import make_keys
     from bus.streams.bus import connect
-    from bus.wire.messages import LiveRow
+    from bus.wire.messages import Capabilities, LiveRow
+    from launch.devices.nccl import nccl_of
+    from launch.devices.placement import place
+    from launch.devices.visible import this_node
+    from launch.devices.wanted import rank_variables, want_of
     from launch.run.access import write_keys
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
-    num_ranks = config.learner.data_parallel * config.learner.tensor_parallel
+    node = await asyncio.to_thread(this_node, os.environ)
+    placed = place([node], want_of(config, node, learner=True, engines=0))
+    variables = [rank_variables(node, rank, config, os.environ) for rank in placed.ranks]
+    used = [device for device in node.devices if any(device.uuid == rank.uuid for rank in placed.ranks)]
+    capabilities = Capabilities(
+        devices=tuple(device.uuid for device in used),
+        nccl=nccl_of() if used else "",
+        device_memory_bytes=min((device.memory_bytes for device in used), default=0),
+    )
+    if used:
+        log.info("devices ranks=%s nccl=%s", ",".join(rank.uuid for rank in placed.ranks), capabilities.nccl or "not known")
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
         await bus.rows("run").put("config", to_map(config))
         write_keys(auth_dir(config), await make_keys(bus))
-        row = LiveRow(role="learner", id=id or "learner", host=socket.gethostname(), pid=os.getpid(), phase="working")
+        row = LiveRow(
+            role="learner",
+            id=id or "learner",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase="working",
+            capabilities=capabilities,
+        )
         async with HeartbeatPublisher(bus, row) as heartbeat:
             reporting = asyncio.create_task(report_evicted(bus, heartbeat), name="evicted engines")
             try:
                 await run_learner(
-                    arguments, num_ranks=num_ranks, threads=config.learner.threads, draining=draining, drain_s=config.up.drain_s
+                    arguments,
+                    num_ranks=len(placed.ranks),
+                    threads=config.learner.threads,
+                    draining=draining,
+                    drain_s=config.up.drain_s,
+                    variables=variables,
                 )
             finally:
                 reporting.cancel()

@@ -33,6 +33,7 @@ from launch.checks.findings import CheckFailed
 from launch.checks.run import Purpose, check
 from launch.run import audit_progress, desired, process, roles, summary, view
 from launch.run.audit import audit, read_cursor
+from launch.run.engine_devices import EngineDevices
 from launch.run.host import Host
 from launch.run.supervisor import GaveUp, Supervisor
 from launch.run.watch import RunWatch
@@ -264,6 +265,7 @@ class Up:
                 name=HOST,
                 arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
                 drain_s=self._config.up.drain_s,
+                devices=EngineDevices(bus, self._config),
             )
             await self._want(bus)
             enough = asyncio.Event()

@@ -142,7 +142,7 @@ class RunConfig:
     def digest(self) -> str:
         """Return the SHA-256, hexadecimal, of the settings that decide what is trained; places, machines and names are left out."""
         parts: dict[str, Any] = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness", "learner")}
-        del parts["learner"]["colocated"]
+        del parts["learner"]["colocated"], parts["learner"]["devices"]
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = {name: value for name, value in dataclasses.asdict(self.data).items() if name != "path"}
         parts["reward"] = (self.actor.reward, self.actor.reward_options)
@@ -172,6 +172,12 @@ def _refuse_sharing(config: RunConfig) -> None:
         raise ValueError("engine.colocated: follows from learner.colocated; set that one")
     if config.learner.colocated and config.weights.overlap:
         raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
+    if config.learner.colocated and config.weights.backend == "nccl":
+        raise ValueError("weights.backend: want auto or gloo with learner.colocated: NCCL refuses two processes on one GPU, got 'nccl'")
+    if config.learner.colocated and config.weights.staging == "cuda":
+        raise ValueError(
+            "weights.staging: want host with learner.colocated: the copies would stay on the GPU in the engines' turn, got 'cuda'"
+        )
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
         raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
 

@@ -58,10 +58,12 @@ async def run_learner(
     threads: int = 1,
     host: str = "127.0.0.1",
     drain_s: float = 600.0,
+    variables: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Run feeder and ranks until all have ended with success, or until ``draining`` is set and they have drained.
 
     ``arguments`` are those of ``python -m launch feeder`` and ``python -m launch rank``, without ``--feeder-url`` and ``--feeder-keys``.
+    ``variables``: environment of each rank, over the one that it gets here; empty = no more.
     Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
     that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
@@ -74,6 +76,7 @@ async def run_learner(
             children.append(await _start("feeder", [*command, "feeder", *arguments, "--feeder-url", feeder_url], {}, keys.for_feeder()))
             for rank in range(num_ranks):
                 environment = _rank_environment(rank, num_ranks, host, master_port.number, threads)
+                environment |= variables[rank] if variables else {}
                 rank_command = [*command, "rank", *arguments, "--feeder-url", feeder_url]
                 children.append(await _start(f"rank {rank}", rank_command, environment, keys.for_ranks()))
             await _watch(children[0], children[1:], draining, drain_s)

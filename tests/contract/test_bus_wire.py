@@ -263,15 +263,21 @@ async def test_a_foreign_nak_returns_the_task_and_a_foreign_row_is_read(open_bus
 
 
 async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_has_none(open_bus: BusOpener) -> None:
-    stated = {"ranks": 2, "single_request_push": True, "added_later": [1]}
+    stated = {"ranks": 2, "single_request_push": True, "devices": ["GPU-a", "GPU-b"], "device_memory_bytes": 1, "added_later": [1]}
     named = {"d": {"capabilities": stated}, "e": {"load": {"ranks": 2}}, "f": {"capabilities": {"ranks": 0}}}
     async with open_bus() as bus:
         for id, fields in named.items():
             row = {"role": "engine", "id": id, "host": "h", "pid": 1, "phase": "serving", **fields}
             await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.{id}", json.dumps(row).encode())
         found = {row.id: row.capabilities for row in await LiveView(bus).alive("engine")}
-        assert found == {"d": Capabilities(ranks=2, single_request_push=True), "e": Capabilities()}
+        known = Capabilities(ranks=2, single_request_push=True, devices=("GPU-a", "GPU-b"), device_memory_bytes=1)
+        assert found == {"d": known, "e": Capabilities()}
         assert "capabilities.ranks: want an integer from 1 to 1024" in str(bus.refusals)
+        for wrong in ({"devices": "GPU-a"}, {"visible_devices": [1]}):
+            row = {"role": "engine", "id": "g", "host": "h", "pid": 1, "phase": "serving", "capabilities": wrong}
+            await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.g", json.dumps(row).encode())
+            assert "g" not in {row.id for row in await LiveView(bus).alive("engine")}
+            assert f"capabilities.{next(iter(wrong))}: want a list of text" in str(bus.refusals)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> 
             await until(lambda: heartbeat.written_s > 0)
             await until(lambda: engine.written_s > 0)
             assert await view.alive("actor") == [row("a1")]
-            stated = Capabilities(ranks=2, peer_snapshots=True, colocated=True)
+            stated = Capabilities(
+                ranks=2, peer_snapshots=True, colocated=True, devices=("GPU-a",), visible_devices=("GPU-a", "GPU-b"), nccl="2.29.7"
+            )
             heartbeat.update(phase="draining", load={"in_flight": 3.0}, capabilities=stated, taking_memory=True)
             await heartbeat.stored()
             assert await view.alive("actor") == [heartbeat.row]

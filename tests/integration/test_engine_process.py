@@ -13,7 +13,7 @@ import pytest
 from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
 from bus.client.retries import cancellable
 from bus.liveness.keys import make_keys
 from bus.server.nats_server import EmbeddedServer
@@ -32,12 +32,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, two
 
 
+HELD = HeldDevices(own=("GPU-a",), visible=("GPU-a", "GPU-b"), nccl="2.29.7", memory_bytes=80)
+"""Devices of the engine, for its live row; it runs on the CPU here."""
+
+
 @asynccontextmanager
 async def process(
     bus: Bus, server: EmbeddedServer, model: Path, id: str = "e1", *, grace_s: float = 0.1, catch_up_s: float = 60.0
 ) -> AsyncIterator[asyncio.Event]:
     draining, limits = asyncio.Event(), EngineLimits(grace_s=grace_s, catch_up_s=catch_up_s)
-    places = EnginePlaces(run=bus.run, bus_url=server.url, bus=bus.config, model_dir=model, id=id)
+    places = EnginePlaces(run=bus.run, bus_url=server.url, bus=bus.config, model_dir=model, id=id, devices=HELD)
     running = run_engine(places, EngineConfig(max_running=4), draining, factory=BuiltinEngine, limits=limits)
     work = asyncio.create_task(cancellable(running))
     try:
@@ -71,6 +75,8 @@ async def test_from_waiting_to_serving_to_the_next_version_to_gone(
             await registry.publish_initial(str(models[0]), 1)
             first = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
             assert first["version"] == 0
+            stated = {"devices": ["GPU-a"], "visible_devices": ["GPU-a", "GPU-b"], "nccl": "2.29.7", "device_memory_bytes": 80}
+            assert first["capabilities"].items() >= {**stated, "single_request_push": True}.items()
             assert gc.get_freeze_count() > 10 * len(gc.get_objects()), "a full collection would hold up decoding"
             gc.unfreeze()  # the engine runs in the tests' process here
             before = await greedy(first["address"])

@@ -42,6 +42,8 @@ class PushGroups:
         self._members: dict[str, Member] = {}
         self._groups: list[PushGroup] = []
         self._backoffs: dict[tuple[str, str, int], _Backoff] = {}
+        self._without_nccl: dict[tuple[str, str, int], str] = {}
+        """Engine -> why it gets no weights over NCCL, as logged."""
         self.evicted: dict[str, str] = {}
         """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
 
@@ -62,8 +64,7 @@ class PushGroups:
                 await self._drop(member, leave=row is None and member.id in alive)
         for row in rows.values():
             # a colocated engine is never left out: the learner needs its memory
-            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)):
-                self._add(row)
+            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)) and self._add(row):
                 _log.info("push group: new engine=%s url=%s", row.id, row.address)
         return list(self._groups)
 
@@ -86,15 +87,38 @@ class PushGroups:
         """Ask all engines to leave their groups, and release their receivers."""
         await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
 
-    def _add(self, row: LiveRow) -> None:
-        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push."""
-        member = Member(row, self._open_receiver(row), deadline_s=self._rules.deadline_s)
+    def _add(self, row: LiveRow) -> bool:
+        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push.
+
+        Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
+        """
+        receiver = self._open_receiver(row)
+        backend, reason = ("", "") if receiver.carries else self._rules.backend_of(row)
+        if reason:
+            self._report(row, backend, reason)
+            if not backend:
+                receiver.close()
+                self.evicted[row.id] = f"weights.backend: nccl is not possible: {reason}"
+                return False
+        member = Member(row, receiver, deadline_s=self._rules.deadline_s, backend=backend)
         group = next((group for group in self._groups if group.has_room(member)), None)
         if group is None:
             group = PushGroup(self._rules)
             self._groups.append(group)
         group.members.append(member)
         self._members[row.id] = member
+        return True
+
+    def _report(self, row: LiveRow, backend: str, reason: str) -> None:
+        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is expected."""
+        known = self._without_nccl.get(identity(row)) == reason
+        self._without_nccl[identity(row)] = reason
+        if known or (backend and not self._rules.own.uuid and not row.capabilities.devices):
+            return
+        if backend:
+            _log.warning("weights go over %s engine=%s reason=%s", backend, row.id, reason)
+        else:
+            _log.error("push group: refused engine=%s weights.backend=nccl reason=%s", row.id, reason)
 
     async def _drop(self, member: Member, *, leave: bool) -> None:
         if self._members.get(member.id) is member:

@@ -23,6 +23,7 @@ from weightstore.push.eviction import Opener
 from weightstore.push.member import identity
 from weightstore.transport.handles import Memory, shared_memory_domain
 from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
+from weightstore.transport.nccl import no_cuda_handles
 from weightstore.transport.port import Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
@@ -191,7 +192,9 @@ class HandleReceiver:
 class HandleReceivers:
     """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
 
-    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float) -> None:
+    def __init__(self, memory: Memory, otherwise: Opener, *, epoch: int, deadline_s: float, gpu: str = "") -> None:
+        """``gpu``: UUID of the GPU whose memory it is; empty = host memory."""
+        self._gpu = gpu
         self._memory, self._otherwise, self._epoch, self._deadline_s = memory, otherwise, epoch, deadline_s
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
@@ -230,6 +233,8 @@ class HandleReceivers:
             return "it offers none"
         if not self._place or row.place != self._place:
             return f"it is elsewhere: {row.place or 'nowhere known'}, not {self._place or 'where this is, which is not known'}"
+        if self._gpu and (blind := no_cuda_handles(self._gpu, row.capabilities)):
+            return blind
         if refused := self._refused.get(identity(row)):
             return f"it cannot take them: {refused}"
         return ""

@@ -55,8 +55,10 @@ class Member:
     Every verb raises ReceiverFailed naming the phase, and Fenced.
     """
 
-    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float) -> None:
+    def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadline_s: float, backend: str = "gloo") -> None:
+        """``backend``: of the process group of its channel, if that has one."""
         self.id, self.identity = row.id, identity(row)
+        self.backend, self.devices = backend, row.capabilities.devices
         self.ranks, self.colocated = row.capabilities.ranks, row.capabilities.colocated
         self.receiver, self.deadline_s = receiver, deadline_s
         self.verified = False

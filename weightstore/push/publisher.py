@@ -36,6 +36,7 @@ from weightstore.errors import PublisherClosed
 from weightstore.format.manifest import Manifest
 from weightstore.push.pusher import Pusher, PushReport
 from weightstore.transport.handles import HostMemory, Memory
+from weightstore.transport.nccl import own_end
 from weightstore.transport.staging import Staging, StagingPool
 
 _log = logging.getLogger(__name__)
@@ -118,7 +119,7 @@ class Publisher:
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
-        self._memory = _memory(config)
+        self._memory, self._own = _memory(config), own_end()
         self._pool = None if manifest is None else self._new_pool(manifest)
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._ready = threading.Event()
@@ -277,6 +278,7 @@ class Publisher:
                 directory=self._directory,
                 model_dir=self._model_dir,
                 memory=self._memory,
+                own=self._own,
                 at=reach(self.config.host, self.config.advertise, route, name="weights.host"),
             )
             await pusher.open(stack)

@@ -15,15 +15,17 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from bus.client.reach import Reach
+from bus.wire.messages import LiveRow
 from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.format.manifest import Bucket
 from weightstore.push.member import Channel, Check, GroupChannel, HandleChannel, Member, Updated
+from weightstore.transport.nccl import DeviceEnd, no_nccl, share
 
 _log = logging.getLogger(__name__)
 
@@ -48,13 +50,23 @@ class GroupRules:
     at: Reach
     """Address at which the learner serves the rendezvous."""
     backend: str
+    """auto | gloo | nccl; auto = nccl to engines that can, else gloo."""
     deadline_s: float
+    own: DeviceEnd = field(default_factory=DeviceEnd)
+    """The learner's GPU."""
+
+    def backend_of(self, row: LiveRow) -> tuple[str, str]:
+        """Return the backend to an engine (empty: it is refused), and why it is not NCCL."""
+        reason = "" if self.backend == "gloo" else no_nccl(self.own, row.capabilities)
+        if self.backend == "gloo" or (reason and self.backend == "auto"):
+            return "gloo", reason
+        return ("" if reason else "nccl"), reason
 
     async def open(self, members: Sequence[Member]) -> Channel:
         """Open a channel to these members: by handles for one that reads the buckets itself, else a process group. Raises PeerLost."""
         if members[0].receiver.carries:  # and is alone
             return HandleChannel()
-        return await GroupChannel.open(members, at=self.at, backend=self.backend, deadline_s=self.deadline_s)
+        return await GroupChannel.open(members, at=self.at, backend=members[0].backend, deadline_s=self.deadline_s)
 
 
 class PushGroup:
@@ -75,10 +87,14 @@ class PushGroup:
     def has_room(self, member: Member) -> bool:
         """Return whether an engine may be added.
 
-        Engines of one group are all colocated or none; one that reads the buckets itself has a group of its own.
+        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that reads the buckets
+        itself has a group of its own.
         """
-        carries = any(one.receiver.carries for one in (member, *self.members))
-        return not carries and member.colocated == self.is_colocated and len(self.members) < self._rules.engines
+        if any(one.receiver.carries or one.backend != member.backend for one in (member, *self.members)):
+            return False
+        if member.backend == "nccl" and any(share(one.devices, member.devices) for one in self.members):
+            return False
+        return member.colocated == self.is_colocated and len(self.members) < self._rules.engines
 
     async def update(self, version: int, buckets: Buckets, check_of: Callable[[Member], Check | None]) -> Outcome:
         """Push a version to all engines of the group. Returns how each took it, or why it did not. Raises Fenced."""

@@ -33,11 +33,13 @@ from weightstore.store.registry import WANT, VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
 from weightstore.transport.handles import Memory
 from weightstore.transport.http_receiver import HttpReceiver
+from weightstore.transport.nccl import DeviceEnd
 from weightstore.transport.port import WeightReceiver
 from weightstore.transport.staging import Staging
 
 _log = logging.getLogger(__name__)
 
+NO_DEVICE = DeviceEnd()
 _POLL_S = 1.0
 """Interval at which live rows and snapshot requests are read, besides the wake-ups."""
 _GATHER_S = 0.25
@@ -86,8 +88,13 @@ class Pusher:
         model_dir: Path | None,
         memory: Memory | None = None,
         at: Reach = HERE,
+        own: DeviceEnd = NO_DEVICE,
     ) -> None:
-        """``memory``: the staging memory, if engines can get handles of it; ``at``: the address at which engines reach this process."""
+        """``memory``: the staging memory, if engines can get handles of it; ``at``: the address at which engines reach this process.
+
+        ``own``: the GPU of the thread that stages.
+        """
+        self._own = own
         self._bus, self._config, self._epoch, self._memory, self._at = bus, config, epoch, memory, at
         self._view = LiveView(bus)
         self._registry, self._lease = VersionRegistry(bus), AcceleratorLease(bus)
@@ -116,7 +123,7 @@ class Pusher:
         self._groups = PushGroups(
             self._view,
             over_http if self._memory is None else self._by_handles(stack, self._memory, over_http),
-            GroupRules(config.engines_together, self._at, resolve_backend(config.backend), config.phase_deadline_s),
+            GroupRules(config.engines_together, self._at, config.backend, config.phase_deadline_s, self._own),
         )
         stack.push_async_callback(self._groups.close)
         self.head = await self._registry.fence(self._epoch)
@@ -129,7 +136,8 @@ class Pusher:
         """Pass handles to engines that can read this memory; the others get ``otherwise``, and are logged once."""
         from weightstore.push.handle_receiver import HandleReceivers
 
-        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadline_s=self._config.phase_deadline_s)
+        gpu = self._own.uuid if self._config.staging == "cuda" else ""
+        receivers = HandleReceivers(memory, otherwise, epoch=self._epoch, deadline_s=self._config.phase_deadline_s, gpu=gpu)
         stack.callback(receivers.close)
         return receivers.open
 
@@ -347,11 +355,6 @@ class Pusher:
             _log.error("snapshot failed version=%d error=%s", staging.version, error)
         finally:
             staging.release()
-
-
-def resolve_backend(name: str) -> str:
-    """Return the backend; ``auto`` is gloo, which works between any two processes. A lost NCCL peer can abort this process."""
-    return "gloo" if name == "auto" else name
 
 
 def _logged(report: PushReport) -> PushReport:

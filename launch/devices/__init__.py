@@ -1,0 +1,1 @@
+"""Accelerators: which devices a machine has, and which process gets which of them."""

@@ -1,0 +1,156 @@
+"""Machines with their devices, what a run wants of them, and the places of its processes: plain values."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+HANDLES, BROADCAST, CUDA, NCCL, GLOO, AUTO, SGLANG = "handles", "broadcast", "cuda", "nccl", "gloo", "auto", "sglang"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One visible accelerator: a GPU, or a MIG slice of one."""
+
+    index: int
+    """Number of the GPU, as nvidia-smi counts."""
+    uuid: str
+    memory_bytes: int = 0
+    """0 = not known."""
+    slice: int = -1
+    """Number of the MIG slice on its GPU; -1 = the whole GPU."""
+
+    @property
+    def name(self) -> str:
+        """The number by which settings and messages name it: ``2``, or ``2:0`` for a slice."""
+        return str(self.index) if self.slice < 0 else f"{self.index}:{self.slice}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine with its visible devices."""
+
+    rank: int = 0
+    host: str = ""
+    devices: tuple[Device, ...] = ()
+    """In any order; empty = everything runs on the CPU."""
+    hidden_by: str = ""
+    """Reason why further devices of the machine are not visible; empty = all are."""
+    shm_bytes: int = 0
+    """Free bytes in /dev/shm; 0 = not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """Sizes and settings of a run that decide on the placement."""
+
+    ranks: int = 0
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    engines: int = 0
+    """Engines to place; 0 = engines are placed by their hosts."""
+    devices_per_engine: int = 1
+    """0 = engines take no device."""
+    kind: str = "builtin"
+    """builtin | sglang."""
+    colocated: bool = False
+    """Engines share the ranks' devices, in turns."""
+    learner_on_cpu: bool = False
+    learner_devices: tuple[str, ...] = ()
+    """Devices of the ranks by hand, in the order of the ranks: indices (of each node) or UUIDs; empty = chosen."""
+    engine_devices: tuple[str, ...] = ()
+    """Devices of the engines by hand, cut into blocks; empty = chosen."""
+    transport: str = ""
+    """broadcast | handles; empty = the better one."""
+    staging: str = "host"
+    """host | cuda."""
+    backend: str = AUTO
+    """auto | gloo | nccl."""
+    nccl_learner: str = ""
+    """Version of NCCL; empty = not known."""
+    nccl_engine: str = ""
+    memory_rank: int = 0
+    """Least bytes of device memory of a rank; 0 = not known."""
+    memory_sender: int = 0
+    """Bytes that rank 0 needs besides, for staging on its device."""
+    memory_engine: int = 0
+    """Least bytes of device memory of an engine, on each of its devices."""
+    memory_fraction: float | None = None
+    """Share of a device's memory that an SGLang server takes (mem_fraction_static); None = nearly all that is free."""
+    bucket_bytes: int = 0
+    """Bytes of the largest bucket of weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """The place of one rank."""
+
+    rank: int
+    node: int
+    local_rank: int
+    """Its number on its node, and the ordinal of its device among ``uuids``."""
+    uuids: tuple[str, ...] = ()
+    """Devices that it sees: those of all ranks of its node; empty = it runs on the CPU."""
+
+    @property
+    def uuid(self) -> str:
+        """Its own device; empty = it runs on the CPU."""
+        return self.uuids[self.local_rank] if self.uuids else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlace:
+    """The place of one engine."""
+
+    number: int
+    node: int
+    uuids: tuple[str, ...] = ()
+    """Its own devices; empty = it runs on the CPU."""
+    visible: tuple[str, ...] = ()
+    """Devices that it sees, its own among them."""
+    base_index: int = 0
+    """Ordinal of its first device among ``visible``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The places of all ranks and engines."""
+
+    ranks: tuple[RankPlace, ...] = ()
+    engines: tuple[EnginePlace, ...] = ()
+    transport: str = ""
+    """Way of the weights: nccl | gloo | handles; empty = no engine is placed."""
+    why: tuple[str, ...] = field(default=())
+    """Remarks on choices that a user may not expect."""
+
+
+def every_device(nodes: Sequence[Node]) -> list[Device]:
+    """Return the visible devices of all machines."""
+    return [device for node in nodes for device in node.devices]
+
+
+def listed(nodes: Sequence[Node]) -> str:
+    """Return the visible devices for a message: ``3 visible (2, 3, 6; others hidden by CUDA_VISIBLE_DEVICES)``."""
+    count = len(every_device(nodes))
+    names = " | ".join(", ".join(device.name for device in node.devices) or "none" for node in nodes)
+    hidden = "".join(sorted({f"; others hidden by {node.hidden_by}" for node in nodes if node.hidden_by}))
+    return f"{count} visible ({names}{hidden})"
+
+
+def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
+    """Return the placement as lines: ``ranks 0, 1: devices 0, 1``, ``engine 0: devices 2, 3``, the transport, and the remarks."""
+    names = {device.uuid: device.name for node in nodes for device in node.devices}
+
+    def on(uuids: Sequence[str]) -> str:
+        """Return the devices of a process by name."""
+        return "the CPU" if not uuids else f"device{'s' if len(uuids) > 1 else ''} {', '.join(names[uuid] for uuid in uuids)}"
+
+    several = len({one.node for one in placed.ranks} | {one.node for one in placed.engines}) > 1
+    lines = []
+    for node in sorted({rank.node for rank in placed.ranks}):
+        here = [rank for rank in placed.ranks if rank.node == node]
+        which = f"rank {here[0].rank}" if len(here) == 1 else f"ranks {here[0].rank} to {here[-1].rank}"
+        lines.append(f"{which} on {on(here[0].uuids)}" + (f" of node {node}" if several else ""))
+    lines += [f"engine {e.number} on {on(e.uuids)}" + (f" of node {e.node}" if several else "") for e in placed.engines]
+    if placed.transport:
+        lines.append(f"weights over {placed.transport}")
+    return lines + list(placed.why)

@@ -1,0 +1,152 @@
+"""From a run's settings to its wants of a machine, and from the places of its processes to their environment variables."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from actors.config import EngineConfig
+from launch.devices.errors import Refused
+from launch.devices.nccl import nccl_of
+from launch.devices.placement import engine_place
+from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
+from launch.devices.visible import VARIABLE
+from launch.settings.run_config import RunConfig
+
+ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
+"""Variable of the setting ``engine.devices``: a host names each engine's devices in it."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator; where the user has set one, it is left alone."""
+EXPANDABLE = "expandable_segments:True"
+"""The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver refuses it, so not
+for colocated ranks; memory that other processes open is not tried with it."""
+FLOAT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
+TRAINING_BYTES: Mapping[str, int] = {"float32": 16, "bfloat16": 18}
+"""Bytes per parameter of a rank, without activations: weight, gradient in float32, Adam's two moments, and for bfloat16 a master copy."""
+STAGED_COPIES = 2
+"""Copies of the weights on the learner's GPU with ``weights.staging: cuda``."""
+OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
+"""Arguments of SGLang, each with its other names, whose product is the number of its devices."""
+BY_HAND = ("base_gpu_id", "gpu_id_step")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Numbers of parameters; 0 = not known."""
+
+    parameters: int = 0
+    largest_tensor: int = 0
+
+
+def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
+    """Return what a run wants of a machine, for its ranks (``learner``) and a number of engines.
+
+    Raises Refused for devices that the arguments of SGLang name, which are the same for all engines.
+    """
+    size, ours, engine = size or ModelSize(), config.learner, config.engine
+    each = devices_of(engine)
+    if node.devices and each and engines:
+        _refuse_by_hand(engine)
+    weights = FLOAT_BYTES[engine.dtype] * size.parameters
+    known = bool(node.devices)
+    return Want(
+        ranks=ours.data_parallel * ours.tensor_parallel if learner else 0,
+        tp=ours.tensor_parallel,
+        engines=engines,
+        devices_per_engine=each,
+        kind=engine.kind,
+        colocated=ours.colocated and learner,
+        learner_on_cpu=ours.device == "cpu",
+        learner_devices=ours.devices if learner else (),
+        engine_devices=engine.devices if engines and each else (),
+        transport=config.weights.transport,
+        staging=config.weights.staging,
+        backend=config.weights.backend,
+        nccl_learner=nccl_of() if known and learner else "",
+        nccl_engine=nccl_of_engine(engine) if known and engines else "",
+        memory_rank=TRAINING_BYTES[ours.dtype] * size.parameters // ours.tensor_parallel,
+        memory_sender=STAGED_COPIES * FLOAT_BYTES[ours.dtype] * size.parameters if config.weights.staging == CUDA else 0,
+        memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
+        memory_fraction=_fraction(engine),
+        bucket_bytes=max(config.weights.bucket_bytes, FLOAT_BYTES[ours.dtype] * size.largest_tensor),
+    )
+
+
+def devices_of(engine: EngineConfig) -> int:
+    """Return the number of devices of an engine: 0 on the CPU, and for a server that runs already."""
+    if engine.device == "cpu":
+        return 0
+    if engine.kind != SGLANG:
+        return 1
+    if engine.sglang.url or _argument(engine, "device") == "cpu":
+        return 0
+    count = 1
+    for names in OF_RANKS:
+        if names[0] == "dp_size" and _argument(engine, "enable_dp_attention"):
+            continue  # its replicas share the tensor-parallel ranks
+        value = _argument(engine, *names)
+        count *= int(value) if isinstance(value, int) and value > 0 else 1
+    return count
+
+
+def nccl_of_engine(engine: EngineConfig) -> str:
+    """Return the NCCL version of an engine on this machine; empty = not known."""
+    if engine.kind != SGLANG:
+        return nccl_of()
+    return "" if engine.sglang.url else nccl_of(engine.sglang.python)
+
+
+def _argument(engine: EngineConfig, *names: str) -> object:
+    """Return an argument of SGLang under any of its names, with hyphens or underscores; None if it is not given."""
+    given = {name.replace("-", "_"): value for name, value in engine.sglang.arguments.items()}
+    return next((given[name] for name in names if name in given), None)
+
+
+def _fraction(engine: EngineConfig) -> float | None:
+    value = _argument(engine, "mem_fraction_static") if engine.kind == SGLANG else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _refuse_by_hand(engine: EngineConfig) -> None:
+    if engine.kind != SGLANG:
+        return
+    for name in BY_HAND:
+        if (value := _argument(engine, name)) is not None:
+            where, cure = f"engine.sglang.arguments.{name}", "remove it; engine.devices names the devices"
+            raise Refused(where, "no device: it would be the same for all engines", repr(value), cure)
+    if VARIABLE in engine.sglang.environment:
+        where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
+        raise Refused(where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure)
+
+
+# ---- places as environment
+
+
+def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own. None without devices.
+
+    ``given``: the environment that it inherits.
+    """
+    if not node.devices:
+        return {}
+    if not place.uuids:
+        return {VARIABLE: ""}
+    variables = {VARIABLE: ",".join(place.uuids), "LOCAL_RANK": str(place.local_rank)}
+    private = not config.learner.colocated and config.weights.staging != CUDA
+    if private and not any(name in given for name in OWN_ALLOCATOR):
+        variables[ALLOCATOR] = EXPANDABLE
+    return variables
+
+
+def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:
+    """Return the variables of an engine: the devices that it sees, and those that it has of them. None without devices."""
+    if not node.devices:
+        return {}
+    if not place.uuids:
+        return {VARIABLE: ""}
+    return {VARIABLE: ",".join(place.visible), ENGINE_DEVICES: json.dumps(place.uuids)}
+
+
+def own_place(node: Node, config: RunConfig) -> EnginePlace:
+    """Return the place of the one engine that this process is. Raises Refused."""
+    return engine_place([node], want_of(config, node, learner=False, engines=1))

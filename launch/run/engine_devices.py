@@ -1,0 +1,87 @@
+"""Devices of the engines that a host starts: each gets a free block of the machine's devices, or a reason why there is none.
+
+The machine is read once, when the first engine is wanted. Free are the devices that no rank and no other engine has: ranks by the
+placement (``tidemill up``) or by the learner's live row (``tidemill host``), engines of this host by their names, others by their rows.
+"""
+
+import logging
+import os
+from asyncio import to_thread
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from actors.engines.membership import CONFIG_KEY
+from bus.liveness.heartbeats import LiveView
+from bus.streams.bus import Bus
+from launch.devices.errors import DeviceError, Refused
+from launch.devices.placement import engine_place
+from launch.devices.shapes import Node
+from launch.devices.visible import this_node
+from launch.devices.wanted import engine_variables, want_of
+from launch.settings.config_loader import SettingsError, changes, from_map
+from launch.settings.run_config import RunConfig
+
+log = logging.getLogger(__name__)
+
+AWAITED = Refused("engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner")
+
+
+class EngineDevices:
+    """The devices of one machine, and the engines of one host that have them."""
+
+    def __init__(self, bus: Bus, config: RunConfig | None = None, read: Callable[[], Node] = lambda: this_node(os.environ)) -> None:
+        """``config``: that of the run whose ranks are on this machine, too; None = the run's is read from the bus, and it has no ranks."""
+        self._bus, self._with_ranks, self._config, self._read = bus, config is not None, config, read
+        self._view = LiveView(bus)
+        self._node: Node | None = None
+        self._unreadable: DeviceError | None = None
+        self._held: dict[str, tuple[str, ...]] = {}
+        """Engine of this host -> UUIDs of its devices."""
+        self._elsewhere: set[str] = set()
+        """UUIDs of the devices of other live processes."""
+
+    async def refresh(self) -> None:
+        """Read what decides on free devices; on a machine without devices, nothing but the machine, once. Raises BusError."""
+        if self._node is None and self._unreadable is None:
+            try:
+                self._node = await to_thread(self._read)
+            except DeviceError as error:
+                self._unreadable = error
+        if self._node is None or not self._node.devices:
+            return
+        if not self._with_ranks:
+            self._config = await self._config_of_run()
+        rows = await self._view.alive("engine") + ([] if self._with_ranks else await self._view.alive("learner"))
+        self._elsewhere = {uuid for row in rows if row.id not in self._held for uuid in row.capabilities.devices}
+
+    async def _config_of_run(self) -> RunConfig | None:
+        """Return the run's configuration with the changes made here; its ``engine.devices`` are those of another machine."""
+        row = await self._bus.rows("run").get(CONFIG_KEY)
+        if row is None:
+            return None
+        changed = changes((), os.environ)
+        try:
+            config = from_map(row[0], f"run {self._bus.run}, row run/{CONFIG_KEY}", changed)
+        except SettingsError as error:  # the engines refuse it, too, and have a log
+            log.warning("devices are not placed, the run's configuration cannot be read error=%s", error)
+            return None
+        return config if "engine.devices" in changed else replace(config, engine=replace(config.engine, devices=()))
+
+    def give(self, name: str) -> dict[str, str]:
+        """Return the variables of a new engine, which has its devices from now on. Raises DeviceError, with the reason, for none."""
+        if self._unreadable is not None:
+            raise self._unreadable
+        assert self._node is not None, "the devices were not read"
+        if not self._node.devices:
+            return {}
+        if self._config is None:
+            raise AWAITED
+        want = want_of(self._config, self._node, learner=self._with_ranks, engines=1)
+        taken = self._elsewhere | {uuid for held in self._held.values() for uuid in held}
+        place = engine_place([self._node], want, taken=taken)
+        self._held[name] = place.uuids
+        return engine_variables(self._node, place)
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Take back the devices of all other engines."""
+        self._held = {name: held for name, held in self._held.items() if name in names}

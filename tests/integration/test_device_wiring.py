@@ -1,0 +1,167 @@
+"""Environment of the processes that `tidemill up`, `learner` and `host` start on a machine with a fake nvidia-smi: each has its devices.
+
+The children are real interpreters with the real command line, and end as soon as they have written down their environment.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from bus.server.nats_server import EmbeddedServer
+from bus.wire.messages import Capabilities, LiveRow
+from tests.bus_fixtures import BusOpener
+from tests.check_kit import write_run
+from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
+
+ROOT = Path(__file__).resolve().parents[2]
+RECORDER = """
+import json, os, sys, time
+words = sys.orig_argv[3:] if sys.orig_argv[1:3] == ["-m", "launch"] else [""]
+if words[0] in ("engine", "rank", "feeder", "actor"):
+    name = words[words.index("--id") + 1] if "--id" in words else words[0] + os.environ.get("RANK", "")
+    with open(os.environ["RECORDED"] + "/" + name + ".tmp", "w") as file:
+        json.dump(dict(os.environ), file)
+    os.rename(file.name, os.environ["RECORDED"] + "/" + name)
+    while words[0] == "rank" and os.path.exists(os.environ["RECORDED"] + "/hold"):
+        time.sleep(0.01)
+    os._exit(0)
+"""
+"""A sitecustomize: it runs before the command. Ranks stay until the file ``hold`` is gone."""
+OF_DEVICES = ("CUDA_VISIBLE_DEVICES", "TIDEMILL_ENGINE__DEVICES", "LOCAL_RANK", "PYTORCH_ALLOC_CONF")
+
+
+class Machine:
+    """A machine with some GPUs, and the environments of the processes started on it."""
+
+    def __init__(self, directory: Path, gpus: int | None) -> None:
+        self._directory, recorded, customized = directory, directory / "recorded", directory / "custom"
+        for made in (recorded, customized):
+            made.mkdir()
+        (customized / "sitecustomize.py").write_text(RECORDER)
+        hidden = ("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        path = os.environ["PATH"] if gpus is None else fake_nvidia_smi(directory / "bin", gpus)
+        self.environment = {name: value for name, value in os.environ.items() if name not in hidden} | {
+            "PATH": path,
+            "PYTHONPATH": f"{customized}{os.pathsep}{ROOT}",
+            "RECORDED": str(recorded),
+        }
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "launch", *arguments]
+        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=300)
+
+    def devices_of(self, name: str) -> dict[str, str]:
+        """Return the variables of a child that was started, as far as they are about devices."""
+        found = json.loads((self._directory / "recorded" / name).read_text())
+        return {key: found[key] for key in OF_DEVICES if key in found}
+
+    def children(self) -> list[str]:
+        return sorted(path.name for path in (self._directory / "recorded").iterdir() if path.suffix != ".tmp")
+
+    @property
+    def hold(self) -> Path:
+        """The file that keeps ranks running."""
+        return self._directory / "recorded/hold"
+
+    def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        """Start a command, with its output in the file ``log``."""
+        with (self._directory / "log").open("w") as log:
+            return subprocess.Popen([sys.executable, "-m", "launch", *arguments], cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+
+    @property
+    def log(self) -> str:
+        return (self._directory / "log").read_text()
+
+
+def own(*numbers: int) -> dict[str, str]:
+    """Return the variables of an engine on these devices."""
+    uuids = [uuid_of(number) for number in numbers]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(uuids), "TIDEMILL_ENGINE__DEVICES": json.dumps(uuids)}
+
+
+def of_rank(local: int, *numbers: int) -> dict[str, str]:
+    visible = ",".join(uuid_of(number) for number in numbers)
+    return {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": str(local), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_up_places_ranks_and_engines(tmp_path: Path) -> None:
+    machine, file = Machine(tmp_path, 4), str(write_run(tmp_path))
+    result = machine.run("up", file, "--set", "learner.data_parallel=2", "--set", "up.engines=2", "--set", "up.view=plain")
+    assert "drained at step 0" in result.stdout, result.stdout + result.stderr
+    assert {"rank0", "rank1", "feeder"} <= set(machine.children())
+    assert [machine.devices_of(f"rank{rank}") for rank in (0, 1)] == [of_rank(0, 0, 1), of_rank(1, 0, 1)]
+    assert "CUDA_VISIBLE_DEVICES" not in machine.devices_of("feeder")
+    started = [name for name in machine.children() if name.startswith("engine")]
+    assert {name: machine.devices_of(name) for name in started} == {name: own(2 + int(name[-1])) for name in started}
+
+
+def test_up_refuses_a_run_without_enough_devices_before_anything_starts(tmp_path: Path) -> None:
+    machine, file = Machine(tmp_path, 2), str(write_run(tmp_path))
+    result = machine.run("up", file, "--set", "up.engines=2")
+    assert result.returncode == 78
+    assert "devices: want 3 devices (1 for ranks, 2 x 1 for engines), got 2 visible (0, 1)" in result.stderr
+    assert machine.children() == [] and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("gpus", "first"), [(3, of_rank(0, 2, 0)), (None, {"LOCAL_RANK": "0"})])
+async def test_a_learner_states_its_devices(
+    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path, gpus: int | None, first: dict[str, str]
+) -> None:
+    """With devices by hand; and on a machine without any, where nothing about devices is in the environment."""
+    machine, file = Machine(tmp_path, gpus), str(write_run(tmp_path))
+    async with open_bus() as bus:
+        machine.hold.touch()
+        ranks = ["--set", "learner.data_parallel=2", *(["--set", "learner.devices=[2, 0]"] if gpus else [])]
+        words = ("learner", "--config", file, "--bus", nats_server.url, "--set", f"run={bus.run}", "--checked", *ranks)
+        process = machine.start(*words)
+        try:
+            stated = (await _row(LiveView(bus), "learner", process, lambda row: True)).capabilities
+            machine.hold.unlink()
+            assert await asyncio.to_thread(process.wait, 60) == 0, machine.log
+        finally:
+            process.kill()
+            process.wait()
+    assert machine.devices_of("rank0") == first
+    assert machine.devices_of("rank1") == first | {"LOCAL_RANK": "1"}
+    if gpus:
+        assert f"devices ranks={uuid_of(2)},{uuid_of(0)}" in machine.log
+    assert stated == (Capabilities(devices=(uuid_of(0), uuid_of(2)), device_memory_bytes=MIB << 20) if gpus else Capabilities())
+
+
+async def test_a_host_gives_its_engines_what_the_learner_leaves(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
+    """Two of three GPUs: the learner's row names the first. The third engine is not started, and the host's row has the reason."""
+    machine = Machine(tmp_path, 3)
+    async with open_bus() as bus:
+        await bus.rows("run").put("config", {"engine": {"devices": ["7"]}})
+        row = LiveRow(role="learner", id="learner", host="h", pid=1, phase="working", capabilities=Capabilities(devices=(uuid_of(0),)))
+        async with HeartbeatPublisher(bus, row) as heartbeat:
+            await heartbeat.stored()
+            words = ["host", "--bus", nats_server.url, "--run", bus.run, "--name", "h", "--dir", str(tmp_path / "h"), "engines=3"]
+            process = machine.start(*words)
+            try:
+                reason = (await _row(LiveView(bus), "host", process, lambda row: "not started" in row.waits_for)).waits_for
+                while len(machine.children()) < 2:  # a started child writes its file as soon as its interpreter runs
+                    assert process.poll() is None, machine.log
+                    await asyncio.sleep(0.05)
+            finally:
+                process.terminate()
+                await asyncio.to_thread(process.wait, 60)
+    assert "engine-h-2 not started: engine: want 1 free device(s), got none free of 3 visible (0, 1, 2)" in reason
+    assert {name: machine.devices_of(name) for name in machine.children()} == {"engine-h-0": own(1), "engine-h-1": own(2)}
+
+
+async def _row(view: LiveView, role: str, process: "subprocess.Popen[bytes]", right: Callable[[LiveRow], bool]) -> LiveRow:
+    """Return the first live row of a role that is ``right``."""
+    while True:
+        assert process.poll() is None, "the process has ended"
+        for row in await view.alive(role):
+            if right(row):
+                return row
+        await asyncio.sleep(0.05)

@@ -1,0 +1,250 @@
+"""From settings to the wants of a placement, and from places to the environment of processes; the check before a start shows both."""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.config import EngineConfig, SglangConfig
+from launch.checks.devices import PLACEMENT
+from launch.checks.findings import Report
+from launch.checks.run import Purpose, check
+from launch.cli import main as cli
+from launch.devices.errors import Refused
+from launch.devices.nccl import nccl_of
+from launch.devices.placement import place
+from launch.devices.shapes import EnginePlace, Node, RankPlace
+from launch.devices.visible import this_node
+from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
+from launch.run.roles import take_devices
+from launch.settings.config_loader import SettingsError, load
+from launch.settings.run_config import RunConfig
+from learner.config import LearnerConfig
+from tests.check_kit import write_run
+from tests.gpu_kit import environment, fake_nvidia_smi, uuid_of
+from weightstore.config import WeightsConfig
+
+GB = 1_000_000_000
+
+
+@pytest.fixture
+def four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """This machine with four GPUs, as its nvidia-smi shows them."""
+    path = fake_nvidia_smi(tmp_path / "bin", 4)
+    monkeypatch.setenv("PATH", path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return this_node(os.environ)
+
+
+@pytest.fixture
+def none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine without GPUs."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def sglang(**arguments: Any) -> EngineConfig:
+    return EngineConfig(kind="sglang", sglang=SglangConfig(arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    ("engine", "count"),
+    [
+        (EngineConfig(), 1),
+        (EngineConfig(device="cpu"), 0),
+        (sglang(), 1),
+        (sglang(tp_size=4), 4),
+        (sglang(**{"tensor-parallel-size": 2}), 2),
+        (sglang(tp_size=2, pp_size=2, dp_size=2), 8),
+        (sglang(tp_size=4, dp_size=4, enable_dp_attention=True), 4),
+        (sglang(device="cpu", tp_size=2), 0),
+        (EngineConfig(kind="sglang", sglang=SglangConfig(url="http://x:1")), 0),
+    ],
+)
+def test_an_engine_has_as_many_devices_as_ranks(engine: EngineConfig, count: int) -> None:
+    assert devices_of(engine) == count
+
+
+def test_memory_is_the_least_that_a_process_needs(four: Node) -> None:
+    def wanted(**settings: Any) -> tuple[int, int, int, int]:
+        learner = LearnerConfig(dtype=settings.get("dtype", "bfloat16"), tensor_parallel=settings.get("tp", 1))
+        weights = WeightsConfig(transport="handles", staging=settings.get("staging", "host"))
+        config = RunConfig(learner=learner, weights=weights, engine=settings.get("engine", EngineConfig(dtype="bfloat16")))
+        want = want_of(config, four, learner=True, engines=1, size=ModelSize(8 * GB, GB))
+        return want.memory_rank // GB, want.memory_sender // GB, want.memory_engine // GB, want.bucket_bytes // GB
+
+    assert wanted() == (144, 0, 32, 2)
+    assert wanted(tp=4, dtype="float32", staging="cuda") == (32, 64, 32, 4)
+    assert wanted(engine=replace(sglang(tp_size=2), dtype="bfloat16"))[2] == 8
+
+
+@pytest.mark.parametrize(
+    ("engine", "where"),
+    [
+        (sglang(base_gpu_id=1), "engine.sglang.arguments.base_gpu_id"),
+        (sglang(**{"gpu-id-step": 2}), "engine.sglang.arguments.gpu_id_step"),
+        (
+            EngineConfig(kind="sglang", sglang=SglangConfig(environment={"CUDA_VISIBLE_DEVICES": "1"})),
+            "engine.sglang.environment.CUDA_VISIBLE_DEVICES",
+        ),
+    ],
+)
+def test_devices_in_the_arguments_of_sglang_are_refused(four: Node, engine: EngineConfig, where: str) -> None:
+    """They would be the same for all engines. Without devices here they are none of our business."""
+    config = RunConfig(engine=engine)
+    with pytest.raises(Refused, match=r"engine.devices names the devices") as caught:
+        want_of(config, four, learner=True, engines=1)
+    assert caught.value.where == where
+    want_of(config, replace(four, devices=()), learner=True, engines=1)
+
+
+def test_the_environment_of_ranks(four: Node) -> None:
+    config = RunConfig(learner=LearnerConfig(data_parallel=2))
+    places = place([four], want_of(config, four, learner=True, engines=0)).ranks
+    both = f"{uuid_of(0)},{uuid_of(1)}"
+    for local, one in enumerate(places):
+        assert rank_variables(four, one, config, {}) == {
+            "CUDA_VISIBLE_DEVICES": both,
+            "LOCAL_RANK": str(local),
+            "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        }
+    colocated = RunConfig(learner=LearnerConfig(colocated=True), weights=WeightsConfig(overlap=False))
+    shared = RunConfig(weights=WeightsConfig(transport="handles", staging="cuda"))
+    for other in (colocated, shared):
+        assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], other, {})
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert "PYTORCH_ALLOC_CONF" not in rank_variables(four, places[0], config, {name: "x"})
+    on_cpu = RankPlace(rank=0, node=0, local_rank=0)
+    assert rank_variables(four, on_cpu, config, {}) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert rank_variables(replace(four, devices=()), on_cpu, config, {}) == {}
+
+
+def test_the_environment_of_engines(four: Node) -> None:
+    placed = EnginePlace(number=0, node=0, uuids=("b",), visible=("b", "a"))
+    assert engine_variables(four, placed) == {"CUDA_VISIBLE_DEVICES": "b,a", "TIDEMILL_ENGINE__DEVICES": '["b"]'}
+    on_cpu = EnginePlace(number=0, node=0)
+    assert engine_variables(four, on_cpu) == {"CUDA_VISIBLE_DEVICES": ""}
+    assert engine_variables(replace(four, devices=()), on_cpu) == {}
+
+
+def test_an_engine_hides_all_devices_but_its_own(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Started by hand, and started again with the environment that it was given: the same device."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{uuid_of(3)},{uuid_of(2)}")  # restored after the test
+    _, held = take_devices(RunConfig(engine=EngineConfig(devices=("3",))))
+    assert (os.environ["CUDA_VISIBLE_DEVICES"], held.own, held.visible) == (uuid_of(3), (uuid_of(3),), (uuid_of(3),))
+    assert held.memory_bytes == four.devices[3].memory_bytes
+    assert take_devices(RunConfig()) == (EngineConfig(), held)
+
+
+def test_an_sglang_server_counts_from_its_first_device_where_it_sees_all(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(device.uuid for device in four.devices))
+    given = replace(sglang(tp_size=2), devices=(uuid_of(2), uuid_of(3)))
+    config = RunConfig(engine=given, weights=WeightsConfig(transport="handles", staging="cuda"))
+    engine, held = take_devices(config)
+    assert engine.sglang.arguments == {"tp_size": 2, "base_gpu_id": 2}
+    assert (held.own, len(held.visible)) == (given.devices, 4)
+    plain, held = take_devices(replace(config, weights=WeightsConfig()))
+    assert (plain, held.visible) == (given, given.devices)
+
+
+def test_without_devices_an_engine_is_as_it_was(none: None) -> None:
+    before = dict(os.environ)
+    engine, held = take_devices(RunConfig())
+    assert (engine, held.own, held.nccl, dict(os.environ)) == (EngineConfig(), (), "", before)
+
+
+def test_the_version_of_nccl_is_that_of_its_package(tmp_path: Path) -> None:
+    program = tmp_path / "bin/python"
+    program.parent.mkdir()
+    program.symlink_to("/bin/true")
+    assert nccl_of(str(program)) == nccl_of("no-such-program") == ""
+    packages = tmp_path / "lib/python3.12/site-packages"
+    (packages / "nvidia_nccl_cu13-2.29.7.dist-info").mkdir(parents=True)
+    assert nccl_of(str(program)) == "2.29.7"
+    (packages / "nvidia_nccl_cu12-2.27.1.dist-info").mkdir()
+    assert nccl_of(str(program)) == "", "two of them: which one is loaded is not known"
+
+
+# ---- before a start
+
+
+def checked(tmp_path: Path, *settings: str) -> Report:
+    return check(load(write_run(tmp_path), settings), Purpose())
+
+
+def test_the_check_shows_the_placement(four: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = checked(tmp_path, "up.engines=2", "learner.data_parallel=2", "weights.backend=gloo")
+    assert not report.errors
+    assert report.on(PLACEMENT) == ["ranks 0 to 1 on devices 0, 1", "engine 0 on device 2", "engine 1 on device 3", "weights over gloo"]
+    assert cli.main(["config", str(tmp_path / "run.yaml"), "--set", "engine.devices=[1]"]) == 0
+    shown = capsys.readouterr().out
+    assert "rank 0 on device 0\nengine 0 on device 1\n" in shown
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (["up.engines=4"], "devices: want 5 devices (1 for ranks, 4 x 1 for engines), got 4 visible (0, 1, 2, 3); lower up.engines"),
+        (["learner.devices=[7]"], "--set: learner.devices: want indices or UUIDs of visible devices, got '7': 4 visible"),
+        (["engine.devices=[1, 1]"], "--set: engine.devices: want every device once, got '1', which is named before"),
+        (["learner.tensor_parallel=2", "learner.data_parallel=4"], "devices: want 9 devices"),
+    ],
+)
+def test_the_check_refuses_what_cannot_work(four: Node, tmp_path: Path, settings: list[str], complaint: str) -> None:
+    (error,) = [finding.text for finding in checked(tmp_path, *settings).errors]
+    assert error.startswith(complaint)
+
+
+def test_a_broken_driver_is_an_error_with_a_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "bin", script="echo Failed to initialize NVML; exit 255"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (error,) = checked(tmp_path).errors
+    assert "got 255: 'Failed to initialize NVML'; fix the driver, or hide the devices (CUDA_VISIBLE_DEVICES=)" in error.text
+
+
+def test_without_devices_there_is_no_placement_to_show(none: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = checked(tmp_path, "up.engines=9", "learner.data_parallel=3")
+    assert not report.errors and report.on(PLACEMENT) == []
+    assert report.on("devices") == ["none visible here (nvidia-smi): ranks and engines run on the CPU"]
+    assert cli.main(["config", str(tmp_path / "run.yaml")]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("weights.backend=nccl", "weights.backend: want auto or gloo with learner.colocated"),
+        ("weights={transport: handles, staging: cuda}", "weights.staging: want host with learner.colocated"),
+    ],
+)
+def test_a_shared_accelerator_refuses_what_needs_two(tmp_path: Path, setting: str, complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        load(write_run(tmp_path), ["learner.colocated=true", setting])
+
+
+def test_devices_decide_nothing_that_is_trained() -> None:
+    """A run continues with the same recorded steps on other GPUs."""
+    assert RunConfig(learner=LearnerConfig(devices=("1",))).digest() == RunConfig().digest()
+
+
+def test_the_fake_is_found_through_the_environment_given(tmp_path: Path) -> None:
+    assert len(this_node(environment(fake_nvidia_smi(tmp_path, 3))).devices) == 3
+
+
+@pytest.mark.parametrize(("script", "setting"), [("engine", "engine.devices"), ("learner", "learner.devices")])
+def test_the_launch_scripts_name_devices_by_hand(tmp_path: Path, script: str, setting: str) -> None:
+    program = tmp_path / "tidemill"
+    program.write_text('#!/bin/sh\necho "$@"\n')
+    program.chmod(0o700)
+    given = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "BUS": "nats://127.0.0.1:1"}
+    file = Path(__file__).resolve().parents[2] / f"launch/scripts/{script}.sh"
+
+    def words(**more: str) -> list[str]:
+        command = ["bash", str(file)]
+        return subprocess.run(command, env=given | more, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
+
+    assert words(DEVICES="2,3")[-2:] == ["--set", f"{setting}=[2,3]"]
+    assert not any(setting in word for word in words())

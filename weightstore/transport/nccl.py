@@ -1,0 +1,71 @@
+"""Whether weights can go from the learner's GPU to an engine over NCCL, or as CUDA handles, by what both state of themselves.
+
+NCCL ends a broadcast, or waits in it, for ends of different releases and for two ends on one GPU (NVIDIA/nccl, src/init.cc), and an SGLang
+server ends when it is given memory of a GPU that it does not see. So both are decided before anything is sent. Not tried on GPUs yet.
+"""
+
+from dataclasses import dataclass
+
+from bus.wire.messages import Capabilities
+
+MIG = "MIG-"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEnd:
+    """The GPU of this process, and its NCCL version; empty = none, or not known."""
+
+    uuid: str = ""
+    nccl: str = ""
+
+
+def own_end() -> DeviceEnd:
+    """Return the GPU that is current in this thread. Loads torch."""
+    import torch
+    import torch.distributed as dist
+
+    if not torch.cuda.is_available():
+        return DeviceEnd()
+    version = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+    return DeviceEnd(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid), version)
+
+
+def no_nccl(own: DeviceEnd, engine: Capabilities) -> str:
+    """Return why this process and an engine cannot share an NCCL group; empty = they can."""
+    if not own.uuid:
+        return "the learner has no GPU"
+    if not engine.devices:
+        return "the engine states no GPU"
+    if _same(own.uuid) in map(_same, engine.devices):
+        return f"learner and engine share GPU {own.uuid}, which NCCL refuses"
+    if any(uuid.startswith(MIG) for uuid in (own.uuid, *engine.devices)):
+        return "NCCL does not work between MIG slices"
+    return nccl_differs(own.nccl, engine.nccl)
+
+
+def nccl_differs(learner: str, engine: str) -> str:
+    """Return why two releases of NCCL cannot form a group: their major and minor numbers must be equal and known; empty = they can."""
+    if not learner or not engine:
+        whose = "the learner" if not learner else "the engine"
+        return f"the NCCL version of {whose} is not known"
+    if learner.split(".")[:2] != engine.split(".")[:2]:
+        return f"NCCL {learner} of the learner and {engine} of the engine differ"
+    return ""
+
+
+def no_cuda_handles(uuid: str, engine: Capabilities) -> str:
+    """Return why an engine cannot open memory of the GPU ``uuid``; empty = it can."""
+    if _same(uuid) in map(_same, engine.visible_devices):
+        return ""
+    seen = ", ".join(engine.visible_devices) or "none that it states"
+    return f"it does not see the learner's GPU {uuid}, which weights.staging: cuda needs; it sees {seen}"
+
+
+def share(some: tuple[str, ...], others: tuple[str, ...]) -> bool:
+    """Return whether two lists of UUIDs have one in common."""
+    return bool(set(map(_same, some)) & set(map(_same, others)))
+
+
+def _same(uuid: str) -> str:
+    """Return a UUID in one form: nvidia-smi writes ``GPU-`` before it, torch does not."""
+    return uuid.removeprefix("GPU-").lower()
