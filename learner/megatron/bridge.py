@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from learner.megatron.attention import PackedRotary, SDPACoreAttention
+from learner.megatron.output_layer import OutputLayer
 from learner.megatron.sizes import FAMILIES, refusals, rope_arguments
 
 
@@ -68,7 +69,9 @@ class _LocalLayers:
             share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,  # type: ignore[attr-defined]
             **self._get_gptmodel_args(),
         )
-        model.rotary_pos_emb.__class__ = PackedRotary  # the same data, with support for packed rows
+        # The same data, with other behaviour: support for packed rows, and hidden states instead of logits.
+        model.rotary_pos_emb.__class__ = PackedRotary
+        model.output_layer.__class__ = OutputLayer
         return model
 
     def _get_gptmodel_args(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from learner import logprobs
 from learner.config import OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.model import WeightBackup, build_policy
@@ -28,6 +29,8 @@ class Layout:
     tensor_parallel: int = 1
     max_tokens: int = 1 << 20
     """Number of tokens of a micro-batch at most."""
+    chunk: int = logprobs.CHUNK_ELEMENTS
+    """Number of logits in memory at once."""
     every: int = 1
     """Stride over the cases: 1 = all."""
 
@@ -58,6 +61,7 @@ def train(model_dir: Path, here: parallel.Parallel, case: str, max_tokens: int) 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    logprobs.CHUNK_ELEMENTS = layout.chunk
     here = parallel.join(tensor_parallel_size=layout.tensor_parallel, device=torch.device("cpu"), seed=0)
     results = {case: train(model_dir, here, case, layout.max_tokens) for case in layout.cases}
     parallel.leave()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from learner import logprobs
 from learner.algorithms.config import PRESETS, AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.data.batch import MicroBatch
@@ -111,6 +112,24 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     empty |= {"cu_seqlens": np.array([0, 1], np.int32), "loss_mask_T": np.zeros(1, bool), "sample_T": np.array([-1], np.int32)}
     padded = replace(batch, micro_batches=(*batch.micro_batches, MicroBatch(**empty)))
     _assert_same([make()[0].train(padded)], whole[:1])
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_logits_in_chunks_train_what_kept_logits_do(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    """Over several micro-batches, so the gradients of the output weight add up in Megatron's buffer; the same bits every time."""
+    model = write_tiny_model(tmp_path, vocab_size=VOCAB, tied=tied)
+    kept = _train(make(model=model)[0], max_tokens=60)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 5_000)
+    digests = set()
+    for _ in range(2):
+        trainer, policy, _, _ = make(model=model)
+        _assert_same(_train(trainer, max_tokens=60), kept)
+        digests.add(policy.digest())
+    assert len(digests) == 1
+    trainer, policy, _, _ = make(model=model, dtype="bfloat16")
+    for step, wanted in zip(_train(trainer, max_tokens=60), kept, strict=True):
+        assert step["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.05)
+        assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.1)
 
 
 def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:
