@@ -10,6 +10,7 @@ NAMES = {
     "engine": "the built-in engine, against transformers' batched generate",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "learner_step": "a step of the learner, against plain transformers and torch",
+    "output_layer": "log-probs fused with the output layer, against a linear layer and a loss on its logits (about 2 minutes)",
     "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
