@@ -114,6 +114,25 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     _assert_same([make()[0].train(padded)], whole[:1])
 
 
+@pytest.mark.parametrize(
+    ("wanted", "on_cpu", "on_cuda"),
+    [("auto", "float32", "bfloat16"), ("float32", "float32", "float32"), ("bfloat16", "bfloat16", "bfloat16")],
+)
+def test_the_dtype_auto_follows_the_device(make: Any, wanted: str, on_cpu: str, on_cuda: str) -> None:
+    assert parallel.choose_dtype(wanted, torch.device("cuda", 0)) == on_cuda
+    assert make(dtype=parallel.choose_dtype(wanted, CPU))[1].dtype == on_cpu
+
+
+def test_megatrons_deterministic_mode_follows_torchs_switch(make: Any) -> None:
+    """The rank sets the switch from ``learner.deterministic`` before it builds the model."""
+    assert make()[1].config.deterministic_mode is True
+    torch.use_deterministic_algorithms(False)
+    try:
+        assert make()[1].config.deterministic_mode is False
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_logits_in_chunks_train_what_kept_logits_do(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
     """Over several micro-batches, so the gradients of the output weight add up in Megatron's buffer; the same bits every time."""
