@@ -14,6 +14,7 @@ from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.algorithm_cases import CASES, algorithm
+from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 
 VOCAB = 300
@@ -44,18 +45,20 @@ class Layout:
 
 
 def train(model_dir: Path, here: parallel.Parallel, case: str, max_tokens: int) -> dict[str, object]:
-    """Train two steps. Returns their metrics, and the number of micro-batches in the first."""
+    """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on CUDA."""
     config, minibatches = algorithm(case), CASES[case][1]
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     reference = WeightBackup(policy) if config.needs_reference else None
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, reference=reference)
-    metrics, split = [], 0
+    metrics, raising, split = [], [], 0
     for step in STEPS:
         samples = make_samples(vocab=VOCAB, step=step, groups=6)
         batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches)
-        metrics.append(trainer.train(batches[here.dp_rank]))
+        with RaisingOnCuda() as seen:
+            metrics.append(trainer.train(batches[here.dp_rank]))
+        raising += seen.found
         split = len(batches[here.dp_rank].micro_batches)
-    return {"metrics": metrics, "micro_batches": split}
+    return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": raising}
 
 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:

@@ -69,6 +69,12 @@ def test_the_layouts_are_what_they_are_called(trained: Callable[[str], list[Resu
     assert min(split["data parallel 2"], split["tensor parallel 2, logits in chunks"]) > 1
 
 
+def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(trained: Callable[[str], list[Results]]) -> None:
+    """The trainer's step and Megatron's, with the output layer in one chunk and in many."""
+    for layout in (WHOLE, "tensor parallel 2, logits in chunks"):
+        assert {case: result["raising_on_cuda"] for case, result in trained(layout)[0].items() if result["raising_on_cuda"]} == {}
+
+
 def test_the_algorithms_are_not_all_the_same(trained: Callable[[str], list[Results]]) -> None:
     """Each setting changes the second step's numbers: none of them is without effect."""
     results = trained(WHOLE)[0]
