@@ -38,13 +38,15 @@ class _LocalLayers:
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
-        # masked_softmax_fusion and batch_p2p_sync are for CUDA.
+        # masked_softmax_fusion and batch_p2p_sync are for CUDA. deterministic_mode: with it the embedding's backward pass is a kernel that
+        # is deterministic on CUDA; the rank has set torch's switch from ``learner.deterministic`` before.
         self.set_extra_args(  # type: ignore[attr-defined]
             use_cpu_initialization=not torch.cuda.is_available(),
             sequence_parallel=False,
             masked_softmax_fusion=False,
             batch_p2p_sync=False,
             calculate_per_token_loss=True,
+            deterministic_mode=torch.are_deterministic_algorithms_enabled(),
             attention_dropout=0.0,
         )
 

@@ -1,6 +1,10 @@
-"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name."""
+"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name.
+
+On CPUs, unless a benchmark's option ``--device cuda`` is given.
+"""
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -30,6 +34,8 @@ def main() -> int:
     if wanted is None:
         print(f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}", file=sys.stderr)
         return 2
+    if "cuda" not in sys.argv:  # as the value of a benchmark's --device
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     failed = [name for name, options in wanted if not runs_well(name, options)]
     if failed:
         print(f"bench: failed: {', '.join(failed)}", file=sys.stderr)

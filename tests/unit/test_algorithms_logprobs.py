@@ -81,7 +81,7 @@ def test_bfloat16_is_as_near_to_float32_as_kept_logits_are(chunk: int, monkeypat
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     hidden_TH, weight_VH, targets_T = _inputs(torch.bfloat16, tokens=64, vocab=2000, hidden=64)
     exact = [tensor.detach().float().requires_grad_() for tensor in (hidden_TH, weight_VH)]
-    wanted = _reference(*exact, targets_T)
+    wanted = _reference(exact[0], exact[1], targets_T)
     ours = log_probs_and_entropy(hidden_TH, weight_VH, targets_T)
     plain = of_kept_logits(hidden_TH @ weight_VH.t(), targets_T)
     assert ours[0].dtype == ours[1].dtype == torch.float32
