@@ -1,5 +1,6 @@
 """Body of one rank: trains every case of ``tests.algorithm_cases`` for two steps in one layout. Run by the test."""
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class Layout:
     """Number of tokens of a micro-batch at most."""
     chunk: int = logprobs.CHUNK_ELEMENTS
     """Number of logits in memory at once."""
+    watched: bool = False
+    """Record the operations that would raise on CUDA; it costs time."""
     every: int = 1
     """Stride over the cases: 1 = all."""
 
@@ -44,21 +47,22 @@ class Layout:
         return self.data_parallel * self.tensor_parallel
 
 
-def train(model_dir: Path, here: parallel.Parallel, case: str, max_tokens: int) -> dict[str, object]:
+def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -> dict[str, object]:
     """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on CUDA."""
     config, minibatches = algorithm(case), CASES[case][1]
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     reference = WeightBackup(policy) if config.needs_reference else None
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, reference=reference)
-    metrics, raising, split = [], [], 0
+    seen = RaisingOnCuda()
+    watched = seen if layout.watched else contextlib.nullcontext()
+    metrics, split = [], 0
     for step in STEPS:
         samples = make_samples(vocab=VOCAB, step=step, groups=6)
-        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches)
-        with RaisingOnCuda() as seen:
+        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=layout.max_tokens, minibatches=minibatches)
+        with watched:
             metrics.append(trainer.train(batches[here.dp_rank]))
-        raising += seen.found
         split = len(batches[here.dp_rank].micro_batches)
-    return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": raising}
+    return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found}
 
 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
@@ -66,6 +70,6 @@ def main(model_dir: Path, layout: Layout, out: Path) -> None:
     torch.use_deterministic_algorithms(True)
     logprobs.CHUNK_ELEMENTS = layout.chunk
     here = parallel.join(tensor_parallel_size=layout.tensor_parallel, device=torch.device("cpu"), seed=0)
-    results = {case: train(model_dir, here, case, layout.max_tokens) for case in layout.cases}
+    results = {case: train(model_dir, here, case, layout) for case in layout.cases}
     parallel.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
