@@ -25,6 +25,10 @@ sglang: setup $(SGLANG)/.ready
 	$(BIN)/tidemill up $(CONFIG) launch/configs/sglang-cpu.yaml --fresh --set engine.sglang.python=$(SGLANG)/bin/python $(ARGS)
 
 TESTS := tests/whole tests/integration tests/contract tests/unit
+
+# Tests of CPUs and their reference values: on a machine with GPUs these stay out of sight. (tests/conftest.py does it for pytest alone.)
+test test-chaos test-all test-sglang test-sglang-all: export CUDA_VISIBLE_DEVICES :=
+
 # Three files at a time, the longest first, for two cores: many tests wait. A file stays on one worker, whose fixtures its tests share.
 BESIDE := -n 3 --dist loadfile --no-loadscope-reorder
 

@@ -53,8 +53,8 @@ class EngineConfig:
     devices: tuple[str, ...] = ()
     """GPUs of the engines of a machine: numbers of nvidia-smi or UUIDs, as many for each engine as it has ranks; empty = those that the
     learner leaves (docs/devices.md). Engines that are started without ``--config`` take ``TIDEMILL_ENGINE__DEVICES`` instead."""
-    dtype: str = "float32"
-    """float32 | bfloat16."""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The engine's log and ``/server_info`` have the one in use."""
     max_running: int = 64
     """Sequences decoded together."""
     max_context: int = 0
@@ -74,8 +74,8 @@ class EngineConfig:
         for name in ("max_running", "max_waiting", "threads"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype: want float32 or bfloat16, got {self.dtype!r}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype: want auto, float32 or bfloat16, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
 

@@ -103,8 +103,8 @@ class LearnerConfig:
     """Replicas of the model, on this machine."""
     tensor_parallel: int = 1
     """Ranks that share one replica of the model; must divide vocabulary, key/value heads and intermediate size."""
-    dtype: str = "float32"
-    """float32 | bfloat16."""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     device: str = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
@@ -160,7 +160,7 @@ class LearnerConfig:
             raise ValueError(f"keep_checkpoints: want >= 2, got {self.keep_checkpoints}")
         if self.checkpoint_every < 0:
             raise ValueError(f"checkpoint_every: want >= 0, got {self.checkpoint_every}")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype: want float32 or bfloat16, got {self.dtype!r}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype: want auto, float32 or bfloat16, got {self.dtype!r}")
         if self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")

@@ -1,8 +1,10 @@
-"""Log-probs of the sampled tokens and entropies from logits whose vocabulary may be split over tensor-parallel ranks.
+"""Log-probs of the sampled tokens and entropies from hidden states and the output weight, without the logits of all tokens in memory.
 
-Knows torch and a process group; no Megatron, no batch. Shape letters: T = tokens, V = this rank's part of the vocabulary.
+Knows torch and a process group; of Megatron only that its data-parallel wrapper keeps a weight's gradient in ``main_grad``.
+Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns (token ids) of one chunk of it.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,83 +12,186 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = 1 << 22
-"""Number of logits per chunk (16 MB in float32), so that temporary memory does not grow with the batch."""
+from learner.megatron.sizes import LOGITS_AT_ONCE
+
+CHUNK_ELEMENTS = LOGITS_AT_ONCE
+"""Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so each row of the
+weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks. Logits that fit into one chunk are
+kept for the backward pass, larger ones are computed again."""
 
 
 def log_probs_and_entropy(
-    logits_TV: Tensor, targets_T: Tensor, *, temperature: float = 1.0, group: dist.ProcessGroup | None = None
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, *, temperature: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ``log softmax(logits / temperature)[target]`` and ``-sum p log p``, both [T], differentiable, float32 (float64 for float64).
+    """Return ``log softmax(z / temperature)[target]`` and ``-sum p log p`` of the logits ``z = hidden @ weight.T``, both [T].
 
-    ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this rank has all.
-    Temperature 0 (greedy) leaves the logits unscaled, as the engines do. Only the logits are kept for the backward pass, which
-    recomputes the probabilities chunk by chunk. Neither input is changed.
-    Source: Megatron-LM, Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
+    Both are differentiable, and float32 (float64 for float64). Matrix products are in the dtype of the inputs, as those of a linear layer;
+    sums over chunks (the normaliser, the entropy, the gradient of the hidden states) are float32. Temperature 0 (greedy) leaves the logits
+    unscaled, as the engines do. ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one
+    = this rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
+
+    Logits of at most ``CHUNK_ELEMENTS`` are kept for the backward pass. Of larger ones only the inputs and tensors of size T are kept, and
+    the backward pass computes them again chunk by chunk (a fourth product beside the three of a linear layer). It adds the gradient of
+    a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype, and returns none for it, which requires
+    ``overlap_grad_reduce`` to be off. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
+    Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
     """
     scale = 1.0 if temperature == 0 else 1.0 / temperature
     if group is not None and dist.get_world_size(group) == 1:
         group = None
-    log_probs_T, entropy_T = _LogProbsAndEntropy.apply(logits_TV, targets_T, scale, group)
+    log_probs_T, entropy_T = _LogProbsAndEntropy.apply(hidden_TH, weight_VH, targets_T, scale, group)
     return log_probs_T, entropy_T
 
 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, scale: float, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, both [T]. Keeps the logits for ``backward``, and besides them only tensors of size T."""
-        local_T, mine_T = _local_targets(targets_T, logits_TV.shape[-1], group)
-        kind = torch.promote_types(logits_TV.dtype, torch.float32)
-        normalizer_T, picked_T, entropy_T = (torch.empty(len(targets_T), dtype=kind, device=logits_TV.device) for _ in range(3))
-        for rows in _chunks(logits_TV):
-            x_CV = logits_TV[rows].to(kind) * scale
-            highest_C = _reduced(x_CV.amax(-1), group, dist.ReduceOp.MAX)
-            # In place: x is a copy since it was scaled. The largest logit becomes 0, so that no exponential overflows.
-            x_CV -= highest_C[:, None]
-            picked_C = x_CV.gather(-1, local_T[rows, None])[:, 0].masked_fill_(~mine_T[rows], 0.0)
-            p_CV = x_CV.exp()
-            # log p = x - log Z and H = log Z - sum(x e^x) / Z with Z = sum(e^x). One all-reduce for all three sums; x is overwritten last.
-            sums_3C = _reduced(torch.stack([picked_C, p_CV.sum(-1), x_CV.mul_(p_CV).sum(-1)]), group, dist.ReduceOp.SUM)
-            log_sum_C = sums_3C[1].log()
-            picked_T[rows] = sums_3C[0] - log_sum_C
-            entropy_T[rows] = log_sum_C - sums_3C[2] / sums_3C[1]
-            normalizer_T[rows] = highest_C + log_sum_C
-        ctx.save_for_backward(logits_TV, local_T, mine_T, normalizer_T, entropy_T)
-        ctx.scale = scale
-        return picked_T, entropy_T
+    def forward(
+        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, scale: float, group: dist.ProcessGroup | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies, both [T]."""
+        local_T, mine_T = _local_targets(targets_T, len(weight_VH), group)
+        logits = _Logits(hidden_TH, weight_VH, scale)
+        highest_T = torch.full(targets_T.shape, torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device)
+        picked_T, sum_T, moment_T = (torch.zeros_like(highest_T) for _ in range(3))
+        # With m, the highest logit so far: sum(e^(z - m)) and its moment, sum((z - m) e^(z - m)), which gives the entropy.
+        for start, z_TC in logits.chunks():
+            column_T, inside_T = _columns(local_T, mine_T, start, z_TC.shape[1])
+            picked_T = torch.where(inside_T, z_TC.gather(1, column_T[:, None])[:, 0], picked_T)
+            top_T = torch.maximum(highest_T, z_TC.amax(1))
+            sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
+            z_TC -= top_T[:, None]  # the largest logit becomes 0, so that no exponential overflows
+            p_TC = torch.exp(z_TC, out=logits.spare(z_TC))
+            sum_T, moment_T, highest_T = sum_T + p_TC.sum(1), moment_T + p_TC.mul_(z_TC).sum(1), top_T
+        if group is not None:
+            top_T = _all_reduced(highest_T.clone(), group, dist.ReduceOp.MAX)
+            sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
+            highest_T = top_T
+        picked_T = torch.where(mine_T, picked_T - highest_T, 0.0)
+        picked_T, sum_T, moment_T = _all_reduced(torch.stack([picked_T, sum_T, moment_T]), group, dist.ReduceOp.SUM)
+        # log p = (z - m) - log Z and H = log Z - sum((z - m) e^(z - m)) / Z with Z = sum(e^(z - m)).
+        log_sum_T = sum_T.log()
+        entropy_T = log_sum_T - moment_T / sum_T
+        ctx.save_for_backward(hidden_TH, weight_VH, local_T, mine_T, highest_T + log_sum_T, entropy_T, logits.kept)
+        ctx.scale, ctx.group = scale, group
+        return picked_T - log_sum_T, entropy_T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None, None]:
-        """Return the logits' gradient, [T, V]: ``scale (g (1[target] - p) - h p (log p + H))``, g of the log-prob, h of the entropy."""
-        logits_TV, local_T, mine_T, normalizer_T, entropy_T = ctx.saved_tensors
-        grad_TV = torch.empty_like(logits_TV)
+    def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        """Return the gradients of hidden states and weight; None for a weight with ``main_grad``, to which it was added."""
+        hidden_TH, weight_VH, local_T, mine_T, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
+        logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV)
+        totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None)
         with_entropy = bool((grad_entropy_T != 0).any())  # without an entropy bonus its term costs nothing
-        for rows in _chunks(logits_TV):
-            log_p_CV = logits_TV[rows].to(normalizer_T.dtype) * ctx.scale - normalizer_T[rows, None]
-            p_CV = log_p_CV.exp()
-            coefficient_CV = -grad_log_probs_T[rows, None]
+        for start, z_TC in logits.chunks():
+            column_T, inside_T = _columns(local_T, mine_T, start, z_TC.shape[1])
+            log_p_TC = z_TC.sub_(normalizer_T[:, None])
+            # The logits' gradient g (1[target] - p) - h p (log p + H), with g that of the log-prob and h that of the entropy.
             if with_entropy:
-                coefficient_CV = coefficient_CV - grad_entropy_T[rows, None] * (log_p_CV + entropy_T[rows, None])
-            grad_CV = p_CV.mul_(coefficient_CV)
-            grad_CV[torch.arange(len(grad_CV), device=grad_CV.device), local_T[rows]] += grad_log_probs_T[rows] * mine_T[rows]
-            grad_TV[rows] = grad_CV.mul_(ctx.scale)
-        return grad_TV, None, None, None
+                p_TC = torch.exp(log_p_TC, out=logits.spare(z_TC))
+                grad_TC = log_p_TC.add_(entropy_T[:, None]).mul_(-grad_entropy_T[:, None]).sub_(grad_log_probs_T[:, None]).mul_(p_TC)
+            else:
+                grad_TC = log_p_TC.exp_().mul_(-grad_log_probs_T[:, None])
+            grad_TC.scatter_add_(1, column_T[:, None], torch.where(inside_T, grad_log_probs_T, 0.0)[:, None])
+            totals.add(start, logits.scaled(grad_TC).to(weight_VH.dtype))
+        grad_TH = _all_reduced(totals.hidden_TH, ctx.group, dist.ReduceOp.SUM).to(hidden_TH.dtype)
+        return grad_TH, None if totals.in_main_grad else totals.weight_VH, None, None, None
 
 
-def _chunks(logits_TV: Tensor) -> list[slice]:
-    rows = max(1, CHUNK_ELEMENTS // max(1, logits_TV.shape[-1]))
-    return [slice(start, start + rows) for start in range(0, len(logits_TV), rows)]
+class _Logits:
+    """Scaled logits in chunks of columns, all in the same memory: a chunk is valid until the next one."""
+
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None) -> None:
+        """``kept_TV``: the unscaled logits if they were kept, else they are computed."""
+        self._hidden_TH, self._weight_VH, self._scale = hidden_TH, weight_VH, scale
+        self.dtype = torch.promote_types(weight_VH.dtype, torch.float32)
+        self._width = max(1, CHUNK_ELEMENTS // max(1, len(hidden_TH)))
+        self.kept = kept_TV
+        """The unscaled logits, [T, V], where they are one chunk and ``chunks`` has computed them."""
+        self._memory: dict[str, Tensor] = {}
+
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first column, logits [T, C]); the caller may overwrite the logits."""
+        if self.kept is None and len(self._weight_VH) <= self._width:
+            self.kept = self._hidden_TH @ self._weight_VH.t()
+        if self.kept is not None:
+            yield 0, self.scaled(self.kept.to(self.dtype, copy=True))
+            return
+        for start in range(0, len(self._weight_VH), self._width):
+            weight_CH = self._weight_VH[start : start + self._width]
+            product_TC = torch.mm(self._hidden_TH, weight_CH.t(), out=self._part("product", len(weight_CH), weight_CH.dtype))
+            if weight_CH.dtype != self.dtype:
+                product_TC = self._part("logits", len(weight_CH), self.dtype).copy_(product_TC)
+            yield start, self.scaled(product_TC)
+
+    def scaled(self, values_TC: Tensor) -> Tensor:
+        """Return ``values``, multiplied in place by the factor of the logits."""
+        return values_TC if self._scale == 1 else values_TC.mul_(self._scale)
+
+    def spare(self, z_TC: Tensor) -> Tensor:
+        """Return memory for another tensor like the chunk."""
+        return self._part("spare", z_TC.shape[1], self.dtype)
+
+    def _part(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
+        # Memory of these sizes is unmapped when it is freed, and mapping it again for each chunk would cost more than the arithmetic in it.
+        num_tokens = len(self._hidden_TH)
+        if name not in self._memory:
+            widest = min(self._width, len(self._weight_VH))
+            self._memory[name] = torch.empty(num_tokens * widest, dtype=dtype, device=self._hidden_TH.device)
+        return self._memory[name][: num_tokens * width].view(num_tokens, width)
+
+
+class _Gradients:
+    """Gradients of hidden states and weight, from the gradients of the logits chunk by chunk."""
+
+    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, *, in_one_chunk: bool) -> None:
+        self._hidden_TH, self._weight_VH, self._in_one_chunk = hidden_TH, weight_VH, in_one_chunk
+        self.in_main_grad = not in_one_chunk and getattr(weight_VH, "main_grad", None) is not None
+        """Whether ``weight_VH`` is the weight's ``main_grad``."""
+        if not in_one_chunk:
+            self.hidden_TH = torch.zeros_like(hidden_TH, dtype=torch.promote_types(hidden_TH.dtype, torch.float32))
+            self.weight_VH = weight_VH.main_grad if self.in_main_grad else torch.empty_like(weight_VH)  # type: ignore[attr-defined]
+
+    def add(self, start: int, grad_TC: Tensor) -> None:
+        """Add the gradients by the logits of the columns from ``start``."""
+        if self._in_one_chunk:
+            self.hidden_TH, self.weight_VH = grad_TC @ self._weight_VH, grad_TC.t() @ self._hidden_TH
+            return
+        rows = slice(start, start + grad_TC.shape[1])
+        _add_product(self.hidden_TH, grad_TC, self._weight_VH[rows])
+        if self.in_main_grad:
+            _add_product(self.weight_VH[rows], grad_TC.t(), self._hidden_TH)
+        else:
+            torch.mm(grad_TC.t(), self._hidden_TH, out=self.weight_VH[rows])
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to ``total``, which may have a wider dtype."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _local_targets(targets_T: Tensor, num_local: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Return the targets as columns of this rank's part (0 for those of another rank), and a mask of those in this part."""
+    """Return the targets as columns of this rank's part, and a mask of those that are in it."""
     local_T = targets_T - (0 if group is None else dist.get_rank(group) * num_local)
-    mine_T = (local_T >= 0) & (local_T < num_local)
-    return torch.where(mine_T, local_T, 0), mine_T
+    return local_T, (local_T >= 0) & (local_T < num_local)
 
 
-def _reduced(values: Tensor, group: dist.ProcessGroup | None, operation: Any) -> Tensor:
+def _columns(local_T: Tensor, mine_T: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
+    """Return the targets as columns of the chunk that begins at ``start``, and a mask of those in it; another target is any column."""
+    column_T = local_T - start
+    return column_T.clamp(0, width - 1), mine_T & (column_T >= 0) & (column_T < width)
+
+
+def _relative(sum_T: Tensor, moment_T: Tensor, drop_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sum and moment relative to a new m: ``drop`` = old m - new m."""
+    factor_T = drop_T.exp()
+    return sum_T * factor_T, (moment_T + drop_T * sum_T) * factor_T
+
+
+def _all_reduced(values: Tensor, group: dist.ProcessGroup | None, operation: Any) -> Tensor:
     if group is not None:
         dist.all_reduce(values, operation, group=group)
     return values

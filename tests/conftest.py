@@ -91,6 +91,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not wants_gpus(config.option.markexpr):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks torch for a device; children inherit it
     required = [name for name in config.getoption("--require").split(",") if name]
     if os.environ.get("CI"):
         required += ["nats", "megatron"]
@@ -100,6 +102,11 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--require: want one of {sorted(modules)}, got {name!r}")
         if importlib.util.find_spec(modules[name]) is None:
             raise pytest.UsageError(f"--require={name}: {modules[name]} is not installed")
+
+
+def wants_gpus(marks: str) -> bool:
+    """Return whether the expression of ``-m`` chooses the tests that are marked ``gpu``."""
+    return re.search(r"(?<!not )\bgpu\b", marks) is not None
 
 
 @pytest.hookimpl(wrapper=True)

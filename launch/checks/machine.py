@@ -15,13 +15,12 @@ from bus.config import OLDEST_SERVER
 from launch.checks.data import Prompts
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
+from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from launch.settings.run_config import RunConfig
 from launch.settings.wiring import ENGINES
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""
-TRAINING_BYTES = 18
-"""Bytes of memory per parameter in a rank: weight, gradient, and Adam's three numbers in float32, less the shared parts."""
 CHECKPOINT_BYTES = 16
 """Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
 GPU = Path("/dev/nvidiactl")
@@ -163,7 +162,9 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
     if model is None or (GPU.exists() and config.learner.device != "cpu"):
         return
     ranks = config.learner.data_parallel
-    wanted = model.num_parameters * (TRAINING_BYTES * ranks + 8 * engines)  # an engine has the weights served and those being pushed
+    dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
+    weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
+    wanted = ranks * training_bytes(model.num_parameters, dtypes[0]) + engines * 2 * weights  # those served, and those being pushed
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if wanted > total:
         want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"

@@ -7,9 +7,9 @@ from rich.table import Table
 
 from launch.checks.findings import Report
 from launch.checks.machine import GPU
-from launch.checks.memory_table import memory_rows
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
+from launch.devices.memory_table import memory_rows
 from launch.settings.config_loader import Loaded
 
 NOT_COUNTED = (

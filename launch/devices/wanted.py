@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from actors.config import EngineConfig
 from launch.devices.errors import Refused
+from launch.devices.memory_table import ITEM_BYTES, STAGED_COPIES, dtype_on, training_bytes
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import engine_place
 from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
@@ -20,11 +21,6 @@ OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 """The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver refuses it, so not
 for colocated ranks; memory that other processes open is not tried with it."""
-FLOAT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
-TRAINING_BYTES: Mapping[str, int] = {"float32": 16, "bfloat16": 18}
-"""Bytes per parameter of a rank, without activations: weight, gradient in float32, Adam's two moments, and for bfloat16 a master copy."""
-STAGED_COPIES = 2
-"""Copies of the weights on the learner's GPU with ``weights.staging: cuda``."""
 OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
 """Arguments of SGLang, each with its other names, whose product is the number of its devices."""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
@@ -47,8 +43,9 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     each = devices_of(engine)
     if node.devices and each and engines:
         _refuse_by_hand(engine)
-    weights = FLOAT_BYTES[engine.dtype] * size.parameters
     known = bool(node.devices)
+    dtype = dtype_on(ours.dtype, cuda=known and ours.device != "cpu")
+    weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=known and each > 0)] * size.parameters
     return Want(
         ranks=ours.data_parallel * ours.tensor_parallel if learner else 0,
         tp=ours.tensor_parallel,
@@ -64,11 +61,11 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if known and learner else "",
         nccl_engine=nccl_of_engine(engine) if known and engines else "",
-        memory_rank=TRAINING_BYTES[ours.dtype] * size.parameters // ours.tensor_parallel,
-        memory_sender=STAGED_COPIES * FLOAT_BYTES[ours.dtype] * size.parameters if config.weights.staging == CUDA else 0,
+        memory_rank=training_bytes(size.parameters, dtype) // ours.tensor_parallel,
+        memory_sender=STAGED_COPIES * ITEM_BYTES[dtype] * size.parameters if config.weights.staging == CUDA else 0,
         memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
-        bucket_bytes=max(config.weights.bucket_bytes, FLOAT_BYTES[ours.dtype] * size.largest_tensor),
+        bucket_bytes=max(config.weights.bucket_bytes, ITEM_BYTES[dtype] * size.largest_tensor),
     )
 
 

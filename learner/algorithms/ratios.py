@@ -36,11 +36,24 @@ def sequence_means(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_sampl
     return sequence_sums(values_T, mask_T, sample_T, num_samples) / counts_N
 
 
+def running_sums(values_T: Tensor) -> Tensor:
+    """Return ``values.cumsum(0)``, by doubling: log T additions of shifted tensors.
+
+    torch.cumsum of floating-point numbers has no deterministic kernel on CUDA, so it raises in the learner's deterministic mode.
+    Sources: Hillis, Steele 1986 (the scan); the documentation of ``torch.use_deterministic_algorithms``.
+    """
+    step = 1
+    while step < len(values_T):
+        values_T = torch.cat([values_T[:step], values_T[step:] + values_T[:-step]])
+        step *= 2
+    return values_T
+
+
 def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
     """Return the sum of a sample's unmasked values up to and including each token, [T]; 0 where masked."""
     values_T = torch.where(mask_T, values_T, 0.0)
     # float64: the sum runs over the whole row, and a prefix is the difference of two of its values.
-    running_T = values_T.double().cumsum(0)
+    running_T = running_sums(values_T.double())
     at_T = torch.arange(len(values_T), device=values_T.device)
     first_N = at_T.new_full((num_samples,), len(values_T)).scatter_reduce(0, sample_T.clamp(min=0), at_T, "amin")
     before_T = (running_T - values_T.double())[first_N[sample_T.clamp(min=0)]]

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import sequence_means, sequence_sums, spread
+from learner.algorithms.ratios import running_sums, sequence_means, sequence_sums, spread
 
 METRICS = ("k1", "k2", "k3")
 SPANS = ("token", "seq_sum", "seq_mean", "seq_max")
@@ -83,7 +83,7 @@ def second_moment_cut(squares_M: Tensor, limit: float) -> float:
     if not len(squares_M) or bool(squares_M.double().mean() < limit):
         return math.inf
     ordered_M = squares_M.double().sort().values
-    means_M = ordered_M.cumsum(0) / torch.arange(1, len(ordered_M) + 1, device=ordered_M.device)
+    means_M = running_sums(ordered_M) / torch.arange(1, len(ordered_M) + 1, device=ordered_M.device)
     kept = int((means_M < limit).sum())  # the means never fall
     return float(ordered_M[kept])
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from learner.megatron.attention import PackedRotary, SDPACoreAttention
+from learner.megatron.output_layer import OutputLayer
 from learner.megatron.sizes import FAMILIES, refusals, rope_arguments
 
 
@@ -37,13 +38,15 @@ class _LocalLayers:
         self._DIRECT_MAPPING = dict(self._DIRECT_MAPPING)  # mbridge edits it in place, which would change the class's
         super().__init__(hf_config, dtype=dtype)  # type: ignore[call-arg]
         # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
-        # masked_softmax_fusion and batch_p2p_sync are for CUDA.
+        # masked_softmax_fusion and batch_p2p_sync are for CUDA. deterministic_mode: with it the embedding's backward pass is a kernel that
+        # is deterministic on CUDA; the rank has set torch's switch from ``learner.deterministic`` before.
         self.set_extra_args(  # type: ignore[attr-defined]
             use_cpu_initialization=not torch.cuda.is_available(),
             sequence_parallel=False,
             masked_softmax_fusion=False,
             batch_p2p_sync=False,
             calculate_per_token_loss=True,
+            deterministic_mode=torch.are_deterministic_algorithms_enabled(),
             attention_dropout=0.0,
         )
 
@@ -68,7 +71,9 @@ class _LocalLayers:
             share_embeddings_and_output_weights=self.hf_config.tie_word_embeddings,  # type: ignore[attr-defined]
             **self._get_gptmodel_args(),
         )
-        model.rotary_pos_emb.__class__ = PackedRotary  # the same data, with support for packed rows
+        # The same data, with other behaviour: support for packed rows, and hidden states instead of logits.
+        model.rotary_pos_emb.__class__ = PackedRotary
+        model.output_layer.__class__ = OutputLayer
         return model
 
     def _get_gptmodel_args(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 device memory and keeps its content in pinned host memory. Both track the same states, so that a use of released memory is an error on both.
 """
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -64,18 +65,24 @@ class PlainMemory:
             raise MemoryReleased(what)
 
 
+@functools.cache
+def process_saver() -> Any:
+    """Return this process' torch_memory_saver, whose mode can be set only before its first use. Raises ImportError."""
+    try:
+        from torch_memory_saver import torch_memory_saver
+    except ImportError as error:
+        raise ImportError("learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'") from error
+    torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
+    return torch_memory_saver
+
+
 class SaverMemory(PlainMemory):
     """Device memory managed by torch_memory_saver, which keeps the addresses and frees the pages. Not tried on a device yet."""
 
     def __init__(self) -> None:
         """Raises ImportError, which names the extra to install."""
         super().__init__()
-        try:
-            from torch_memory_saver import torch_memory_saver
-        except ImportError as error:
-            raise ImportError("learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'") from error
-        torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
-        self._saver: Any = torch_memory_saver
+        self._saver = process_saver()
 
     @contextmanager
     def region(self, *, scratch: bool = False) -> Iterator[None]:

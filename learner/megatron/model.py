@@ -39,6 +39,11 @@ class Policy:
         """Megatron's TransformerConfig."""
         return self.bridge.config
 
+    @property
+    def dtype(self) -> str:
+        """The key of ``DTYPES`` for weights and activations."""
+        return next(name for name, dtype in DTYPES.items() if dtype == self.config.params_dtype)
+
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights under Hugging Face names, in a fixed order; collective over the tensor-parallel ranks.
 

@@ -32,6 +32,13 @@ def choose_device(wanted: str) -> torch.device:
     return device
 
 
+def choose_dtype(wanted: str, device: torch.device) -> str:
+    """Return ``float32`` or ``bfloat16`` for ``auto | float32 | bfloat16`` on ``device``."""
+    if wanted != "auto":
+        return wanted
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
 def join(*, tensor_parallel_size: int, device: torch.device, seed: int, timeout_s: float = 1800.0) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 

@@ -2,7 +2,7 @@
 
     batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, backward, Adam
 
-Shape letters: T = tokens of a packed micro-batch, V = this rank's part of the vocabulary, N = samples of the step on all ranks.
+Shape letters: T = tokens of a packed micro-batch, H = hidden size, N = samples of the step on all ranks.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from learner.megatron.attention import PackedRow, packed_row
 from learner.megatron.cpu_shim import megatron_device, plain_torch
 from learner.megatron.model import Policy, WeightBackup
 from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.output_layer import output_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +298,9 @@ class Trainer:
     def _forward_only(self, rows: list[_Row], temperature: float) -> list[Tensor]:
         """Return the log-probs of each row's targets without gradient."""
 
-        def collect(row: _Row, logits_TV: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def collect(row: _Row, hidden_TH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
             """Return a loss that is not used, and the log-probs."""
-            log_probs_T, _ = self._log_probs(row, logits_TV, temperature)
+            log_probs_T, _ = self._log_probs(row, hidden_TH, temperature)
             return log_probs_T.sum(), {"log_probs_T": log_probs_T}
 
         return [part["log_probs_T"] for part in self._run(rows, collect, forward_only=True)]
@@ -307,7 +308,7 @@ class Trainer:
     def _run(self, rows: list[_Row], finish: Callable[[_Row, Tensor], Any], *, forward_only: bool = False) -> list[Any]:
         """Run every row through the model, forward and (unless ``forward_only``) backward.
 
-        ``finish(row, logits_TV)`` returns (loss, result). Returns the results in the order of the rows.
+        ``finish(row, hidden_TH)`` returns (loss, result). Returns the results in the order of the rows.
         """
 
         def after(row: _Row, output: Tensor) -> tuple[Tensor, Tensor, Any]:
@@ -320,7 +321,7 @@ class Trainer:
             """Run the model on the next row. Returns its output, and the function that makes the loss of it."""
             row = next(rows_left)
             with plain_torch():
-                # The logits stay in bfloat16: in float32 they would take twice the memory, and the loss converts them chunk by chunk.
+                # The hidden states stay in bfloat16, for the product with the output weight in the loss.
                 output = model(
                     input_ids=row.tokens_T[None],
                     position_ids=row.packed.position_ids_T[None],  # type: ignore[index]
@@ -342,12 +343,13 @@ class Trainer:
             )
         return results
 
-    def _log_probs(self, row: _Row, logits_TV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        return log_probs_and_entropy(logits_TV, row.targets_T, temperature=temperature, group=self._policy.parallel.tp_group)
+    def _log_probs(self, row: _Row, hidden_TH: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        weight_VH = output_weight(self._policy.module)
+        return log_probs_and_entropy(hidden_TH, weight_VH, row.targets_T, temperature=temperature, group=self._policy.parallel.tp_group)
 
-    def _loss(self, row: _Row, logits_TV: Tensor, *, step: _Step, denominators: Denominators, coupled: Coupled) -> tuple[Tensor, Sums]:
+    def _loss(self, row: _Row, hidden_TH: Tensor, *, step: _Step, denominators: Denominators, coupled: Coupled) -> tuple[Tensor, Sums]:
         seen = row.seen
-        log_probs_T, entropy_T = self._log_probs(row, logits_TV, step.temperature)
+        log_probs_T, entropy_T = self._log_probs(row, hidden_TH, step.temperature)
         total, loss, divergence_T = self._objective.total(log_probs_T, entropy_T, seen, denominators, coupled, kl_scale=self.kl_scale)
         sums = diagnostics.token_sums(
             seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets

@@ -46,6 +46,9 @@ from weightstore.push.publisher import Publisher
 
 log = logging.getLogger(__name__)
 
+LONG_ROW_TOKENS = 2048
+"""Tokens of a micro-batch up to which attention in float32 fits into a CUDA device: a score for every pair, in every head and layer."""
+
 
 class Draining(BaseException):
     """SIGTERM arrived while this rank was waiting for a batch."""
@@ -74,7 +77,7 @@ def main(places: RankPlaces, *, learner: LearnerConfig, staleness: StalenessConf
             try:
                 start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
                 memory = open_memory(colocated=learner.colocated, device=here.device)
-                policy = build_policy(places.model_dir, dtype=learner.dtype, parallel=here, memory=memory)
+                policy = build_policy(places.model_dir, dtype=_chosen_dtype(learner, here), parallel=here, memory=memory)
                 rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus)
                 # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions.
                 idle.work = rank.pushes.collect
@@ -101,6 +104,19 @@ def _join(stack: ExitStack, learner: LearnerConfig) -> Parallel:
     here = parallel.join(tensor_parallel_size=learner.tensor_parallel, device=device, seed=learner.seed, timeout_s=timeout_s)
     stack.callback(parallel.leave)
     return here
+
+
+def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
+    """Return the dtype of weights and activations; rank 0 logs it."""
+    dtype = parallel.choose_dtype(learner.dtype, here.device)
+    if here.rank == 0:
+        log.info("learner device=%s dtype=%s configured=%s", here.device, dtype, learner.dtype)
+        if dtype == "float32" and here.device.type == "cuda" and learner.max_tokens_per_micro_batch > LONG_ROW_TOKENS:
+            log.warning(
+                "learner.dtype: float32 on CUDA: for shared keys and values torch has only attention there that keeps a score for every "
+                "pair of tokens of a sequence, in every head and layer; with long sequences use bfloat16"
+            )
+    return dtype
 
 
 def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig) -> Start:
@@ -179,7 +195,7 @@ class Rank:
             colocated=learner.colocated,
         )
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
-        self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=learner.dtype, gate=staleness.gate))
+        self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
         self._clock = WaitClock()
         self._terminated = False
         self._in_wait = False

@@ -1,6 +1,10 @@
-"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name."""
+"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name.
+
+On CPUs, unless a benchmark's option ``--device cuda`` is given.
+"""
 
 import importlib
+import os
 import sys
 import traceback
 
@@ -10,6 +14,7 @@ NAMES = {
     "engine": "the built-in engine, against transformers' batched generate",
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "learner_step": "a step of the learner, against plain transformers and torch",
+    "output_layer": "log-probs fused with the output layer, against a linear layer and a loss on its logits (about 2 minutes)",
     "mutants": "whether the tests of learner/algorithms see a wrong formula (about 40 minutes; --sample 20 for less)",
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
@@ -29,6 +34,8 @@ def main() -> int:
     if wanted is None:
         print(f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}", file=sys.stderr)
         return 2
+    if not any("cuda" in word for word in sys.argv):  # as the value of a benchmark's --device
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     failed = [name for name, options in wanted if not runs_well(name, options)]
     if failed:
         print(f"bench: failed: {', '.join(failed)}", file=sys.stderr)

@@ -2,9 +2,10 @@
 
 Both take the whole step on the same data: log-probs, advantages, truncated importance weights, clipped loss, backward, gradient
 clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process, interleaved, so that a busy
-machine slows both. ``python -m tests.bench.learner_step``
+machine slows both. ``python -m tests.bench learner_step``
 """
 
+import argparse
 import os
 import socket
 import statistics
@@ -98,7 +99,7 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
     )
 
 
-def our_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
+def our_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], float]:
     """Return the trainer's step, which returns the loss."""
     from learner.megatron.model import build_policy
     from learner.megatron.optimizer import PolicyOptimizer
@@ -111,7 +112,7 @@ def our_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        _parallel = join(tensor_parallel_size=1, device=choose_device("auto"), seed=0)
+        _parallel = join(tensor_parallel_size=1, device=choose_device(device), seed=0)
     assert isinstance(_parallel, Parallel)
     policy = build_policy(directory, dtype="float32", parallel=_parallel)
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-4), steps=1000)
@@ -122,20 +123,20 @@ def our_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
 _parallel: Any = None
 
 
-def plain_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
+def plain_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], float]:
     """Return the same step with transformers and torch (right-padded, AdamW, no diagnostics), which returns the loss."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.98), weight_decay=0.0)
     row, settings = batch.micro_batches[0], AlgorithmConfig()
     bounds = list(zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True))
 
     def padded(values: NDArray[Any]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(values[a:b]) for a, b in bounds], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(values[a:b]) for a, b in bounds], batch_first=True).to(device)
 
     def step() -> float:
-        rewards = torch.from_numpy(batch.rewards_N).view(-1, GROUP)
+        rewards = torch.from_numpy(batch.rewards_N).to(device).view(-1, GROUP)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
         tokens, targets, mask, mu = (padded(x) for x in (row.tokens_T, row.targets_T, row.loss_mask_T, row.rollout_log_probs_T))
         attention = padded(np.ones_like(row.tokens_T))
@@ -155,13 +156,13 @@ def plain_step(directory: Path, batch: StepBatch) -> Callable[[], float]:
     return step
 
 
-def compare(name: str, *, rounds: int = ROUNDS) -> dict[str, float]:
+def compare(name: str, *, rounds: int = ROUNDS, device: str = "cpu") -> dict[str, float]:
     """Return median and minimum seconds of both, and the ratio of the medians; the first losses must agree."""
     shape = SHAPES[name]
     batch = make_batch(**{key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), layers=shape["layers"], hidden=shape["hidden"], vocab=shape["vocab"])
-        steps = {"ours": our_step(Path(directory), batch), "plain": plain_step(Path(directory), batch)}
+        steps = {"ours": our_step(Path(directory), batch, device), "plain": plain_step(Path(directory), batch, device)}
     first = {kind: step() for kind, step in steps.items()}
     assert abs(first["ours"] - first["plain"]) < 1e-5, first
     times: dict[str, list[float]] = {kind: [] for kind in steps}
@@ -180,10 +181,18 @@ def compare(name: str, *, rounds: int = ROUNDS) -> dict[str, float]:
     }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench learner_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    args = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    for name in SHAPES:
-        print(name, " ".join(f"{key}={value:.2f}" for key, value in compare(name).items()), flush=True)
+    for name in args.shapes:
+        found = compare(name, rounds=args.rounds, device=args.device)
+        print(name, " ".join(f"{key}={value:.2f}" for key, value in found.items()), flush=True)
 
 
 if __name__ == "__main__":

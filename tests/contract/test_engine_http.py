@@ -215,6 +215,7 @@ async def test_what_it_says_of_itself(model_dir: Path) -> None:
         for path in ("/server_info", "/get_server_info"):
             _, server = await served.get(path)
             assert (server["tp_size"], server["context_length"], server["phase"]) == (1, 8192, "serving")
+            assert (server["device"], server["dtype"]) == ("cpu", "float32")
         task = await start(served, [5, 6], "running")
         _, loads = await served.get("/v1/loads?include=core")
         assert (loads["loads"][0]["num_running_reqs"], loads["loads"][0]["max_running_requests"]) == (1, 8)

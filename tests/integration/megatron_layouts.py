@@ -1,5 +1,6 @@
 """Body of one rank: trains every case of ``tests.algorithm_cases`` for two steps in one layout. Run by the test."""
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass
@@ -7,12 +8,14 @@ from pathlib import Path
 
 import torch
 
+from learner import logprobs
 from learner.config import OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.model import WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer
 from learner.megatron.trainer import Trainer
 from tests.algorithm_cases import CASES, algorithm
+from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 
 VOCAB = 300
@@ -28,6 +31,10 @@ class Layout:
     tensor_parallel: int = 1
     max_tokens: int = 1 << 20
     """Number of tokens of a micro-batch at most."""
+    chunk: int = logprobs.CHUNK_ELEMENTS
+    """Number of logits in memory at once."""
+    watched: bool = False
+    """Record the operations that would raise on CUDA; it costs time."""
     every: int = 1
     """Stride over the cases: 1 = all."""
 
@@ -40,25 +47,29 @@ class Layout:
         return self.data_parallel * self.tensor_parallel
 
 
-def train(model_dir: Path, here: parallel.Parallel, case: str, max_tokens: int) -> dict[str, object]:
-    """Train two steps. Returns their metrics, and the number of micro-batches in the first."""
+def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -> dict[str, object]:
+    """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on CUDA."""
     config, minibatches = algorithm(case), CASES[case][1]
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     reference = WeightBackup(policy) if config.needs_reference else None
     trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), config, max_lag=2, reference=reference)
+    seen = RaisingOnCuda()
+    watched = seen if layout.watched else contextlib.nullcontext()
     metrics, split = [], 0
     for step in STEPS:
         samples = make_samples(vocab=VOCAB, step=step, groups=6)
-        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches)
-        metrics.append(trainer.train(batches[here.dp_rank]))
+        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=layout.max_tokens, minibatches=minibatches)
+        with watched:
+            metrics.append(trainer.train(batches[here.dp_rank]))
         split = len(batches[here.dp_rank].micro_batches)
-    return {"metrics": metrics, "micro_batches": split}
+    return {"metrics": metrics, "micro_batches": split, "raising_on_cuda": seen.found}
 
 
 def main(model_dir: Path, layout: Layout, out: Path) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    logprobs.CHUNK_ELEMENTS = layout.chunk
     here = parallel.join(tensor_parallel_size=layout.tensor_parallel, device=torch.device("cpu"), seed=0)
-    results = {case: train(model_dir, here, case, layout.max_tokens) for case in layout.cases}
+    results = {case: train(model_dir, here, case, layout) for case in layout.cases}
     parallel.leave()
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -15,11 +15,11 @@ from tests.tiny_models import write_tiny_model
 
 WHOLE = "one row"
 LAYOUTS = {
-    WHOLE: Layout(),
+    WHOLE: Layout(watched=True),
     "4 micro-batches": Layout(max_tokens=70),
     "unpacked": Layout(max_tokens=1, every=4),
     "data parallel 2": Layout(data_parallel=2, max_tokens=60),
-    "tensor parallel 2": Layout(tensor_parallel=2, max_tokens=120),
+    "tensor parallel 2, logits in chunks": Layout(tensor_parallel=2, max_tokens=120, chunk=10_000),
     "unpacked, every case": Layout(max_tokens=1),
 }
 SLOW = {"unpacked, every case"}
@@ -66,7 +66,12 @@ def test_the_layouts_are_what_they_are_called(trained: Callable[[str], list[Resu
     assert split[WHOLE] == 1
     assert split["4 micro-batches"] >= 4
     assert split["unpacked"] == 24
-    assert min(split["data parallel 2"], split["tensor parallel 2"]) > 1
+    assert min(split["data parallel 2"], split["tensor parallel 2, logits in chunks"]) > 1
+
+
+def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(trained: Callable[[str], list[Results]]) -> None:
+    """The trainer's step and Megatron's. With logits in several chunks: test_megatron_trainer."""
+    assert {case: result["raising_on_cuda"] for case, result in trained(WHOLE)[0].items() if result["raising_on_cuda"]} == {}
 
 
 def test_the_algorithms_are_not_all_the_same(trained: Callable[[str], list[Results]]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from learner import logprobs
 from learner.algorithms.config import PRESETS, AlgorithmConfig
 from learner.config import OptimizerConfig
 from learner.data.batch import MicroBatch
@@ -21,6 +22,7 @@ from learner.megatron.attention import packed_row
 from learner.megatron.model import Policy, WeightBackup, build_policy
 from learner.megatron.optimizer import PolicyOptimizer, learning_rate
 from learner.megatron.trainer import Trainer
+from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
@@ -111,6 +113,44 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     empty |= {"cu_seqlens": np.array([0, 1], np.int32), "loss_mask_T": np.zeros(1, bool), "sample_T": np.array([-1], np.int32)}
     padded = replace(batch, micro_batches=(*batch.micro_batches, MicroBatch(**empty)))
     _assert_same([make()[0].train(padded)], whole[:1])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "on_cpu", "on_cuda"),
+    [("auto", "float32", "bfloat16"), ("float32", "float32", "float32"), ("bfloat16", "bfloat16", "bfloat16")],
+)
+def test_the_dtype_auto_follows_the_device(make: Any, wanted: str, on_cpu: str, on_cuda: str) -> None:
+    assert parallel.choose_dtype(wanted, torch.device("cuda", 0)) == on_cuda
+    assert make(dtype=parallel.choose_dtype(wanted, CPU))[1].dtype == on_cpu
+
+
+def test_megatrons_deterministic_mode_follows_torchs_switch(make: Any) -> None:
+    """The rank sets the switch from ``learner.deterministic`` before it builds the model."""
+    assert make()[1].config.deterministic_mode is True
+    torch.use_deterministic_algorithms(False)
+    try:
+        assert make()[1].config.deterministic_mode is False
+    finally:
+        torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_logits_in_chunks_train_what_kept_logits_do(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    """Over several micro-batches, so the gradients of the output weight add up in Megatron's buffer; the same bits every time."""
+    model = write_tiny_model(tmp_path, vocab_size=VOCAB, tied=tied)
+    kept = _train(make(model=model)[0], max_tokens=60)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 5_000)
+    digests = set()
+    for _ in range(2):
+        trainer, policy, _, _ = make(model=model)
+        with RaisingOnCuda() as seen:
+            _assert_same(_train(trainer, max_tokens=60), kept)
+        digests.add(policy.digest())
+    assert len(digests) == 1 and seen.found == []
+    trainer, policy, _, _ = make(model=model, dtype="bfloat16")
+    for step, wanted in zip(_train(trainer, max_tokens=60), kept, strict=True):
+        assert step["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.05)
+        assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.1)
 
 
 def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from actors.serving.builtin.shape import ModelShape
-from launch.checks.memory_table import activation_bytes_per_token, optimizer_bytes, parameters, rank_parameters
+from launch.devices.memory_table import activation_bytes_per_token, optimizer_bytes, parameters, rank_parameters
 from learner.config import OptimizerConfig
 from learner.megatron import parallel
 from learner.megatron.attention import packed_row

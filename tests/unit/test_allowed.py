@@ -19,7 +19,7 @@ OPEN = {
     "engine.host": "an address it listens at",
     "engine.advertise": "the address others find it at; never taken from the bus",
     "engine.device": "one of three",
-    "engine.dtype": "one of two",
+    "engine.dtype": "one of three",
     "engine.sglang": "its parts, each by itself",
     "engine.sglang.url": "an address it asks",
     "engine.sglang.pause": "one of two",

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from actors.serving.builtin.shape import ModelShape
-from launch.checks.memory_table import Row, memory_rows, parameters, rank_parameters
 from launch.cli.main import main
+from launch.devices.memory_table import Row, memory_rows, parameters, rank_parameters
 from launch.settings.config_loader import load
 
 QWEN3_8B = {

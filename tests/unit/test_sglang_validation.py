@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from actors.config import EngineConfig, SglangConfig
 from actors.errors import BadRequest
 from actors.request import Limits
-from actors.serving.sglang.server_process import command_line
+from actors.serving.sglang.server_process import command_line, server_arguments
 from actors.serving.sglang.validation import responses_in
 
 LIMITS = Limits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
@@ -62,6 +63,21 @@ def test_what_is_well_is_counted() -> None:
     assert responses(input_ids=[[5], [6, 7]], rid=["a", "b"], sampling_params=[{"n": 2}, {}], logprob_start_len=[0, 1], extra_key="k") == 3
     assert responses(text=["ab", "c"], sampling_params={"n": 2}, unknown_field=1) == 4
     assert responses(**IDS, sampling_params={"logit_bias": {"299": 1.5}, "stop_token_ids": [0], "stop_regex": ["a+"], "unknown": [5]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (EngineConfig(), "bfloat16"),
+        (EngineConfig(device="cpu"), "float32"),
+        (EngineConfig(sglang=SglangConfig(arguments={"device": "cpu"})), "float32"),
+        (EngineConfig(dtype="float32"), "float32"),
+        (EngineConfig(dtype="bfloat16", device="cpu"), "bfloat16"),
+        (EngineConfig(dtype="float32", sglang=SglangConfig(arguments={"dtype": "half"})), "half"),
+    ],
+)
+def test_the_dtype_auto_follows_the_servers_device(config: EngineConfig, dtype: str) -> None:
+    assert server_arguments(config)["dtype"] == dtype
 
 
 def test_arguments_become_words_that_sglang_reads() -> None:

@@ -182,7 +182,7 @@ class BuiltinBackend:
             "context_length": host.limits.max_context,
             "max_running_requests": config.max_running,
             "max_queued_requests": config.max_waiting,
-            "dtype": config.dtype,
+            "dtype": str(scheduler.dtype).removeprefix("torch."),
             "device": str(scheduler.device),
             "phase": host.phase,
             "epoch": host.epoch,

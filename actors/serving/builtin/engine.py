@@ -55,7 +55,8 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         self._read_limits(shape.vocab_size, shape.max_positions)
         text, context = self.text, self.limits.max_context
         device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-        weights = Weights(shape, dtype=getattr(torch, config.dtype), device=device)
+        dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+        weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
         load_from_directory(weights, self.model_dir)
         self.scheduler = Scheduler(
             weights,
@@ -72,7 +73,9 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         self.eos_ids = frozenset(shape.eos_ids) | frozenset(text.eos_ids if text else ())
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
         self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
-        log.info("engine loaded model=%s bytes=%d context=%d device=%s", self.model_dir, weights.size_bytes, context, device)
+        log.info(
+            "engine loaded model=%s bytes=%d context=%d device=%s dtype=%s", self.model_dir, weights.size_bytes, context, device, dtype
+        )
 
     async def _open(self) -> BuiltinBackend:
         self._loop = asyncio.get_running_loop()

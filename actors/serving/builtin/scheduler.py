@@ -89,7 +89,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of KV_CACHE, WEIGHTS."""
-        self.device = weights.device
+        self.device, self.dtype = weights.device, weights.dtype
         self._post, self._threads = post, threads
         self._max_running, self._share_prefix = max_running, share_prefix
         self._runner = ModelRunner(weights, max_running=max_running, max_context=max_context)

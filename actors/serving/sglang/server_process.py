@@ -116,7 +116,7 @@ async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Pat
 
     ``secret`` removes the file of the key, which the server reads at its start.
     """
-    settings, arguments = config.sglang, _arguments(config)
+    settings, arguments = config.sglang, server_arguments(config)
     port = stack.enter_context(KeptPort())  # it takes a minute until the server listens
     key = str(arguments.get("api_key") or "")
     if not key and "config" not in arguments:  # SGLang reads only one such file
@@ -136,7 +136,7 @@ async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Pat
     return api, child
 
 
-def _arguments(config: EngineConfig) -> dict[str, object]:
+def server_arguments(config: EngineConfig) -> dict[str, object]:
     """Return the engine's own settings under SGLang's names; the user's arguments take precedence."""
     ours: dict[str, object] = {"max_running_requests": config.max_running, "dtype": config.dtype}
     if config.device != "auto":
@@ -144,6 +144,8 @@ def _arguments(config: EngineConfig) -> dict[str, object]:
     if config.max_context:
         ours["context_length"] = config.max_context
     arguments = ours | config.sglang.arguments
+    if arguments["dtype"] == "auto":  # SGLang's own auto would be the model's, and float16 for a float32 model
+        arguments["dtype"] = "float32" if arguments.get("device") == "cpu" else "bfloat16"
     if config.colocated and arguments.get("device") != "cpu":
         arguments.setdefault("enable_memory_saver", True)  # without it SGLang releases no memory
     return arguments

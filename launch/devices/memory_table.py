@@ -15,6 +15,7 @@ from learner.megatron.sizes import LOGITS_AT_ONCE
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8
+AUTO = "auto"
 STAGED_COPIES = 2
 """Copies of the weights that the sender keeps on the host: the head, and the one being filled (``weightstore/transport/staging.py``)."""
 
@@ -36,7 +37,20 @@ def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool) -> tuple[Ro
 
     A packed row has ``learner.max_tokens_per_micro_batch`` tokens, or those of the longest sample if that has more.
     """
-    return (*_rank(shape, config, config.learner.dtype, cuda=cuda), *_engine(shape, config, config.engine.dtype))
+    learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
+    return (*_rank(shape, config, learner, cuda=cuda), *_engine(shape, config, engine))
+
+
+def dtype_on(setting: str, *, cuda: bool) -> str:
+    """Return the dtype that ``learner.dtype`` or ``engine.dtype`` means on an accelerator or on the CPU."""
+    if setting != AUTO:
+        return setting
+    return "bfloat16" if cuda else "float32"
+
+
+def training_bytes(num_parameters: int, dtype: str) -> int:
+    """Return the bytes of weights, gradients and Adam's state of a rank with so many parameters."""
+    return num_parameters * (ITEM_BYTES[dtype] + FLOAT32) + optimizer_bytes(num_parameters, dtype)
 
 
 def _rank(shape: ModelShape, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
