@@ -75,7 +75,6 @@ def config(args: argparse.Namespace) -> int:
 
         print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
         return 0
-    from launch.checks.devices import PLACEMENT
 
     if not args.config:
         raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
@@ -88,6 +87,8 @@ def config(args: argparse.Namespace) -> int:
 
         print_memory(loaded)
         return 0
+    from launch.checks.devices import PLACEMENT
+
     report = _refuse(args, loaded)
     print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
     for line in report.on(PLACEMENT):

@@ -37,8 +37,8 @@ class EngineDevices:
         self._unreadable: DeviceError | None = None
         self._held: dict[str, tuple[str, ...]] = {}
         """Engine of this host -> UUIDs of its devices."""
-        self._elsewhere: set[str] = set()
-        """UUIDs of the devices of other live processes."""
+        self._elsewhere: dict[str, tuple[str, ...]] = {}
+        """Live process that this host has not started -> UUIDs of its devices."""
 
     async def refresh(self) -> None:
         """Read what decides on free devices; on a machine without devices, nothing but the machine, once. Raises BusError."""
@@ -52,7 +52,7 @@ class EngineDevices:
         if not self._with_ranks:
             self._config = await self._config_of_run()
         rows = await self._view.alive("engine") + ([] if self._with_ranks else await self._view.alive("learner"))
-        self._elsewhere = {uuid for row in rows if row.id not in self._held for uuid in row.capabilities.devices}
+        self._elsewhere = {row.id: row.capabilities.devices for row in rows if row.id not in self._held}
 
     async def _config_of_run(self) -> RunConfig | None:
         """Return the run's configuration with the changes made here; its ``engine.devices`` are those of another machine."""
@@ -77,11 +77,12 @@ class EngineDevices:
         if self._config is None:
             raise AWAITED
         want = want_of(self._config, self._node, learner=self._with_ranks, engines=1)
-        taken = self._elsewhere | {uuid for held in self._held.values() for uuid in held}
+        taken = {uuid for held in (*self._elsewhere.values(), *self._held.values()) for uuid in held}
         place = engine_place([self._node], want, taken=taken)
         self._held[name] = place.uuids
         return engine_variables(self._node, place)
 
-    def keep_only(self, names: Collection[str]) -> None:
-        """Take back the devices of all other engines."""
+    def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
+        """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are those of an earlier process of this host."""
         self._held = {name: held for name, held in self._held.items() if name in names}
+        self._elsewhere = {id: held for id, held in self._elsewhere.items() if id not in desired}

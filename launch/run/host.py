@@ -129,7 +129,7 @@ class Host:
         for name in kept:
             if name not in slots["engine"] + slots["actor"] or (name in given_up and revision != self._revision):
                 self._drain(name)
-        self._devices.keep_only(kept)
+        self._devices.keep_only(kept, desired=slots["engine"])
         self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
         for role in ROLES:
             for name in slots[role]:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from actors.serving.engine_process import HeldDevices
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.streams.bus import Bus
+    from bus.wire.messages import Capabilities
     from launch.settings.config_loader import Setting
     from learner.feed.feed_keys import FeedKeys
 
@@ -339,26 +340,12 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import make_keys
     from bus.streams.bus import connect
-    from bus.wire.messages import Capabilities, LiveRow
-    from launch.devices.nccl import nccl_of
-    from launch.devices.placement import place
-    from launch.devices.visible import this_node
-    from launch.devices.wanted import rank_variables, want_of
+    from bus.wire.messages import LiveRow
     from launch.run.access import write_keys
     from launch.settings.config_loader import to_map
     from learner.ranks.process import run_learner
 
-    node = await asyncio.to_thread(this_node, os.environ)
-    placed = place([node], want_of(config, node, learner=True, engines=0))
-    variables = [rank_variables(node, rank, config, os.environ) for rank in placed.ranks]
-    used = [device for device in node.devices if any(device.uuid == rank.uuid for rank in placed.ranks)]
-    capabilities = Capabilities(
-        devices=tuple(device.uuid for device in used),
-        nccl=nccl_of() if used else "",
-        device_memory_bytes=min((device.memory_bytes for device in used), default=0),
-    )
-    if used:
-        log.info("devices ranks=%s nccl=%s", ",".join(rank.uuid for rank in placed.ranks), capabilities.nccl or "not known")
+    variables, capabilities = await asyncio.to_thread(place_ranks, config)
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
         await bus.rows("run").put("config", to_map(config))
@@ -376,7 +363,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             try:
                 await run_learner(
                     arguments,
-                    num_ranks=len(placed.ranks),
+                    num_ranks=len(variables),
                     threads=config.learner.threads,
                     draining=draining,
                     drain_s=config.up.drain_s,
@@ -385,6 +372,28 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             finally:
                 reporting.cancel()
                 await asyncio.gather(reporting, return_exceptions=True)
+
+
+def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]":
+    """Return the variables of each rank, with its devices, and what the learner's live row states of them.
+
+    Raises DeviceError. Blocks while nvidia-smi runs.
+    """
+    from bus.wire.messages import Capabilities
+    from launch.devices.nccl import nccl_of
+    from launch.devices.placement import place
+    from launch.devices.visible import this_node
+    from launch.devices.wanted import rank_variables, want_of
+
+    node = this_node(os.environ)
+    ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks
+    variables = [rank_variables(node, rank, config, os.environ) for rank in ranks]
+    used = [device for device in node.devices if any(device.uuid == rank.uuid for rank in ranks)]
+    if not used:
+        return variables, Capabilities()
+    log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
+    memory = min(device.memory_bytes for device in used)
+    return variables, Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
 
 
 async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:

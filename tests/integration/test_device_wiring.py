@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -136,13 +137,19 @@ async def test_a_learner_states_its_devices(
 
 
 async def test_a_host_gives_its_engines_what_the_learner_leaves(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
-    """Two of three GPUs: the learner's row names the first. The third engine is not started, and the host's row has the reason."""
+    """Two of three GPUs: the learner's row names the first. The third engine is not started, and the host's row has the reason.
+
+    A row that the first engine has left behind, in an earlier start of the host, keeps no device from it.
+    """
     machine = Machine(tmp_path, 3)
     async with open_bus() as bus:
         await bus.rows("run").put("config", {"engine": {"devices": ["7"]}})
         row = LiveRow(role="learner", id="learner", host="h", pid=1, phase="working", capabilities=Capabilities(devices=(uuid_of(0),)))
-        async with HeartbeatPublisher(bus, row) as heartbeat:
-            await heartbeat.stored()
+        left = replace(row, role="engine", id="engine-h-0", capabilities=Capabilities(devices=(uuid_of(1),)))
+        async with HeartbeatPublisher(bus, row) as heartbeat, HeartbeatPublisher(bus, left) as earlier:
+            for publisher in (heartbeat, earlier):
+                publisher.update()
+                await publisher.stored()
             words = ["host", "--bus", nats_server.url, "--run", bus.run, "--name", "h", "--dir", str(tmp_path / "h"), "engines=3"]
             process = machine.start(*words)
             try:

@@ -19,6 +19,7 @@ OPEN = {
     "engine.host": "an address it listens at",
     "engine.advertise": "the address others find it at; never taken from the bus",
     "engine.device": "one of three",
+    "engine.devices": "GPUs of this machine, by number or UUID",
     "engine.dtype": "one of three",
     "engine.sglang": "its parts, each by itself",
     "engine.sglang.url": "an address it asks",

@@ -15,7 +15,10 @@ from bus.errors import UnreadableRow, WireError
 from bus.wire.messages import LiveRow, VersionRow
 from bus.wire.row_shapes import MAX_ROW_BYTES, json_map, read_row
 
-LIVE = dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True}))
+LIVE = json.loads(
+    json.dumps(dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})))
+)
+"""As JSON has it: a list for every tuple."""
 VERSION = dataclasses.asdict(VersionRow(version=3, step=2, epoch=1))
 
 

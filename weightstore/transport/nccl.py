@@ -5,8 +5,10 @@ server ends when it is given memory of a GPU that it does not see. So both are d
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bus.wire.messages import Capabilities
+if TYPE_CHECKING:
+    from bus.wire.messages import Capabilities
 
 MIG = "MIG-"
 
@@ -30,7 +32,7 @@ def own_end() -> DeviceEnd:
     return DeviceEnd(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid), version)
 
 
-def no_nccl(own: DeviceEnd, engine: Capabilities) -> str:
+def no_nccl(own: DeviceEnd, engine: "Capabilities") -> str:
     """Return why this process and an engine cannot share an NCCL group; empty = they can."""
     if not own.uuid:
         return "the learner has no GPU"
@@ -53,7 +55,7 @@ def nccl_differs(learner: str, engine: str) -> str:
     return ""
 
 
-def no_cuda_handles(uuid: str, engine: Capabilities) -> str:
+def no_cuda_handles(uuid: str, engine: "Capabilities") -> str:
     """Return why an engine cannot open memory of the GPU ``uuid``; empty = it can."""
     if _same(uuid) in map(_same, engine.visible_devices):
         return ""
