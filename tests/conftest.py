@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import logging
 import os
+import re
 import sys
 from asyncio import constants
 from collections.abc import Callable, Coroutine, Iterator
@@ -72,10 +73,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
+    parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # An engine test would take the GPU (``device: auto``), and where CUDA is visible the learner refuses to train on the CPU.
+    if config.getoption("--gpu-device") == "cpu" or not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     required = [name for name in config.getoption("--require").split(",") if name]
     if os.environ.get("CI"):
         required += ["nats", "megatron"]
