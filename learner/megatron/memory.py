@@ -74,7 +74,9 @@ class SaverMemory(PlainMemory):
             from torch_memory_saver import torch_memory_saver
         except ImportError as error:
             raise ImportError("learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'") from error
-        torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
+        # Its first use makes the implementation; after that it refuses the setting, with an AttributeError (torch_memory_saver 0.0.10).
+        if torch_memory_saver._impl is None:
+            torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
         self._saver: Any = torch_memory_saver
 
     @contextmanager
