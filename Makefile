@@ -60,7 +60,7 @@ test-gpu: setup
 	$(ON_GPU) $(BIN)/python -m pytest tests/gpu -m gpu
 
 bench-gpu: setup
-	$(ON_GPU) $(BIN)/python -m tests.bench.gpu --out gpu.json
+	$(ON_GPU) $(BIN)/python -m tests.bench gpu --out gpu.json
 
 ON_GPU := CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
 WHEELS := .whl
