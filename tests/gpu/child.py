@@ -199,8 +199,9 @@ BODIES: dict[str, Callable[..., Any]] = {
 def main() -> None:
     name, out, arguments = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     _appear(out, json.dumps(BODIES[name](*arguments)))
-    # Threads that are left in a call of NCCL would keep the interpreter from ending in order.
     sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread that is left in a call of NCCL may keep the interpreter from ending
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 FREED = 0.9
 """Share of the learner's state that other processes can use after a release."""
 WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "initializer_range": 0.02}
-"""A model of 140 million parameters, 2.5 GB with gradients and Adam: against it, cached blocks are small."""
+"""A model of about 100 million parameters, 1.9 GB with gradients and Adam: against it, cached blocks are small."""
 
 
 def learner(model_dir: Path, rank: Parallel, memory: Memory) -> Trainer:
