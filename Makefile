@@ -10,7 +10,10 @@ SGLANG ?= .venv-sglang
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
-.PHONY: run gsm8k sglang test test-chaos test-all test-sglang test-sglang-all check bench setup clean
+.PHONY: run gsm8k sglang test test-chaos test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
+
+# Tests of CPUs see no GPU, also where there is one.
+test test-chaos test-all test-sglang test-sglang-all: export CUDA_VISIBLE_DEVICES =
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup
@@ -55,6 +58,26 @@ $(SGLANG)/.ready: tests/sglang/requirements.txt tests/sglang/requirements-no-dep
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/sglang/requirements-no-deps.txt
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/sglang/requirements.txt
 	touch $@
+
+# On a machine with one GPU (docs/gpu.md). The wheels are for such a machine that has no network.
+test-gpu: setup
+	$(ON_GPU) $(BIN)/python -m pytest tests/gpu -m gpu
+
+bench-gpu: setup
+	$(ON_GPU) $(BIN)/python -m tests.bench gpu --out gpu.json
+
+ON_GPU := CUBLAS_WORKSPACE_CONFIG=:4096:8 CUDA_DEVICE_MAX_CONNECTIONS=1
+WHEELS := .whl
+# pip matches the number of a platform exactly.
+GLIBC  := 17 24 26 27 28 31 34 35 39
+
+gpu-wheels: setup
+	rm -rf $(WHEELS)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+		$(foreach n,$(GLIBC),--platform manylinux_2_$(n)_x86_64) --platform manylinux2014_x86_64 --platform manylinux1_x86_64 \
+		-r tests/gpu/wheels.txt -d $(WHEELS)
+	ls -l $(WHEELS)
+	du -sh $(WHEELS)
 
 # Style, formatting, types and import directions; the first part of `.ci/run`.
 check: setup

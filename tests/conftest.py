@@ -87,11 +87,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
     parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
+    parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not wants_gpus(config.option.markexpr):
+    if config.getoption("--gpu-device") == "cpu" or not wants_gpus(config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks torch for a device; children inherit it
     required = [name for name in config.getoption("--require").split(",") if name]
     if os.environ.get("CI"):

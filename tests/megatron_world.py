@@ -12,13 +12,19 @@ from tests.learner_steps import rank_environment
 
 
 @contextmanager
-def one_rank() -> Iterator[parallel.Parallel]:
-    """Create Megatron's groups for this process alone; environment and settings are as before afterwards."""
+def one_rank(wanted: str = "cpu") -> Iterator[parallel.Parallel]:
+    """Create Megatron's groups for this process alone, on the CPU or (``cuda``) on the first GPU that it sees.
+
+    Environment and settings are as before afterwards.
+    """
     before = dict(os.environ)
     torch.use_deterministic_algorithms(True)
     with KeptPort() as port:
-        os.environ.update(rank_environment(0, 1, port.number))
-        joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
+        environment = rank_environment(0, 1, port.number)
+        if wanted == "cuda":
+            del environment["CUDA_VISIBLE_DEVICES"]
+        os.environ.update(environment)
+        joined = parallel.join(tensor_parallel_size=1, device=parallel.choose_device(wanted), seed=0)
     try:
         yield joined
     finally:

@@ -24,6 +24,7 @@ NAMES = {
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
     "failover": "how long a cluster of three stands still when a leader is killed (about 2 minutes)",
+    "gpu": "step, pushes and engine on one GPU, beside a step of transformers; tiny on a CPU",
     "loop": "the whole loop, against its slower half",
     "learn": "samples and seconds to reward 0.9, against TRL",
 }

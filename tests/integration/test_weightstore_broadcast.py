@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from weightstore.errors import PeerLost
 from weightstore.push.member import GroupChannel
-from weightstore.transport.broadcast import BroadcastGroup
+from weightstore.transport.broadcast import BroadcastGroup, _translated
 
 SMALL, LARGE = 1000, 16_000_000
 """Bytes: below and above the size of socket buffers."""
@@ -224,6 +224,29 @@ def test_what_blocks_for_ever_is_aborted_at_the_deadline_and_keeps_no_process_fr
     done = subprocess.run([sys.executable, "-c", LEFT_BEHIND], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(["abort", "not done within 0.2 s"] * 2)
+
+
+NCCL_ERROR = """NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 8000"""
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            NCCL_ERROR,
+            "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9: Duplicate GPU detected : rank 1 and rank 0",
+        ),
+        ("[pair.cc:534] Connection closed by peer\nmore", "Connection closed by peer"),
+        ("", "RuntimeError"),
+    ],
+)
+def test_the_reason_of_a_lost_peer_is_the_library_s(error: str, reason: str) -> None:
+    with pytest.raises(PeerLost) as lost, _translated("pair", "sending 8 bytes"):
+        raise RuntimeError(error)
+    assert reason in str(lost.value) and "\n" not in str(lost.value)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -384,3 +384,37 @@ def test_a_handle_means_the_learners_bytes_or_nothing() -> None:
         Mapped().part(handle)
     with pytest.raises(AssertionError):
         memory.handle(torch.zeros(3, dtype=torch.uint8), 1)
+
+
+class Cudart:
+    """CUDA's registry of pinned memory: no address twice."""
+
+    def __init__(self) -> None:
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        if address in self.pinned:
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        return 713 if self.pinned.pop(address, None) is None else 0
+
+
+def test_pinned_memory_is_unpinned_before_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives the address to the next memory, which could not be pinned."""
+    cudart = Cudart()
+
+    def check(error: int) -> None:
+        assert error == 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "check_error", check)
+    memory = HostMemory(pin=True)
+    flats = [memory.empty(10_000), memory.empty(5)]
+    assert cudart.pinned == {flat.data_ptr(): flat.numel() for flat in flats}
+    memory.close()
+    assert not cudart.pinned
+    memory.close()
+    assert int(flats[0].sum()) == 0, "it is still mapped"

@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from learner.errors import MemoryReleased
-from learner.megatron.memory import SaverMemory, process_saver
+from learner.megatron.memory import PlainMemory, SaverMemory, open_memory, process_saver
 
 
 class StrictSaver:
@@ -59,6 +60,12 @@ def test_a_process_can_have_two(saver: StrictSaver) -> None:
         pass
     with first.region():
         pass
+
+
+def test_only_a_colocated_learner_on_a_gpu_has_it(saver: StrictSaver) -> None:
+    assert type(open_memory(colocated=True, device=torch.device("cpu"))) is PlainMemory
+    assert type(open_memory(colocated=False, device=torch.device("cuda", 0))) is PlainMemory
+    assert type(open_memory(colocated=True, device=torch.device("cuda", 0))) is SaverMemory
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

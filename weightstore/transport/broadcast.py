@@ -231,4 +231,14 @@ def _translated(group: str, doing: str) -> Iterator[None]:
         text = str(error).strip()
         if text.startswith("["):  # gloo puts its source line first
             text = text.partition("] ")[2]
-        raise PeerLost(group, doing, text.splitlines()[0] if text else type(error).__name__) from None
+        raise PeerLost(group, doing, _reason(text) or type(error).__name__) from None
+
+
+def _reason(text: str) -> str:
+    """Return the first line of an error, with NCCL's own reason behind it: torch writes that last, under "Last error:".
+
+    Source: torch 2.11, getNcclErrorDetailStr in torch/csrc/distributed/c10d/NCCLUtils.cpp.
+    """
+    first, _, rest = text.partition("\n")
+    last = [line.strip() for line in rest.partition("Last error:")[2].splitlines() if line.strip()]
+    return f"{first}: {' '.join(last)}" if last else first

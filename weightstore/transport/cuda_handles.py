@@ -20,6 +20,11 @@ def pin(flat: Tensor) -> None:
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
 
 
+def unpin(address: int) -> None:
+    """End that for the memory at ``address``. Memory that is unmapped while it is pinned cannot be pinned again at the same address."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+
 class CudaMemory:
     """``weightstore.transport.handles.Memory`` on this process' GPU."""
 

@@ -100,10 +100,14 @@ class HostMemory:
         raise AssertionError("no memory of this kind: it was not made by empty")
 
     def close(self) -> None:
-        """Close the descriptors. Memory that is mapped, here or in an engine, stays until it is unmapped."""
+        """Close the descriptors, and unpin. Memory that is mapped, here or in an engine, stays until it is unmapped."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             os.close(block.fd)
+            if self._pin:
+                from weightstore.transport.cuda_handles import unpin
+
+                unpin(block.address)
 
 
 class Mapped:

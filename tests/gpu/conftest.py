@@ -1,0 +1,113 @@
+"""The device of the GPU tests, one rank on it for the whole session, and reference values from a process without CUDA.
+
+``--gpu-device cpu`` runs everything whose logic is not CUDA's own on the CPU, at tiny sizes; tests that take ``cuda`` skip there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.megatron.parallel import Parallel
+from tests.gpu.child import ROOT
+from tests.megatron_world import one_rank
+
+# cuBLAS and NCCL read these when CUDA is initialised: the environment of a rank (learner/ranks/process.py), and the one interface of a
+# machine whose host name may resolve to nothing.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+CHILD_S = 200.0
+"""Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""
+
+Child = Callable[..., Any]
+"""``child(name, *arguments, see_gpu=False)`` runs a function of ``tests.gpu.child`` in a process and returns its result."""
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device under test. Skips without CUDA, unless the CPU is asked for."""
+    if request.config.getoption("--gpu-device") == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device (--gpu-device cpu runs the logic on the CPU)")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="session")
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@pytest.fixture(scope="session")
+def cuda(device: torch.device) -> torch.device:
+    """The same for tests of CUDA's own behaviour, which skip on the CPU."""
+    if device.type != "cuda":
+        pytest.skip("of CUDA only")
+    return device
+
+
+@pytest.fixture(scope="session")
+def rank(device: torch.device) -> Iterator[Parallel]:
+    """A world of one on the device. Kernels need not be deterministic, unless the test takes ``deterministic``."""
+    with one_rank(device.type) as joined:
+        torch.use_deterministic_algorithms(False)
+        yield joined
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """The kernels of a learner with ``learner.deterministic``."""
+    torch.use_deterministic_algorithms(True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def child(tmp_path_factory: pytest.TempPathFactory) -> Child:
+    """Return ``Child``. The process sees the GPU only on request, so by default it computes reference values on the CPU."""
+
+    def run(name: str, *arguments: Any, see_gpu: bool = False, **variables: str) -> Any:
+        out = tmp_path_factory.mktemp("child") / "result.json"
+        command = [sys.executable, "-m", "tests.gpu.child", name, str(out), json.dumps(arguments, default=str)]
+        environment = os.environ | ({} if see_gpu else {"CUDA_VISIBLE_DEVICES": ""}) | variables
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_S, check=False)
+        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.integration.megatron_layouts import VOCAB
+    from tests.tiny_models import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+
+
+@pytest.fixture
+def peak(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Return a function: the most bytes of the device that tensors have taken since the test began, besides those there before."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield lambda: torch.cuda.max_memory_allocated() - before
+    torch.cuda.empty_cache()

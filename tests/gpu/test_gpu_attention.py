@@ -1,0 +1,83 @@
+"""Attention of packed rows on the device: values and gradients against float64, its kernels, and its memory."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from learner.megatron.attention import SDPACoreAttention, packed_row
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (1, 5, 33, 64, 7, 17)
+"""Tokens of the sequences of a row: several buckets, one of them full."""
+GB = 1e9
+
+
+def attention() -> SDPACoreAttention:
+    return SDPACoreAttention(SimpleNamespace(context_parallel_size=1, attention_dropout=0.0), 1, None, "self")
+
+
+def row_of(lengths: tuple[int, ...], device: torch.device) -> Any:
+    bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    return packed_row(bounds, positions)
+
+
+def made_inputs(tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(tokens, 1, number, size, generator=generator) for number in (heads, groups, groups)]
+    return [each.to(device, dtype).requires_grad_() for each in made]
+
+
+def reference(inputs: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
+    """Attend sequence by sequence, by the formula."""
+    q, k, v = (each.squeeze(1) for each in inputs)
+    repeats = q.shape[1] // k.shape[1]
+    found = []
+    for q_L, k_L, v_L in zip(*(each.split(lengths) for each in (q, k, v)), strict=True):
+        k_L, v_L = (each.repeat_interleave(repeats, 1) for each in (k_L, v_L))
+        scores = torch.einsum("qhd,khd->hqk", q_L, k_L) / q.shape[-1] ** 0.5
+        mask = torch.ones_like(scores[0], dtype=torch.bool).tril()
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        found.append(torch.einsum("hqk,khd->qhd", weights, v_L).flatten(1))
+    return torch.cat(found)[:, None]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("groups", [2, 4])
+def test_values_and_gradients(device: torch.device, dtype: torch.dtype, tolerance: float, groups: int) -> None:
+    ours = made_inputs(sum(LENGTHS), 4, groups, 16, dtype, device)
+    exact = [each.detach().cpu().double().requires_grad_() for each in ours]
+    out = attention()(*ours, None, packed_seq_params=row_of(LENGTHS, device))
+    wanted = reference(exact, LENGTHS)
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).double()
+    out.backward(weights.to(device, dtype))
+    wanted.backward(weights.to(dtype).double())
+    for one, other in zip([out, *(each.grad for each in ours)], [wanted, *(each.grad for each in exact)], strict=True):
+        assert one is not None and other is not None
+        # Against the largest value: single elements of bfloat16 lose all their digits in a sum.
+        assert (one.detach().cpu().double() - other.detach()).abs().max() <= tolerance * other.abs().max()
+
+
+def test_bfloat16_runs_on_flash_kernels(cuda: torch.device) -> None:
+    ours, row = made_inputs(2048, 16, 8, 128, torch.bfloat16, cuda), row_of((2048,), cuda)
+    attention()(*ours, None, packed_seq_params=row).sum().backward()  # loads the kernels
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        attention()(*ours, None, packed_seq_params=row).sum().backward()
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages()]
+    assert any(("flash" in name and "fwd" in name) or "cudnn" in name for name in names), names
+
+
+@pytest.mark.parametrize("lengths", [(8192,), (2048,) * 4], ids=["one of 8k", "four of 2k"])
+def test_eight_thousand_tokens_take_less_than_a_gigabyte(cuda: torch.device, lengths: tuple[int, ...], peak: Callable[[], int]) -> None:
+    """16 heads of 128 in bfloat16, forward and backward, inputs and gradients included. Scores of all pairs would take 2 GB each."""
+    ours, row = made_inputs(sum(lengths), 16, 8, 128, torch.bfloat16, cuda), row_of(lengths, cuda)
+    attention()(*ours, None, packed_seq_params=row).sum().backward()
+    torch.cuda.synchronize()
+    assert peak() < GB

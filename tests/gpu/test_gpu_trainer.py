@@ -1,0 +1,101 @@
+"""The learner on the device: log-probs of transformers, bfloat16 near float32, the same bits twice and after a restart."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from learner.algorithms.config import AlgorithmConfig
+from learner.megatron import state
+from learner.megatron.model import Policy, WeightBackup, build_policy
+from learner.megatron.optimizer import PolicyOptimizer
+from learner.megatron.parallel import Parallel
+from learner.megatron.trainer import Trainer
+from tests.gpu.conftest import Child
+from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
+from tests.learner_steps import make_batches, make_samples
+from tests.tiny_models import FAMILIES, write_tiny_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+
+TIMES = {"train/step_seconds", "train/tokens_per_second"}
+
+
+def learner(model_dir: Path, rank: Parallel, dtype: str = "float32") -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup]:
+    policy = build_policy(model_dir, dtype=dtype, parallel=rank)
+    optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
+    return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, proximal=proximal), policy, optimizer, proximal
+
+
+def batch(step: int, max_tokens: int = 60) -> Any:
+    return make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=max_tokens)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_transformers(family: str, rank: Parallel, tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path, family)
+    reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(rank.device)
+    policy = build_policy(directory, dtype="float32", parallel=rank)
+    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
+    samples = make_samples(vocab=reference.config.vocab_size, temperature=0.7)
+    step = make_batches(samples, max_tokens=100)[0]
+    compared = 0
+    for row, ours_T in zip(step.micro_batches, trainer.log_probs(step), strict=True):
+        assert ours_T.device == rank.device
+        for sample in np.unique(row.sample_T[row.sample_T >= 0]):
+            at = np.flatnonzero((row.sample_T == sample) & row.loss_mask_T)
+            tokens = torch.from_numpy(samples[sample].tokens).long().to(rank.device)
+            with torch.no_grad():
+                logits = reference(tokens[None]).logits[0] / 0.7
+            wanted = logits.log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[-len(at) :, 0]
+            torch.testing.assert_close(ours_T[at], wanted, atol=5e-5, rtol=0)
+            compared += len(at)
+    assert compared == sum(sample.response_length for sample in samples)
+
+
+def test_bfloat16_is_near_float32(rank: Parallel, model_dir: Path) -> None:
+    wanted = learner(model_dir, rank)[0].train(batch(3))
+    trainer, policy, _, _ = learner(model_dir, rank, "bfloat16")
+    step = trainer.train(batch(3))
+    assert step["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.05)
+    assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.1)
+    assert {tensor.dtype for _, tensor in policy.export()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, model_dir: Path, tmp_path: Path) -> None:
+    """Two runs from the same weights, and a third from the checkpoint of the first, have equal digests after every step."""
+    digests: list[list[str]] = []
+    for attempt in range(2):
+        trainer, policy, optimizer, proximal = learner(model_dir, rank, dtype)
+        made = []
+        for step in (3, 4, 5):
+            trainer.train(batch(step))
+            made.append(policy.digest())
+            if (attempt, step) == (0, 3):
+                state.save(tmp_path, step=step, policy=policy, optimizer=optimizer, proximal=proximal)
+        digests.append(made)
+    assert digests[0] == digests[1], "not repeatable on this device"
+    assert len(set(digests[0])) == 3, "a step has changed nothing"
+    trainer, policy, optimizer, proximal = learner(model_dir, rank, dtype)
+    assert state.load(tmp_path, policy=policy, optimizer=optimizer, proximal=proximal) == (3, {})
+    made = [policy.digest()]
+    for step in (4, 5):
+        trainer.train(batch(step))
+        made.append(policy.digest())
+    assert made == digests[0], "the restart has other bits"
+
+
+def test_a_checkpoint_of_the_cpu_is_continued(rank: Parallel, model_dir: Path, tmp_path: Path, child: Child) -> None:
+    saved = child("checkpoint", model_dir, tmp_path)
+    trainer, policy, optimizer, proximal = learner(model_dir, rank)
+    assert policy.digest() != saved["digest"]
+    assert state.load(tmp_path, policy=policy, optimizer=optimizer, proximal=proximal)[0] == 3
+    assert policy.digest() == saved["digest"]
+    step = trainer.train(batch(4, max_tokens=1 << 20))
+    assert step.keys() == saved["next"].keys()
+    for name in step.keys() - TIMES - {"offpolicy/entropy_gap_sigmas"}:
+        assert step[name] == pytest.approx(saved["next"][name], rel=1e-4, abs=1e-4), name
