@@ -92,15 +92,23 @@ def of_rank(local: int, *numbers: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible, "LOCAL_RANK": str(local), "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def test_up_places_ranks_and_engines(tmp_path: Path) -> None:
+async def test_up_places_ranks_and_engines(tmp_path: Path) -> None:
     machine, file = Machine(tmp_path, 4), str(write_run(tmp_path))
-    result = machine.run("up", file, "--set", "learner.data_parallel=2", "--set", "up.engines=2", "--set", "up.view=plain")
-    assert "drained at step 0" in result.stdout, result.stdout + result.stderr
-    assert {"rank0", "rank1", "feeder"} <= set(machine.children())
+    machine.hold.touch()
+    settings = ("learner.data_parallel=2", "up.engines=2", "engine.devices=[3, 2]", "up.view=plain")
+    process = machine.start("up", file, *(word for setting in settings for word in ("--set", setting)))
+    try:
+        while not {"rank0", "rank1", "feeder", "engine-0", "engine-1"} <= set(machine.children()):
+            assert process.poll() is None, machine.log
+            await asyncio.sleep(0.05)
+        machine.hold.unlink()
+        assert await asyncio.to_thread(process.wait, 60) == 0, machine.log
+    finally:
+        process.kill()
+        process.wait()
     assert [machine.devices_of(f"rank{rank}") for rank in (0, 1)] == [of_rank(0, 0, 1), of_rank(1, 0, 1)]
     assert "CUDA_VISIBLE_DEVICES" not in machine.devices_of("feeder")
-    started = [name for name in machine.children() if name.startswith("engine")]
-    assert {name: machine.devices_of(name) for name in started} == {name: own(2 + int(name[-1])) for name in started}
+    assert [machine.devices_of(f"engine-{number}") for number in (0, 1)] == [own(3), own(2)]
 
 
 def test_up_refuses_a_run_without_enough_devices_before_anything_starts(tmp_path: Path) -> None:
