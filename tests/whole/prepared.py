@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def put_prepared(config: Path, run: Path) -> None:
     """Put model and prompts of ``config`` into a run's directory, which need not exist: the run finds them prepared."""
-    shutil.copytree(_made(config) / "prepared", run / "prepared")
+    shutil.copytree(made(config) / "prepared", run / "prepared")
 
 
 @functools.cache
-def _made(config: Path) -> Path:
+def made(config: Path) -> Path:
+    """Prepare the files of ``config`` once in this process. Returns their run directory, which is removed when the process ends."""
     kept = Path(tempfile.mkdtemp(prefix="tidemill-prepared-"))
     atexit.register(shutil.rmtree, kept, ignore_errors=True)
     command = [sys.executable, "-m", "launch", "prepare", str(config), "--set", f"directory={kept}"]

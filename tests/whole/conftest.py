@@ -1,0 +1,11 @@
+"""Preparation of the smoke run's files before the first test: its seconds are none of an async test's, whose loop it would block."""
+
+import pytest
+
+from tests.whole.prepared import made
+from tests.whole.running import SMOKE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def smoke_files() -> None:
+    made(SMOKE)
