@@ -48,9 +48,8 @@ class Host:
         self,
         bus: Bus,
         supervisor: Supervisor,
+        host: LiveHost,
         *,
-        name: str,
-        pool: str = "",
         prefix: str = "",
         arguments: Callable[[str, str], Sequence[str]],
         drain_s: float,
@@ -63,7 +62,7 @@ class Host:
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
         then, and there are no more of them than users.
         """
-        self._bus, self._supervisor, self._live_host = bus, supervisor, LiveHost(name, pool)
+        self._bus, self._supervisor, self._live_host = bus, supervisor, host
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
         self._users = users
         self._devices = devices or EngineDevices(bus)

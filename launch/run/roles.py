@@ -321,8 +321,7 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
         host = Host(
             bus,
             Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S),
-            name=name,
-            pool=machine.pool,
+            desired.LiveHost(name, machine.pool),
             prefix=f"{name}-",
             arguments=partial(machine.command, bus_url=bus_url, run=run),
             drain_s=machine.drain_s,

@@ -262,7 +262,7 @@ class Up:
             self._host = Host(
                 bus,
                 self._supervisor,
-                name=HOST,
+                desired.LiveHost(HOST),
                 arguments=lambda role, id: [*self._arguments(role), "--bus", url, "--id", id],
                 drain_s=self._config.up.drain_s,
                 devices=EngineDevices(bus, self._config),
