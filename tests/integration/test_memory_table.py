@@ -34,7 +34,10 @@ def world() -> Iterator[Parallel]:
 
 
 def kept_bytes(policy: Policy) -> int:
-    """Return the bytes that the forward pass of two packed sequences keeps for its backward pass, weights not counted."""
+    """Return the bytes that the forward pass of two packed sequences keeps for its backward pass, weights not counted.
+
+    The result is among them: the loss keeps it.
+    """
     weights = {parameter.untyped_storage().data_ptr() for parameter in policy.module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -46,7 +49,7 @@ def kept_bytes(policy: Policy) -> int:
     tokens_T = torch.arange(TOKENS) % 200 + 3
     more = {"fp32_output": False} if policy.config.bf16 else {}
     with megatron_device(), saved_tensors_hooks(keep, lambda tensor: tensor), plain_torch():
-        policy.ddp(tokens_T[None], row.position_ids_T[None], None, packed_seq_params=row, **more)  # type: ignore[index]
+        keep(policy.ddp(tokens_T[None], row.position_ids_T[None], None, packed_seq_params=row, **more))  # type: ignore[index]
     return sum(tensor.untyped_storage().nbytes() for address, tensor in kept.items() if address not in weights)
 
 
