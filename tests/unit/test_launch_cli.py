@@ -14,8 +14,8 @@ from launch.cli.commands import reached_at
 from launch.cli.main import _parser
 
 ROOT = Path(__file__).resolve().parents[2]
-FAST_S = 0.7
-"""CPU seconds of a whole command; the wall clock shows more on a busy machine."""
+FAST = 0.5
+"""CPU seconds of a whole command, in those of importing torch beside it; a busy machine makes both slower."""
 
 
 def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -26,6 +26,17 @@ def processor_s() -> float:
     """Return the CPU seconds of all children that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+@pytest.fixture(scope="module")
+def torch_s() -> float:
+    """Return the CPU seconds of a process that imports torch, the better of two."""
+    times = []
+    for _ in range(2):
+        before = processor_s()
+        subprocess.run([sys.executable, "-c", "import torch"], check=True)
+        times.append(processor_s() - before)
+    return min(times)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +50,7 @@ def processor_s() -> float:
     ],
     ids=["help", "print-config", "config", "config-error", "no-file"],
 )
-def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int) -> None:
+def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int, torch_s: float) -> None:
     """The best of five: the machine is shared, the imports are not."""
     times = []
     for _ in range(5):
@@ -47,7 +58,7 @@ def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str
         result = tidemill(*arguments)
         times.append(processor_s() - before)
         assert result.returncode == code, result.stderr
-    assert min(times) < FAST_S, times
+    assert min(times) < FAST * torch_s, (times, torch_s)
 
 
 @pytest.mark.parametrize(
