@@ -12,8 +12,6 @@ ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test
 
 .PHONY: run gsm8k sglang test test-chaos test-all test-sglang test-sglang-all test-gpu bench-gpu gpu-wheels check bench setup clean
 
-# Tests of CPUs see no GPU, also where there is one.
-test test-chaos test-all test-sglang test-sglang-all: export CUDA_VISIBLE_DEVICES =
 
 # The main job: a tiny model learns by asynchronous RL, every part real, on this machine.
 run: setup

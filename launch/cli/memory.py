@@ -1,15 +1,16 @@
 """``tidemill config --memory``: the memory that each process of a run needs, as a table."""
 
+import os
 from itertools import groupby
 
 from rich.console import Console
 from rich.table import Table
 
 from launch.checks.findings import Report
-from launch.checks.machine import GPU
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
 from launch.devices.memory_table import memory_rows
+from launch.devices.visible import this_node
 from launch.settings.config_loader import Loaded
 
 NOT_COUNTED = (
@@ -19,12 +20,12 @@ NOT_COUNTED = (
 
 
 def print_memory(loaded: Loaded) -> None:
-    """Print the rows, and a sum for each process. Raises CheckFailed for a model that cannot be used."""
+    """Print the rows, and a sum for each process. Raises CheckFailed for a model that cannot be used, DeviceError as ``this_node``."""
     config, report = loaded.config, Report(loaded.origins)
     model = check_model(report, config, made=check_prepare(report, config, fresh=False).model)
     report.refuse()
     assert model is not None, "without a model there is an error"
-    cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and GPU.exists())
+    cuda = config.learner.device == "cuda" or (config.learner.device == "auto" and bool(this_node(os.environ).devices))
     rows = memory_rows(model.shape, config, cuda=cuda)
     shown = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     for name in ("process", "part"):
@@ -35,6 +36,8 @@ def print_memory(loaded: Loaded) -> None:
         ours = list(parts)
         for row in ours:
             shown.add_row(process, row.part, *_cells(row.bytes, on_host=row.on_host, cuda=cuda))
+        if len(ours) == 1:
+            continue
         sums = [sum(row.bytes for row in ours if row.on_host is on_host) for on_host in (False, True)]
         shown.add_row(process, "sum", *(map(_size, sums) if cuda else [_size(sum(sums))]), style="bold")
     console = Console(highlight=False)

@@ -6,7 +6,7 @@ Thresholds marked "practice" are our judgement.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from learner.algorithms.config import AlarmConfig
 
@@ -268,5 +268,6 @@ class AlarmWatch:
         if not recorded:
             self._empty_steps = self._empty_steps + 1 if metrics.get("train/tokens") == 0.0 and "skipped" in errors else 0
         if self._empty_steps >= MOST_EMPTY_STEPS:
-            self.stop = errors["skipped"]
+            skipped = errors["skipped"]
+            self.stop = replace(skipped, advice=f"nothing was trained in {MOST_EMPTY_STEPS} steps in a row; {skipped.advice}")
         return alarms

@@ -137,7 +137,7 @@ class AlarmConfig:
     """Action when a diagnostic passes its threshold (docs/metrics.md)."""
 
     action: str = "warn"
-    """off | warn (log it) | stop (end the learner at an error-level alarm)."""
+    """off | warn (log it) | stop (end the learner at an error-level alarm). Unless off, 20 new steps in a row that train nothing end it."""
     patience: int = 3
     """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()

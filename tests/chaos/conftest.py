@@ -1,11 +1,5 @@
-"""Preparation of the smoke run's files before the first test: its seconds are none of an async test's, whose loop it would block."""
+"""The files of the smoke run are made before the first test, as those of the whole runs."""
 
-import pytest
+from tests.whole.conftest import smoke_files
 
-from tests.whole.prepared import made
-from tests.whole.running import SMOKE
-
-
-@pytest.fixture(scope="session", autouse=True)
-def smoke_files() -> None:
-    made(SMOKE)
+__all__ = ["smoke_files"]

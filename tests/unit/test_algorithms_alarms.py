@@ -71,7 +71,7 @@ def test_a_run_that_trains_nothing_is_stopped_unless_that_is_ignored() -> None:
         watch.step(metrics, recorded=recorded)
         assert watch.stop is None
     watch.step(nothing)
-    assert watch.stop is not None and watch.stop.name == "skipped"
+    assert watch.stop is not None and watch.stop.name == "skipped" and "in 20 steps in a row" in str(watch.stop)
     for config in (AlarmConfig(action="off"), AlarmConfig(ignore=("skipped",))):
         watch = AlarmWatch(config, CONTEXT)
         for _ in range(40):
