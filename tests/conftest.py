@@ -4,11 +4,11 @@ import asyncio
 import gc
 import importlib.util
 import inspect
-import logging
 import os
 import re
+import selectors
 import sys
-from asyncio import constants
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +22,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Threads of torch, here and in children that do not set it: tests run beside each other, and threads that wait for a core waste it."""
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 """Nothing is compiled on CPUs, and Megatron's decorators import the compiler unless it is off: two of nine seconds of a start."""
-constants.DEBUG_STACK_DEPTH = 1
-"""Frames that asyncio's debug mode keeps of every callback; its ten make each step of a loop cost three times as much."""
 
 settings.register_profile("tests", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
 BLOCKED_S = 20.0
-"""A step of the loop longer than this fails the test; the time in which the thread could have run and had no core is not counted. Generous:
-a first import of transformers' models, which a test may do in a step, takes 10 s of a busy core."""
+"""Callbacks between two looks at the sockets that take longer than this fail the test; time in which the thread had no core is not counted.
+Generous: a first import of transformers' models, which a test may do in a callback, takes 10 s of a busy core."""
 
 LIMIT_S = {"unit": 120.0, "contract": 120.0}
 """Seconds that an async test in one of these folders may take."""
@@ -44,36 +42,43 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     args = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    with asyncio.Runner(debug=True) as runner:
+    watched = WatchedSelector()
+    # Without asyncio's debug mode, which keeps the whole stack of every future: half of a test's time. PYTHONASYNCIODEBUG=1 turns it on.
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watched)) as runner:
         runner.run(_guarded(pyfuncitem.obj, args, LIMIT_S.get(pyfuncitem.path.parent.name, PROCESSES_LIMIT_S)))
+    assert not watched.blocked_s, f"the event loop was blocked, in seconds: {watched.blocked_s}"
     return True
 
 
+class WatchedSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # the class depends on the system
+    """A selector that notes when its loop comes back late: the callbacks that ran in between blocked it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocked_s: list[float] = []
+        """Durations of more than ``BLOCKED_S``."""
+        self._left_s = self._noted_s = time.monotonic()
+        self._waited_s = _waited_for_a_core_s()
+
+    def select(self, timeout: float | None = None) -> Any:
+        away_s = time.monotonic() - self._left_s
+        if away_s > BLOCKED_S and away_s - (_waited_for_a_core_s() - self._waited_s) > BLOCKED_S:
+            self.blocked_s.append(round(away_s, 1))
+        found = super().select(timeout)
+        self._left_s = time.monotonic()
+        if self._left_s - self._noted_s > 1:  # reading the file each time would cost more than most callbacks
+            self._noted_s, self._waited_s = self._left_s, _waited_for_a_core_s()
+        return found
+
+
 async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[str, Any], limit_s: float) -> None:
-    """Run one async test; afterwards no task may be left running and no step may have blocked the loop."""
-    blocked: list[str] = []
-    waited_s = _waited_for_a_core_s()
-    asyncio.get_running_loop().slow_callback_duration = BLOCKED_S
-    handler = logging.Handler()
-    handler.emit = lambda record: blocked.append(record.getMessage())  # type: ignore[method-assign]
-    handler.addFilter(lambda record: _step_s(record) - (_waited_for_a_core_s() - waited_s) > BLOCKED_S)
-    logging.getLogger("asyncio").addHandler(handler)
-    try:
-        async with asyncio.timeout(limit_s) as limit:
-            await test(**args)
-        assert not limit.expired(), f"it took more than {limit_s:g} s, and has swallowed the cancellation"
-        await asyncio.sleep(0)
-    finally:
-        logging.getLogger("asyncio").removeHandler(handler)
+    """Run one async test; afterwards no task may be left running."""
+    async with asyncio.timeout(limit_s) as limit:
+        await test(**args)
+    assert not limit.expired(), f"it took more than {limit_s:g} s, and has swallowed the cancellation"
+    await asyncio.sleep(0)
     leaked = asyncio.all_tasks() - {asyncio.current_task()}
     assert not leaked, f"tasks left running: {leaked}"
-    assert not blocked, f"the event loop was blocked: {blocked}"
-
-
-def _step_s(record: logging.LogRecord) -> float:
-    """Return the seconds of the step that asyncio reports as slow; 0 for any other report."""
-    found = re.search(r"took ([0-9.]+) seconds", record.getMessage())
-    return float(found[1]) if found else 0.0
 
 
 def _waited_for_a_core_s() -> float:

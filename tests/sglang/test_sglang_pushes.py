@@ -18,7 +18,7 @@ from tests.sglang.server import serving
 
 TOLERANCE = 1e-3
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]
-LENGTH = 600
+LENGTH = 900
 SAMPLING = Sampling(max_new_tokens=LENGTH, temperature=1.0)
 
 
