@@ -1,4 +1,4 @@
-"""A learner on two nodes, as two agents on one machine: what dies ends the attempt, the next one follows, and the bits are those of one node."""
+"""A learner on two nodes, as two agents on one machine: after a death the next attempt follows, and the bits are those of one node."""
 
 import asyncio
 import signal
