@@ -9,7 +9,7 @@ import hashlib
 import os
 import platform
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -149,7 +149,7 @@ class NodeWork:
             "checkpoints", f"one directory that all nodes share (the leader wrote {proof!r})", got, "directory: a shared path"
         )
 
-    async def run(self, part: Part, draining: asyncio.Event) -> None:
+    async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
         """Run the processes of this node. Raises ChildFailed."""
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])
@@ -161,6 +161,7 @@ class NodeWork:
             draining=draining,
             threads=self._config.learner.threads,
             drain_s=self._config.up.drain_s,
+            on_step=on_step,
             variables=[{**rank_variables(self._node, one, self._config, os.environ), **more} for one in places],
         )
 
