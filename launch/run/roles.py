@@ -405,8 +405,12 @@ async def report_evicted(bus: "Bus", heartbeat: "HeartbeatPublisher") -> None:
             heartbeat.update(waits_for="; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items())))
 
 
-async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event) -> None:
+async def run_feeder(
+    config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event, *, epoch: int = 0
+) -> None:
     """Run the feeder of a learner with the run's settings, until its last step is done or ``draining`` is set.
+
+    ``epoch``: of this start, if its parent has raised it.
 
     Raises SettingsError for a directory without a model, and the errors of ``learner.feed.feeder.run_feeder``.
     """
@@ -414,6 +418,7 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
     from launch.checks.resume import model_identity
     from learner.data.prompts import PromptFile, model_tokenizer
     from learner.feed import feeder
+    from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import FeederPlaces
 
     # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
@@ -440,7 +445,16 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
         shuffle=data.shuffle,
         seed=data.seed,
     )
-    places = FeederPlaces(run=config.run, bus_url=bus_url, bus=config.bus, listen=feeder_url, keys=keys, checkpoints=config.checkpoints)
+    places = FeederPlaces(
+        run=config.run,
+        bus_url=bus_url,
+        bus=config.bus,
+        listen=feeder_url,
+        keys=keys,
+        checkpoints=config.checkpoints,
+        epoch=epoch,
+        rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
+    )
     await feeder.run_feeder(
         places,
         prompts,
@@ -453,8 +467,12 @@ async def run_feeder(config: RunConfig, bus_url: str, feeder_url: str, keys: "Fe
     )
 
 
-def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys") -> int:
-    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code."""
+def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
+    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code.
+
+    ``progress``: as ``RankPlaces.progress``.
+    """
+    from learner.feed.feed_liveness import SILENCE_S
     from learner.feed.places import RankPlaces
 
     with importing():
@@ -465,6 +483,8 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys")
         bus_url=bus_url,
         feeder_url=feeder_url,
         feeder_keys=keys,
+        silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
+        progress=progress,
         model_dir=Path(config.model.path),
         checkpoints=config.checkpoints,
         snapshots=config.root / "snapshots",
