@@ -1,0 +1,35 @@
+"""Four machines with host names and the defaults: bus, learner, an engine's host, an actor's host. In `make test`, as it is cheap."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.net.lab import why_not
+from tests.net.site import Site, site
+from tests.whole.running import SMOKE, until_step
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+STEPS = 4
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Site]:
+    with site(tmp_path, SMOKE, f"learner.steps={STEPS}", machines=("bus", "node", "gpu", "act0")) as run:
+        yield run
+
+
+async def test_four_machines_train_together(run: Site) -> None:
+    run.start()
+    async with run.bus() as bus:
+        try:
+            async with asyncio.timeout(200):
+                await until_step(bus, STEPS)
+        except TimeoutError:
+            pytest.fail(run.logs())
+    assert await asyncio.to_thread(run.started["node"].wait, 60) == 0, run.logs()
+    codes = await asyncio.to_thread(run.end_all_but_bus)
+    assert set(codes.values()) == {0}, run.logs()
+    accounting = await run.audited()
+    assert accounting.trained == STEPS * 8 * 4
