@@ -18,6 +18,7 @@ from actors.allowed import refuse_foreign
 from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable, NotFound
+from bus.liveness.waiting import Waiting
 from bus.streams.bus import Bus, connect
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import LiveRow
@@ -65,24 +66,30 @@ async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig
     return None
 
 
-async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, allowed: Sequence[str] = ()) -> JsonObject | None:
+async def config_of_run(bus: Bus, draining: asyncio.Event, *, role: str, id: str, allowed: Sequence[str] = ()) -> JsonObject | None:
     """Return the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
+    While it waits, there is a live row ``<role>.<id>`` with the reason.
     ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``. Raises NotAllowed for
     a setting that fits none of them, NotFound after ``BUS_WAIT_S``.
     """
     deadline = time.monotonic() + BUS_WAIT_S
-    while not draining.is_set():
-        try:
-            row = await bus.rows("run").get(CONFIG_KEY)
-            if row is not None:
-                refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
-                return row[0]
-        except BusError as error:
-            logger.info("waiting for the config of the run error=%s", error)
-        if time.monotonic() > deadline:
-            raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY})")
-        await asyncio.sleep(STEP_S / 4)
+    async with AsyncExitStack() as stack:
+        waiting: Waiting | None = None
+        while not draining.is_set():
+            try:
+                row = await bus.rows("run").get(CONFIG_KEY)
+                if row is not None:
+                    refuse_foreign(row[0], role, allowed, where=f"run {bus.run}, row run/{CONFIG_KEY}")
+                    return row[0]
+            except BusError as error:
+                logger.info("waiting for the config of the run error=%s", error)
+            if time.monotonic() > deadline:
+                raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY}); cure: start its learner")
+            if waiting is None:
+                text = f"the config of run {bus.run}, which its learner writes (row run/{CONFIG_KEY})"
+                waiting = await stack.enter_async_context(Waiting(bus, first_row(role, id), text))
+            await asyncio.sleep(STEP_S / 4)
     return None
 
 
