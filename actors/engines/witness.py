@@ -31,8 +31,9 @@ LOOK_EVERY_S = 1.0
 """Seconds between two looks at the engines' rows; an engine that was not reached is called again at each."""
 CHECK_EVERY_S = 5.0
 """Seconds between two calls to an engine that was reached."""
-CONNECT_S = 2.0
-"""Deadline of a connection. Linux gives up after 3 s where no machine has the address, and after 130 s where a firewall drops packets."""
+CONNECT_S = 1.5
+"""Deadline of a connection; after 1 s Linux repeats a lost first packet. It gives up after 3 s where no machine has the address, and after
+130 s where a firewall drops packets."""
 ANSWER_S = 5.0
 """Deadline of a call: one that has a connection may wait for a busy engine."""
 MOST_MISSES = 3

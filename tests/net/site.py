@@ -7,12 +7,10 @@ router  tidemill router      act0, act1   tidemill host actors=1
 
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from bus.errors import NotFound
 from bus.streams.bus import Bus, connect
@@ -79,11 +77,6 @@ class Site:
             while not await _has_streams(bus):  # noqa: ASYNC110 - nothing can be subscribed to before
                 await asyncio.sleep(0.1)
             yield bus
-
-    async def status(self) -> dict[str, Any]:
-        """Return the values of `tidemill status --json`, started on the desk. It looks at the run for 1.5 s."""
-        command = [sys.executable, "-m", "launch", "status", "--bus", self.url, "--run", self.run, "--json"]
-        return json.loads(await asyncio.to_thread(self.lab["desk"].run, *command, within_s=60))
 
     def end_all_but_bus(self) -> dict[str, int]:
         """Drain all machines but the bus; return their exit codes."""
