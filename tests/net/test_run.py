@@ -29,6 +29,7 @@ CUT_S = 10.0
 LONG_CUT_S = 60.0
 NAMED_S = 5.0
 BACK_S = 120.0
+ROLES = ["actor", "actor", "bus", "engine", "feeder", "host", "host", "host", "learner", "router"]
 LEARNS_S = 390.0
 
 
@@ -81,6 +82,18 @@ async def processes(bus: Bus) -> set[Process]:
     return {(row.role, row.id, row.host, row.pid) for row, age in await view.refresh() if age < 2.0}
 
 
+async def complete(run: Site, bus: Bus) -> set[Process]:
+    """Wait until every process of the run lives, and return them."""
+    now: set[Process] = set()
+    try:
+        async with asyncio.timeout(BACK_S):
+            while sorted(role for role, *_ in now) != ROLES:
+                now = await processes(bus)
+    except TimeoutError:
+        pytest.fail(f"there are {now}\n{run.logs()}")
+    return now
+
+
 async def all_there(run: Site, bus: Bus, before: set[Process]) -> None:
     """Wait until the same processes live as before: none was replaced, none is missing."""
     now: set[Process] = set()
@@ -128,7 +141,7 @@ async def test_six_machines_with_the_defaults_learn(run: Site) -> None:
 
 async def test_one_percent_of_all_packets_lost(healed: Site) -> None:
     async with healed.bus() as bus:
-        before = await processes(bus)
+        before = await complete(healed, bus)
         begin = time.monotonic()
         await next_steps(healed, bus, 8)
         without = time.monotonic() - begin
@@ -144,7 +157,7 @@ async def test_one_percent_of_all_packets_lost(healed: Site) -> None:
 
 async def test_100_mbit_on_one_machine(healed: Site) -> None:
     async with healed.bus() as bus:
-        before = await processes(bus)
+        before = await complete(healed, bus)
         healed.lab["gpu"].limit("100mbit")
         begin = time.monotonic()
         await next_steps(healed, bus, 8)
@@ -164,7 +177,7 @@ async def test_a_machine_cut_off_for_60_s_is_ridden_out(healed: Site, name: str)
 
 async def _cut(run: Site, name: str, seconds: float) -> None:
     async with run.bus() as bus:
-        before = await processes(bus)
+        before = await complete(run, bus)
         run.lab[name].cut()
         await asyncio.sleep(seconds)
         run.lab[name].heal()
@@ -175,7 +188,7 @@ async def _cut(run: Site, name: str, seconds: float) -> None:
 async def test_one_direction_dropped(healed: Site) -> None:
     """The engine's machine does not hear the learner's: pushes and snapshots stop, status names it, and steps go on afterwards."""
     async with healed.bus() as bus:
-        before = await processes(bus)
+        before = await complete(healed, bus)
         healed.lab["gpu"].drop_from(healed.lab["node"])
         try:
             row = await row_of(bus, "engine", "engine-gpu-0", lambda row: row.trouble != "")
@@ -253,9 +266,7 @@ async def test_a_machine_vanishes_and_returns(healed: Site, name: str) -> None:
     healed.start(name)
     async with healed.bus() as bus:
         say(f"{name} vanished for 3 s", await next_steps(healed, bus))
-        async with asyncio.timeout(BACK_S):
-            while not any(host == name for _, _, host, _ in await processes(bus)):
-                pass
+        await complete(healed, bus)
 
 
 async def test_the_books_are_right(run: Site) -> None:
