@@ -197,13 +197,13 @@ class Machine:
             self._init.sh("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64k", "latency", "200ms")
 
     def drop_from(self, other: "Machine") -> None:
-        """Drop the packets that arrive from another machine: one direction of two. ``hear`` ends it."""
+        """Drop the packets that arrive from another machine: one direction of two. ``receive_all`` ends it."""
         table = (f"from_{other.name}", f"{'ip6' if ':' in other.address else 'ip'} saddr {other.address} drop")
         self._dropped.append(table)
         self._drop(*table)
 
-    def hear(self) -> None:
-        """Drop nothing any more of what arrives from other machines."""
+    def receive_all(self) -> None:
+        """Drop no packets of other machines any more."""
         for name, _ in self._dropped:
             self._init.sh("nft", "delete", "table", "inet", name)
         self._dropped.clear()

@@ -63,7 +63,7 @@ def test_links_are_cut_healed_and_dropped_in_one_direction(lab: Lab) -> None:
     assert answer(a, b.address) == "b"
     a.drop_from(b)
     assert answer(a, b.address) == ""
-    a.hear()
+    a.receive_all()
     assert answer(a, b.address) == "b"
     b.lose(100)
     assert answer(a, b.address) == ""

@@ -105,7 +105,7 @@ async def all_there(run: Site, bus: Bus, before: set[Process]) -> None:
         pytest.fail(f"missing {before - now}, new {now - before}\n{run.logs()}")
 
 
-def say(what: str, seconds: float) -> None:
+def report(what: str, seconds: float) -> None:
     print(f"{what}: next step after {seconds:.1f} s", file=sys.stderr)
 
 
@@ -125,7 +125,7 @@ async def test_six_machines_with_the_defaults_learn(run: Site) -> None:
     begin = time.monotonic()
     async with run.bus() as bus:
         await next_steps(run, bus, within_s=LEARNS_S)
-        say("start of all machines", time.monotonic() - begin)
+        report("start of all machines", time.monotonic() - begin)
         rows = {row.role: row for row in await LiveView(bus).alive()}
         assert rows["engine"].address.startswith(f"http://{run.lab['gpu'].address}:")
         assert rows["router"].address.startswith(f"http://{run.lab['router'].address}:")
@@ -181,21 +181,21 @@ async def _cut(run: Site, name: str, seconds: float) -> None:
         run.lab[name].cut()
         await asyncio.sleep(seconds)
         run.lab[name].heal()
-        say(f"{name} cut for {seconds:g} s", await next_steps(run, bus))
+        report(f"{name} cut for {seconds:g} s", await next_steps(run, bus))
         await all_there(run, bus, before)
 
 
 async def test_one_direction_dropped(healed: Site) -> None:
-    """The engine's machine does not hear the learner's: pushes and snapshots stop, status names it, and steps go on afterwards."""
+    """Packets from the learner to the engine are dropped: no pushes, no snapshots. The engine is named; steps go on afterwards."""
     async with healed.bus() as bus:
         before = await complete(healed, bus)
         healed.lab["gpu"].drop_from(healed.lab["node"])
         try:
             row = await row_of(bus, "engine", "engine-gpu-0", lambda row: row.trouble != "")
         finally:
-            healed.lab["gpu"].hear()
+            healed.lab["gpu"].receive_all()
         assert "unreachable from learner learner" in row.trouble
-        say("one direction dropped", await next_steps(healed, bus))
+        report("one direction dropped", await next_steps(healed, bus))
         await all_there(healed, bus, before)
 
 
@@ -265,7 +265,7 @@ async def test_a_machine_vanishes_and_returns(healed: Site, name: str) -> None:
     machine.boot()
     healed.start(name)
     async with healed.bus() as bus:
-        say(f"{name} vanished for 3 s", await next_steps(healed, bus))
+        report(f"{name} vanished for 3 s", await next_steps(healed, bus))
         await complete(healed, bus)
 
 
